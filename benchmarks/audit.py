@@ -16,7 +16,7 @@ from benchmarks.learners import LR, Work, start
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
-from lockstep.core.rota import Rota
+from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.device.memory import keep_freed_memory
 from lockstep.parallel.audited import AuditedEngine
 
@@ -56,8 +56,8 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
     engine, given, step = start(name, work, world)
     if audited:
         strategy = import_module(f"lockstep.strategies.{name}").Strategy()
-        rota = Rota(1, strategy.mesh(SIZE), work.microbatches)
-        index = rota.repeated(world.rank, step)
+        rota = AuditSchedule(1, strategy.mesh(SIZE), work.microbatches)
+        index = rota.assignment(world.rank, step)
         assert index is not None
         given = [replace(work.batch(index), dummy=True), *given]
         engine = AuditedEngine(engine, world, rota, work.batch)

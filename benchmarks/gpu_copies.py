@@ -39,7 +39,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train
 
 AHEAD, IN_LINE, THERE = "copies ahead", "copies in line", "no copies"
 STEPS: Final = 20  # between two reports
@@ -179,7 +179,8 @@ class _Way:
     def _train(self, steps: int) -> None:
         """Train so many steps, without a report."""
         first = self._progress.step
-        plan = Plan(self._steps, Rate(0.01, self._size.samples, 1000.0), log=Every(), evaluate=Every(), save=Every())
+        rate, never = Rate(0.01, self._size.samples, 1000.0), Interval()
+        plan = Plan(self._steps, rate, log=never, evaluate=never, save=never)
 
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)

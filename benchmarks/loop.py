@@ -42,7 +42,7 @@ from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train
 
 BATCH, FEATURES, WIDTH, CLASSES, SAMPLES = 64, 64, 128, 10, 6400
 LR, MOMENTUM = 0.01, 0.9
@@ -153,8 +153,8 @@ def _lockstep(steps: int, world: World) -> Turn:
     split = TensorSplit(*_data())
     data = DataSet(split, split)
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
-    never = Every(steps=10**9)
-    plan = Plan(plan_steps, Rate(LR, SAMPLES, 1.0), log=Every(steps=10), evaluate=never, save=never)
+    never = Interval(steps=10**9)
+    plan = Plan(plan_steps, Rate(LR, SAMPLES, 1.0), log=Interval(steps=10), evaluate=never, save=never)
     loader = Loader(data, plan_steps, 1, NoTransforms(), world.device, 0)
     engine = Strategy().start(
         Problem(Classification(), _model),

@@ -52,7 +52,7 @@ def _timed(kind: str, name: str, world: World) -> Turn:
     engine, own, step = start(name, WORK, world)
     folder = Path(world.tell(tempfile.mkdtemp(prefix="lockstep-saving-") if world.rank == 0 else ""))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    saver = Saver(world, folder, keep=1, beside=kind == BESIDE)
+    saver = Saver(world, folder, keep=1, background=kind == BESIDE)
     progress = Progress()
 
     def train() -> None:

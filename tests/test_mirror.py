@@ -17,7 +17,7 @@ MODULES: Final = sorted(path.relative_to(SRC) for path in SRC.rglob("*.py") if p
 # A test of another name, and the modules whose tests it has: it goes through nearly all of their functions, mostly by
 # a command or an engine, which need all of them.
 TOGETHER: Final[dict[str, str]] = {
-    "commands/test_adapters_trained.py": "models: tuned\nrun: adapters",
+    "commands/test_adapters_trained.py": "models: finetuning\nrun: adapters",
     "commands/test_bring_your_own.py": "run: optimizing",
     "commands/test_checked_up.py": "checkup: rank",
     "commands/test_commands_compare.py": "comparison: drive plan",

@@ -13,7 +13,7 @@ from lockstep.comm.carrier import Addressed, Carrier
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.order import cut
-from lockstep.core.tree import Block, Counter, blocks, total
+from lockstep.core.tree import Counter, LeafBlock, blocks, total
 
 CASES = [
     *itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 12, 13), (0, 1, 2, 3, 7, 1000), (torch.float32, torch.float64)),
@@ -32,7 +32,7 @@ def leaf(number: int, length: int, dtype: torch.dtype) -> Tensor:
     return signs * 10 ** (6 * torch.rand(length, generator=generator, dtype=dtype))
 
 
-def held(numbers: range, length: int, dtype: torch.dtype) -> dict[Block, Tensor]:
+def held(numbers: range, length: int, dtype: torch.dtype) -> dict[LeafBlock, Tensor]:
     counter = Counter(add_)
     for number in numbers:
         counter.push(number, leaf(number, length, dtype))
@@ -137,5 +137,5 @@ def test_a_rank_that_lacks_its_pieces_is_an_error_not_a_wrong_sum() -> None:
 
 
 def test_a_world_of_one_needs_no_group() -> None:
-    pieces = {Block(0, 2): torch.tensor([1.0]), Block(2, 1): torch.tensor([2.0])}
+    pieces = {LeafBlock(0, 2): torch.tensor([1.0]), LeafBlock(2, 1): torch.tensor([2.0])}
     assert CanonicalSum(0, contiguous(1), None)(pieces, 3, torch.empty(1)).item() == 3.0

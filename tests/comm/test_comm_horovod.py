@@ -11,7 +11,7 @@ from lockstep.comm import horovod
 from lockstep.comm.horovod import Horovod
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.tree import Block
+from lockstep.core.tree import LeafBlock
 from lockstep.errors import UsageError
 
 
@@ -56,7 +56,7 @@ def started(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> Horovod:
 def test_own_pieces_are_added_and_a_rank_without_any_adds_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn()
     add = started(monkeypatch, stand_in).sum_by("fp16")
-    pieces = {Block(0, 2): torch.tensor([1.0, 2.0]), Block(2, 1): torch.tensor([10.0, 20.0])}
+    pieces = {LeafBlock(0, 2): torch.tensor([1.0, 2.0]), LeafBlock(2, 1): torch.tensor([10.0, 20.0])}
     assert add(pieces, 3, torch.empty(2)).tolist() == [11.0, 22.0]
     assert add({}, 3, torch.empty(2)).tolist() == [0.0, 0.0]
     assert len(set(stand_in.names)) == 1

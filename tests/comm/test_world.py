@@ -12,7 +12,7 @@ from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.mesh import Mesh
-from lockstep.core.tree import Block
+from lockstep.core.tree import LeafBlock
 from lockstep.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert [world.agree_to_stop(level) for level in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
-    assert world.canonical(Mesh())({Block(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
+    assert world.canonical(Mesh())({LeafBlock(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
     assert isinstance(world.stream(), InlineStream)
     assert world.generators() == [torch.default_generator]
     world.close()

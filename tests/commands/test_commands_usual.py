@@ -12,7 +12,7 @@ from forked import events, steps
 from torch.nn import functional
 from torch.utils.data import DistributedSampler
 
-from lockstep.comparison.plan import Asked, plan_runs
+from lockstep.comparison.plan import ComparisonRequest, plan_runs
 from lockstep.comparison.result import NAIVE
 from lockstep.config.load import load
 from lockstep.core import random
@@ -65,7 +65,7 @@ def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
             for rank, order in enumerate(orders):
                 numbers = torch.tensor(order[first : first + BATCH]).numpy()
                 request = Request(numbers, random.key(random.AUGMENT, 0, epoch))
-                x, y = change.for_training(change.prepared(train.fetch(*request), request), 0, 0)
+                x, y = change.for_training(change.prepare(train.fetch(*request), request), 0, 0)
                 loss = functional.cross_entropy(model(x), y)
                 (loss / ranks).backward()
                 losses[rank].append(float(loss.detach()))
@@ -131,9 +131,9 @@ def test_an_interruption_leaves_no_process_and_it_begins_anew(run, start):
 
 def test_what_the_script_passes_over_gives_it_no_row(tmp_path: Path) -> None:
     variants = ("recipe.batchnorm=sync", "recipe.microbatches=2", "recipe.batch=32")
-    plans = plan_runs(Asked("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path / "a", usual=True))
+    plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path / "a", usual=True))
     found = [(plan.row.strategy, plan.row.variant) for plan in plans]
     assert [variant for strategy, variant in found if strategy == NAIVE] == ["", "recipe.batch=32"]
     assert [variant for strategy, variant in found if strategy == "single"] == ["", *variants]
     with pytest.raises(UsageError, match=r"usual script: its BatchNorm is that of a process"):
-        plan_runs(Asked("digits", variants[:1], ({"name": "ddp"},), (1,), (), tmp_path / "b", usual=True))
+        plan_runs(ComparisonRequest("digits", variants[:1], ({"name": "ddp"},), (1,), (), tmp_path / "b", usual=True))

@@ -14,9 +14,9 @@ from test_predict import TRUST, plain
 
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import to_safetensors, to_torch
-from lockstep.exports.check import compared
+from lockstep.exports.check import check_export
 from lockstep.exports.export import export
-from lockstep.inference.saved import Saved, open_saved
+from lockstep.inference.saved import SavedModel, open_saved
 from lockstep.run.evaluation import EvalRequest
 
 VIT = (
@@ -48,7 +48,7 @@ def trained(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def saved(trained: Path) -> Saved:
+def saved(trained: Path) -> SavedModel:
     return open_saved(EvalRequest("run", (TRUST, "placement.device=cpu")))
 
 
@@ -123,7 +123,7 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
     with pytest.raises(TrainingError, match="cannot be loaded back, so nothing was written"):
         export(saved, "safetensors")
     monkeypatch.setattr(to_torch, "write", lambda subject, place: place.write_text("yes"))
-    monkeypatch.setattr("lockstep.exports.export.compared", lambda *_: None)
+    monkeypatch.setattr("lockstep.exports.export.check_export", lambda *_: None)
     for place in ("a" * 300, "/proc/net.pt2", "run/config.yaml/net"):
         with pytest.raises(TrainingError, match=r"cannot be written: .*; choose another --out"):
             export(saved, "torch", Path(place))
@@ -140,14 +140,14 @@ def test_a_model_that_cannot_be_traced_is_told(saved, trained, monkeypatch):
 def test_outputs_are_compared_with_what_roundings_may_do(saved, trained, monkeypatch):
     model, inputs = saved.model(), (torch.ones(2, 1, 8, 8),)
     outputs = model(*inputs)
-    monkeypatch.setattr("lockstep.exports.check._computed", lambda *_: outputs * (1 + 1e-6))
-    found = compared("torch", trained, model, inputs, outputs, {}, exact=False)
+    monkeypatch.setattr("lockstep.exports.check._run_export", lambda *_: outputs * (1 + 1e-6))
+    found = check_export("torch", trained, model, inputs, outputs, {}, exact=False)
     assert 0 < found.difference < found.tolerance < 1e-3
     assert "the outputs differ by " in found.words
     for wrong in (outputs * (1 + 1e-2), outputs * torch.nan, outputs[:1], outputs.double()):
-        monkeypatch.setattr("lockstep.exports.check._computed", lambda *_, wrong=wrong: wrong)
+        monkeypatch.setattr("lockstep.exports.check._run_export", lambda *_, wrong=wrong: wrong)
         with pytest.raises(TrainingError, match="nothing was written"):
-            compared("torch", trained, model, inputs, outputs, {}, exact=False)
+            check_export("torch", trained, model, inputs, outputs, {}, exact=False)
 
 
 @pytest.mark.usefixtures("_loaded")

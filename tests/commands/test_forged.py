@@ -69,7 +69,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
             break
     state = training.state()
     kept = {
-        "progress": progress.kept(),
+        "progress": progress.as_dict(),
         "engine": state.scalars,
         "recipe": comparable(values(loaded.config.recipe)),
         "numerics": {"torch": "2", "threads": 1},
@@ -89,7 +89,7 @@ def everything(training: Engine, progress: Progress) -> tuple[Any, ...]:
     """Return all of a run's state as values that can be compared."""
     state = training.state()
     parts = [store.weights_sha256(each) for each in (state.model, state.optimizer, state.ema or {})]
-    return *parts, json.dumps(state.scalars, sort_keys=True), json.dumps(progress.kept(), sort_keys=True)
+    return *parts, json.dumps(state.scalars, sort_keys=True), json.dumps(progress.as_dict(), sort_keys=True)
 
 
 def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:

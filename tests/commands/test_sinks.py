@@ -13,7 +13,7 @@ from conftest import DIGITS
 from test_resume import TRAIN, undisturbed
 
 from lockstep.config.load import load, load_text, to_yaml
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.errors import UsageError
 from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
@@ -116,7 +116,7 @@ def test_one_that_is_not_installed_says_how_to_get_it(name: str, monkeypatch: py
         sinks.check_sinks(load("digits", [f"run.sinks=[{name}]"]).config.run)
 
 
-def _options(text: str) -> Run:
+def _options(text: str) -> RunConfig:
     return load("digits", [f"run.sinks=[{{name: 'sinks_of_mine:Sink', {text}}}]"]).config.run
 
 

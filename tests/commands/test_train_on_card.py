@@ -23,7 +23,7 @@ MAY_WAIT = {
     "<listcomp>": "the start: BatchNorm's counters",
     "constants": "the first batch",
     "check": "a report",
-    "_stepped": "a report",
+    "_step_event": "a report",
     "read": "a report",
     "_figures": "a report",
     "evaluate": "an evaluation",

@@ -12,7 +12,7 @@ from lockstep import strategies
 from lockstep.config.load import Loaded, load
 from lockstep.core.order import Steps
 from lockstep.verification import cases
-from lockstep.verification.traced_run import Job, prepared
+from lockstep.verification.traced_run import TraceJob, prepare_setup
 
 # A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
 PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
@@ -114,8 +114,8 @@ def test_an_interrupt_ends_everything(start):
     assert command.left() == []
 
 
-def every(loaded: Loaded) -> list[cases.Case]:
-    return cases._all(loaded, prepared(loaded))
+def every(loaded: Loaded) -> list[cases.VerifyCase]:
+    return cases._all(loaded, prepare_setup(loaded))
 
 
 def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_why_not():
@@ -144,12 +144,12 @@ def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
 
 def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputation():
     overrides = ["placement.strategy={bucket_mib: 1.5}", "placement.recompute=full", "placement.workers=2"]
-    single, asked = cases._given(load("digits", overrides), 2)
+    single, asked = cases._default_cases(load("digits", overrides), 2)
     assert (single.label, asked.label) == ("single on 1", "ddp on 2")
     placement = asked.resolved.placement
     assert placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert (placement.recompute, placement.workers, placement.processes) == ("full", 2, 2)
-    assert [place.label for place in cases._given(load("digits"), 1)] == ["single on 1"]
+    assert [place.label for place in cases._default_cases(load("digits"), 1)] == ["single on 1"]
 
 
 @pytest.mark.parametrize(
@@ -163,20 +163,20 @@ def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputatio
     ],
 )
 def test_the_first_steps_and_the_last_of_the_epoch_are_compared(steps, count, chosen):
-    assert cases.chosen_steps(steps, count) == chosen
+    assert cases.select_steps(steps, count) == chosen
     assert all(number < steps.total for number in chosen)
 
 
 def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_path):
     for overrides, half in ((), 2), (("recipe.compile=true",), 4):
-        job = Job(load("digits", overrides), (0, 1, 2, 3, 22), 8, tmp_path)
-        assert cases.saved_after(job) == half
+        job = TraceJob(load("digits", overrides), (0, 1, 2, 3, 22), 8, tmp_path)
+        assert cases.save_point(job) == half
 
 
 @pytest.mark.parametrize(("options", "refused"), [({}, False), ({"schedule": "zero_bubble"}, True)])
 def test_what_would_not_compile_to_the_same_bits_is_not_possible(options, refused):
     asked = f"placement.strategy={json.dumps({'name': 'pipeline', **options})}"
     loaded = load("digits", ["recipe.compile=true", asked])
-    place = cases._checked(cases._named(loaded, "pipeline", 2), prepared(loaded))
+    place = cases._check_case(cases._case_of(loaded, "pipeline", 2), prepare_setup(loaded))
     assert place.reason.startswith("recipe.compile: strategy pipeline takes the backward of a block apart") is refused
     assert bool(place.reason) is refused

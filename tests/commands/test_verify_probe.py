@@ -17,7 +17,7 @@ from lockstep.run.probe import findings as causes
 from lockstep.run.probe import probe
 from lockstep.run.probe.findings import ProbeResult, findings
 from lockstep.verification import trace
-from lockstep.verification.traced_run import prepared
+from lockstep.verification.traced_run import prepare_setup
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
@@ -32,7 +32,7 @@ def _deterministic() -> Iterator[None]:
 
 def look(*overrides: str) -> ProbeResult:
     """Return the facts about digits with these overrides."""
-    ready = prepared(load("digits", ["recipe.batch=16", *overrides]))
+    ready = prepare_setup(load("digits", ["recipe.batch=16", *overrides]))
     return probe.facts_of(ready, torch.device("cpu"))
 
 

@@ -36,7 +36,7 @@ def test_the_command_becomes_one_with_a_fixed_seed_unless_it_has_one(monkeypatch
 
 def test_what_is_spawned_has_the_seed_that_it_is_given_and_this_process_its_own(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with hashing.given_to_others("7"):
+    with hashing.hash_seed_for_children("7"):
         assert subprocess.check_output([sys.executable, "-c", TOLD], text=True).strip() == "7"
     assert "PYTHONHASHSEED" not in os.environ
 
@@ -53,8 +53,10 @@ def test_two_starts_of_the_command_go_through_a_set_in_one_order(monkeypatch):
 
 
 def test_ranks_whose_sets_have_another_order_are_warned_of():
-    assert hashing.apart([hashing.probe(), hashing.probe()]) == ""
-    assert "or start the ranks with PYTHONHASHSEED=0, as lockstep launch does" in hashing.apart([hashing.probe(), "7"])
+    assert hashing.seed_warning([hashing.probe(), hashing.probe()]) == ""
+    assert "or start the ranks with PYTHONHASHSEED=0, as lockstep launch does" in hashing.seed_warning(
+        [hashing.probe(), "7"]
+    )
 
 
 def test_what_ssh_starts_on_another_host_has_a_fixed_seed(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.common.own_code import OwnCode, described, is_own, own_error, place
+from lockstep.common.own_code import OwnCode, describe_error, is_own, own_error, place
 from lockstep.core.tree import total
 from lockstep.errors import OwnCodeError, TrainingError
 from lockstep.parallel.pipeline.stage import _run_back
@@ -93,7 +93,7 @@ def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = (", str(tmp_path / "nets.py"), "exec")
     assert place(caught.value) == f"{tmp_path}/nets.py:1"
-    assert described(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); mend it there"
+    assert describe_error(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); mend it there"
 
 
 def _raise(error: BaseException) -> None:

@@ -2,29 +2,29 @@
 
 import pytest
 
-from lockstep.common.patterns import matches, selected, shortened
+from lockstep.common.patterns import list_some, matches, select
 from lockstep.errors import UsageError
 
 NAMES = ["stem.weight", "stem.bias", "blocks.0.norm.weight", "blocks.1.norm.weight", "head.weight"]
 
 
 def test_a_star_stands_for_dots_too() -> None:
-    assert selected("freeze", ["blocks.*", "*.bias"], NAMES) == {*NAMES[1:4]}
+    assert select("freeze", ["blocks.*", "*.bias"], NAMES) == {*NAMES[1:4]}
     assert matches("blocks.10.norm.weight", ["blocks.1?.*"])
     assert not matches("Stem.weight", ["stem.*"])  # whatever the platform's file names do
 
 
 def test_a_pattern_that_selects_nothing_is_refused_with_near_names() -> None:
     with pytest.raises(UsageError) as error:
-        selected("recipe.model.freeze", ["stem.*", "heed.weight"], NAMES)
+        select("recipe.model.freeze", ["stem.*", "heed.weight"], NAMES)
     text = "recipe.model.freeze: 'heed.weight' matches no parameter; did you mean 'head.weight'"
     assert str(error.value).startswith(text)
 
 
 def test_without_near_names_some_are_listed() -> None:
     with pytest.raises(UsageError, match="matches no parameter; there are n0, n1, n2, n3, n4, n5, n6, n7 and 1 more"):
-        selected("freeze", ["xyzzy*"], [f"n{number}" for number in range(9)])
+        select("freeze", ["xyzzy*"], [f"n{number}" for number in range(9)])
 
 
 def test_few_names_are_listed_whole() -> None:
-    assert shortened(["a", "b"]) == "a, b"
+    assert list_some(["a", "b"]) == "a, b"

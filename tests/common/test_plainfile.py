@@ -41,10 +41,10 @@ def test_a_refusal_leaves_no_file_open(tmp_path: Path) -> None:
 
 
 def test_json_that_is_nested_too_deeply_is_none() -> None:
-    assert plainfile.parsed(b'{"a": [1]}') == {"a": [1]}
+    assert plainfile.parse_json(b'{"a": [1]}') == {"a": [1]}
     for text in ("[" * 100_000, "{", b"\xff", "9" * 5000):
         with pytest.raises(ValueError, match=r"nested|Expecting|decode|limit"):
-            plainfile.parsed(text)
+            plainfile.parse_json(text)
 
 
 def test_a_folder_for_a_library_has_plain_files_alone(tmp_path: Path) -> None:

@@ -44,13 +44,13 @@ def test_events_of_before_are_events_of_today() -> None:
 @pytest.mark.parametrize("state", [{}, {"progress": 3, "recipe": "r"}, {**old_state(), "schema": "two"}])
 def test_what_is_no_state_stays_none(state: dict, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not what this version writes"):
-        saved_state.parsed(tmp_path / "step-00000001", state)
+        saved_state.parse_state(tmp_path / "step-00000001", state)
 
 
 def test_the_state_of_a_newer_version_is_refused_in_a_line(tmp_path: Path) -> None:
     newer = {**old_state(), "schema": schemas.SCHEMA + 1, "unheard": "of"}
     with pytest.raises(UsageError) as caught:
-        saved_state.parsed(tmp_path, newer)
+        saved_state.parse_state(tmp_path, newer)
     assert str(caught.value) == (
         f"{tmp_path}/state.json: written by a newer version: schema 3, and this version of Lockstep reads 2 and older; "
         f"use the one that wrote it"
@@ -58,7 +58,7 @@ def test_the_state_of_a_newer_version_is_refused_in_a_line(tmp_path: Path) -> No
 
 
 def test_the_state_of_before_is_parsed() -> None:
-    state = saved_state.parsed(OLD / "digits/checkpoints/step-00000030", old_state())
+    state = saved_state.parse_state(OLD / "digits/checkpoints/step-00000030", old_state())
     assert state.progress.step == 30
     assert state.progress.figures == pytest.approx({"top1": 0.1444, "top5": 0.5972}, rel=0.5)
     assert state.recipe["order"] == "argsort"

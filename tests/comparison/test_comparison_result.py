@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lockstep.comparison.output import Display, write
 from lockstep.comparison.page import sections
-from lockstep.comparison.result import Comparison, Row, cells, conclusion, drawing, to_json
+from lockstep.comparison.result import Comparison, ResultRow, cells, conclusion, drawing, to_json
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
 from lockstep.reporting.run_log import History, history
@@ -34,9 +34,11 @@ def a_history(seconds: float, weights: str = SHA, ranks: int = 1) -> History:
     return history(lines)
 
 
-def a_row(strategy: str, processes: int, seconds: float, weights: str = SHA, variant: str = "", **other: Any) -> Row:
+def a_row(
+    strategy: str, processes: int, seconds: float, weights: str = SHA, variant: str = "", **other: Any
+) -> ResultRow:
     found = a_history(seconds, weights, processes)
-    return Row(strategy, processes, variant, f"runs/{strategy}-{processes}", state="done", history=found, **other)
+    return ResultRow(strategy, processes, variant, f"runs/{strategy}-{processes}", state="done", history=found, **other)
 
 
 ROWS = (
@@ -44,7 +46,7 @@ ROWS = (
     a_row("ddp", 2, 25.0),
     a_row("zero3", 2, 50.0, OTHER),
     a_row("deepspeed", 2, 40.0, OTHER, promises="close"),
-    Row("ddp", 4, "", "runs/ddp-4", state="failed", reason="lost a rank"),
+    ResultRow("ddp", 4, "", "runs/ddp-4", state="failed", reason="lost a rank"),
     a_row("single", 1, 80.0, OTHER, "recipe.seed=1"),
     a_row("ddp", 2, 40.0, OTHER, "recipe.seed=1"),
 )
@@ -114,10 +116,10 @@ def test_json_has_what_the_table_has_and_each_rank() -> None:
 
 
 def test_how_far_it_is() -> None:
-    running = Row(
+    running = ResultRow(
         "ddp", 2, "", "runs/a", state="running", step=10, steps=40, left_s=30.0, history=History(seconds=10.0)
     )
-    waiting = Row("ddp", 4, "", "runs/b")
+    waiting = ResultRow("ddp", 4, "", "runs/b")
     now = Comparison("digits", (ROWS[0], running, waiting))
     assert cells(now)[1][1][1] == "step 10/40, 0:30 left"
     assert now.left_s == 30.0 + 40.0  # the mean of 40 s, that were taken, and 10 + 30
@@ -135,7 +137,7 @@ class Terminal(StringIO):
 
 RUNNING = replace(ROWS[1], state="running", step=10, steps=40, left_s=30.0, history=History(seconds=10.0))
 STATES = (
-    Comparison("digits", (replace(ROWS[0], state="running", history=History()), Row("ddp", 2, "", "runs/b"))),
+    Comparison("digits", (replace(ROWS[0], state="running", history=History()), ResultRow("ddp", 2, "", "runs/b"))),
     Comparison("digits", (ROWS[0], RUNNING)),
     Comparison("digits", (ROWS[0], replace(RUNNING, step=11))),
     Comparison("digits", (ROWS[0], replace(ROWS[4], reason="lost a \x1b[2Jrank"))),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.document import Place, Problem, locate, parse, scalar
+from lockstep.config.document import KeyProblem, SourcePosition, locate, parse, scalar
 
 
 def problems(text):
@@ -74,9 +74,9 @@ def test_every_key_and_item_has_its_place():
 
 
 def test_a_key_without_a_place_has_that_of_the_mapping_around_it():
-    places = {(): Place("r.yaml", 1, 1), ("a",): Place("r.yaml", 2, 3)}
-    assert locate(places, ("a", "b", "c")) == Place("r.yaml", 2, 3)
-    assert locate(places, ("x", "y")) == Place("r.yaml", 1, 1)
+    places = {(): SourcePosition("r.yaml", 1, 1), ("a",): SourcePosition("r.yaml", 2, 3)}
+    assert locate(places, ("a", "b", "c")) == SourcePosition("r.yaml", 2, 3)
+    assert locate(places, ("x", "y")) == SourcePosition("r.yaml", 1, 1)
 
 
 def test_a_key_is_text_as_it_stands():
@@ -138,7 +138,8 @@ def test_a_second_document_is_refused():
 
 
 def test_a_problem_of_an_override_has_no_line():
-    assert str(Problem(Place("override"), ("recipe", "topk", 0), "wrong")) == "override  recipe.topk.0: wrong"
+    problem = KeyProblem(SourcePosition("override"), ("recipe", "topk", 0), "wrong")
+    assert str(problem) == "override  recipe.topk.0: wrong"
 
 
 @given(st.text(max_size=40))

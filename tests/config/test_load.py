@@ -14,7 +14,7 @@ from lockstep.commands.show import consequences
 from lockstep.config import across
 from lockstep.config.load import differences, load, split, to_yaml
 from lockstep.config.schema import Config
-from lockstep.config.shipped import shipped
+from lockstep.config.shipped import list_shipped_recipes
 from lockstep.config.wording import section_at
 from lockstep.errors import EXIT_USAGE, ConfigError, LockstepError
 
@@ -131,7 +131,7 @@ def test_lists_become_tuples(recipe):
     assert config.recipe.topk == (1,)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_every_shipped_recipe_is_valid(name):
     assert load(name).name == name
 
@@ -434,7 +434,7 @@ def reloaded(text, folder):
     return load(str(file)).config
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_a_shipped_recipe_reads_back(name, tmp_path):
     loaded = load(name)
     assert reloaded(to_yaml(loaded), tmp_path) == loaded.config

@@ -1,14 +1,14 @@
 """The recipes that come with Lockstep."""
 
 from lockstep.config.load import load
-from lockstep.config.shipped import shipped
+from lockstep.config.shipped import list_shipped_recipes
 
 NETS = "resnet18 resnet50 botnet50 densenet121 efficientnet_b0 regnetx_160 regnety_160 regnety_320"
 
 
 def test_they_are_those_promised_in_the_order_of_their_names() -> None:
     names = {"digits", "cifar10-resnet18", "mnist1d", "shakespeare-gpt", *(f"imagenet-{net}" for net in NETS.split())}
-    assert list(shipped()) == sorted(names)
+    assert list(list_shipped_recipes()) == sorted(names)
 
 
 def test_those_of_a_family_differ_by_the_model_and_what_goes_with_it() -> None:

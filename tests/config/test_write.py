@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.document import parse
-from lockstep.config.write import block, flow, leaves, shown
+from lockstep.config.write import block, flow, format_value, leaves
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
     [
@@ -72,4 +72,4 @@ def test_leaves_are_values_without_keys():
     ],
 )
 def test_values_in_messages(value, text):
-    assert shown(value) == text
+    assert format_value(value) == text

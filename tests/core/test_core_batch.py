@@ -19,14 +19,14 @@ def test_tensors_come_out_in_order_and_go_back() -> None:
 
 
 def test_a_change_is_made_to_tensors_alone() -> None:
-    changed = batch.mapped(lambda tensor: tensor.sum().item(), NESTED)
+    changed = batch.map_tensors(lambda tensor: tensor.sum().item(), NESTED)
     assert changed == {"x": (6.0, "name"), "y": [0.0]}
 
 
 def test_each_leaf_has_a_place() -> None:
     assert [path for path, _ in batch.with_paths(NESTED)] == ["['x'][0]", "['x'][1]", "['y'][0]"]
     assert batch.with_paths(5) == [("", 5)]
-    assert batch.mapped_with_paths(lambda path, _: path, NESTED)["y"] == ["['y'][0]"]
+    assert batch.map_with_paths(lambda path, _: path, NESTED)["y"] == ["['y'][0]"]
 
 
 class Difference(nn.Module):

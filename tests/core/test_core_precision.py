@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.core.precision import named_elsewhere
+from lockstep.core.precision import translate_precision
 
 
 @pytest.mark.parametrize(
@@ -19,16 +19,16 @@ from lockstep.core.precision import named_elsewhere
 )
 def test_other_names(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        named_elsewhere(name)
+        translate_precision(name)
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16-compute", "fp61", 16])
 def test_what_is_not_known_elsewhere_is_left_alone(name: object) -> None:
-    assert named_elsewhere(name) == name
+    assert translate_precision(name) == name
 
 
 def test_levels_of_apex_are_precisions_of_ours() -> None:
-    assert [named_elsewhere(level) for level in ("O0", "O1", "O2", "O3")] == [
+    assert [translate_precision(level) for level in ("O0", "O1", "O2", "O3")] == [
         "fp32",
         "fp16",
         "fp16-compute",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.devices import device_number, resolved_backend, shared
+from lockstep.core.devices import device_number, find_shared_devices, resolve_backend
 from lockstep.errors import UsageError
 
 
@@ -45,15 +45,15 @@ def test_processes_that_share_take_the_devices_in_turn(visible: int, numbers: li
 
 
 def test_what_carries_tensors_follows_from_the_device() -> None:
-    assert resolved_backend("auto", on_gpu=True) == resolved_backend("nccl", on_gpu=True) == "nccl"
-    assert resolved_backend("auto", on_gpu=False) == resolved_backend("gloo", on_gpu=False) == "gloo"
-    assert resolved_backend("gloo", on_gpu=True) == "gloo"
+    assert resolve_backend("auto", on_gpu=True) == resolve_backend("nccl", on_gpu=True) == "nccl"
+    assert resolve_backend("auto", on_gpu=False) == resolve_backend("gloo", on_gpu=False) == "gloo"
+    assert resolve_backend("gloo", on_gpu=True) == "gloo"
     with pytest.raises(
         UsageError, match=r"placement.backend: nccl asked for, but this run is on the CPU.*auto or gloo"
     ):
-        resolved_backend("nccl", on_gpu=False)
+        resolve_backend("nccl", on_gpu=False)
 
 
 def test_ranks_with_one_device_between_them_are_found() -> None:
-    assert shared({0: "a", 1: "b", 2: "c"}) == []
-    assert shared({3: "a", 0: "b", 1: "a", 2: "b", 4: "c"}) == [[0, 2], [1, 3]]
+    assert find_shared_devices({0: "a", 1: "b", 2: "c"}) == []
+    assert find_shared_devices({3: "a", 0: "b", 1: "a", 2: "b", 4: "c"}) == [[0, 2], [1, 3]]

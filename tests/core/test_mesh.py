@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.mesh import Axis, DataRank, Mesh
-from lockstep.core.tree import Block, Counter, total
+from lockstep.core.tree import Counter, LeafBlock, total
 
 SIZES = st.integers(1, 5)
 SHORT = st.integers(1, 3)
@@ -130,7 +130,7 @@ def test_what_all_hold_is_the_tree(replicas: int, members: int, leaves: int) -> 
             if not dummy:
                 counter.push(index, f"<{index}>")
         held = counter.pieces()
-        assert list(held) == place.held(leaves)
+        assert list(held) == place.own_blocks(leaves)
         pieces |= held
     whole: Counter[str] = Counter(joined)
     for leaf in range(leaves):
@@ -163,9 +163,9 @@ def test_ranks_share_the_chunks_of_sequences(
                 leaf = chunk * microbatches + index
                 counter.push(leaf, str(leaf))
         found = counter.pieces()
-        assert list(found) == place.held(microbatches * chunks, chunks)
+        assert list(found) == place.own_blocks(microbatches * chunks, chunks)
         pieces |= found
-    leaves = {Block(leaf, 1): str(leaf) for leaf in range(microbatches * chunks)}
+    leaves = {LeafBlock(leaf, 1): str(leaf) for leaf in range(microbatches * chunks)}
     assert total(pieces, len(leaves), _bracketed) == total(leaves, len(leaves), _bracketed)
     primary = [index for each in places if each.primary for index, dummy in each.indices(microbatches) if not dummy]
     assert sorted(primary) == list(range(microbatches))
@@ -185,6 +185,6 @@ def test_what_ranks_in_step_hold_together_is_merged(replicas: int, in_step: int,
     for first in range(0, replicas * in_step, in_step):
         joined = Counter[str](lambda left, right: left + right)
         for rank in range(first, first + in_step):
-            for block in DataRank(rank, replicas * in_step).held(leaves):
+            for block in DataRank(rank, replicas * in_step).own_blocks(leaves):
                 joined.take(block, "")
-        assert [*joined.pieces()] == DataRank(first, replicas * in_step, spans=in_step).held(leaves)
+        assert [*joined.pieces()] == DataRank(first, replicas * in_step, spans=in_step).own_blocks(leaves)

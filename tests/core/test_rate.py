@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.rate import Rate, scaled
+from lockstep.core.rate import Rate, scale_rate
 
 SAMPLES = 1_281_167
 
@@ -89,5 +89,5 @@ def test_the_curve_ends_at_its_minimum_and_stays_there():
 
 
 def test_the_linear_scaling_rule():
-    assert scaled(0.1, 128, 256) == 0.2
-    assert scaled(0.1, None, 256) == 0.1
+    assert scale_rate(0.1, 128, 256) == 0.2
+    assert scale_rate(0.1, None, 256) == 0.1

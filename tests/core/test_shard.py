@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.core.shard import Chunked, Run, Shard, local_tensor, piece, sharded_as, slice_of, unsharded
+from lockstep.core.shard import Chunked, Segment, Shard, local_tensor, piece, shard_like, slice_of, whole_tensors
 
 
 @st.composite
@@ -26,7 +26,7 @@ def chunked_rows(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     shape = (prod(view),) if draw(st.booleans()) else (prod(view[:-1]), view[-1])
     chunked = Chunked(shape, view, dim)
     whole = torch.arange(float(prod(view))).reshape(shape)
-    rows = chunked.rearranged(whole)
+    rows = chunked.to_rows(whole)
     first = draw(st.integers(0, len(rows)))
     length = draw(st.integers(0, len(rows) - first))
     return whole, Shard(rows[first : first + length], first, whole.shape, chunked=chunked)
@@ -60,32 +60,32 @@ def test_runs_put_rows_where_they_are_in_the_whole(drawn: tuple[Tensor, Shard]) 
 def test_what_is_rearranged_can_be_restored(drawn: tuple[Tensor, Shard]) -> None:
     whole, shard = drawn
     assert shard.chunked is not None
-    assert torch.equal(shard.chunked.restored(shard.chunked.rearranged(whole)), whole)
+    assert torch.equal(shard.chunked.from_rows(shard.chunked.to_rows(whole)), whole)
 
 
 def test_golden_runs() -> None:
     shape = torch.Size((2, 3, 4))
-    assert list(Shard(torch.empty(1, 3, 4), 1, shape).runs()) == [Run(12, 0, 12)]
+    assert list(Shard(torch.empty(1, 3, 4), 1, shape).runs()) == [Segment(12, 0, 12)]
     assert list(Shard(torch.empty(0, 3, 4), 2, shape).runs()) == []
-    assert list(Shard(torch.empty(()), 0, torch.Size(())).runs()) == [Run(0, 0, 1)]
+    assert list(Shard(torch.empty(()), 0, torch.Size(())).runs()) == [Segment(0, 0, 1)]
 
 
 def test_golden_chunks() -> None:
     """Of 3 x 4 outputs of 2 inputs in 2 chunks: the second has the last two of each of the three."""
     outputs = Chunked((12, 2), (3, 2, 2, 2), 1)
     rows = Shard(torch.empty(6, 2), 6, torch.Size((12, 2)), chunked=outputs)
-    assert list(rows.runs()) == [Run(4, 0, 4), Run(12, 4, 4), Run(20, 8, 4)]
+    assert list(rows.runs()) == [Segment(4, 0, 4), Segment(12, 4, 4), Segment(20, 8, 4)]
     inputs = Chunked((2, 6), (2, 3, 2), 1)  # of 6 inputs in 3 chunks: each row of the weight is cut
-    assert inputs.rearranged(torch.arange(12.0).reshape(2, 6))[:2].tolist() == [[0.0, 1.0], [6.0, 7.0]]
+    assert inputs.to_rows(torch.arange(12.0).reshape(2, 6))[:2].tolist() == [[0.0, 1.0], [6.0, 7.0]]
 
 
 def test_what_is_like_a_shard_is_the_same_rows() -> None:
     shard = Shard(torch.zeros(2, 5), 1, torch.Size((4, 5)), primary=False)
     other = torch.ones(2, 5)
-    rows = sharded_as(other, shard)
+    rows = shard_like(other, shard)
     assert isinstance(rows, Shard)
     assert rows.tensor is other
     assert (rows.first, rows.shape, rows.primary) == (1, torch.Size((4, 5)), False)
-    assert sharded_as(other, torch.zeros(2, 1)) is other
+    assert shard_like(other, torch.zeros(2, 1)) is other
     assert local_tensor(shard) is shard.tensor
-    assert unsharded({"cut": shard, "whole": other}) == {"whole": other}
+    assert whole_tensors({"cut": shard, "whole": other}) == {"whole": other}

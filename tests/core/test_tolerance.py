@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.tolerance import likely, sent_tolerance, tolerance, unit_roundoff, worst_case
+from lockstep.core.tolerance import comm_tolerance, likely, tolerance, unit_roundoff, worst_case
 
 FP32 = unit_roundoff("fp32")
 
@@ -67,5 +67,5 @@ def test_nothing_is_promised_where_all_digits_may_be_lost():
 
 
 def test_what_is_sent_in_16_bits_is_off_by_a_rounding_for_each_rank_and_step():
-    assert sent_tolerance(unit_roundoff("fp16"), 1, 1) == pytest.approx(2 * 2**-11, rel=1e-3)
-    assert sent_tolerance(unit_roundoff("bf16"), 4, 3) == 6 * worst_case(unit_roundoff("bf16"), 4)
+    assert comm_tolerance(unit_roundoff("fp16"), 1, 1) == pytest.approx(2 * 2**-11, rel=1e-3)
+    assert comm_tolerance(unit_roundoff("bf16"), 4, 3) == 6 * worst_case(unit_roundoff("bf16"), 4)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.order import cut
-from lockstep.core.tree import Block, Counter, blocks, total
+from lockstep.core.tree import Counter, LeafBlock, blocks, total
 
 leaf_counts = st.integers(1, 70)
 
@@ -28,7 +28,7 @@ def alone(leaves: int) -> str:
 
 def shared(shares: list[range]) -> str:
     """Add the leaves of each share, then the pieces of all."""
-    pieces: dict[Block, str] = {}
+    pieces: dict[LeafBlock, str] = {}
     for share in shares:
         counter = Counter(bracketed)
         for leaf in share:
@@ -117,12 +117,14 @@ def test_blocks_are_aligned_few_and_cover_the_range(start: int, stop: int) -> No
 def test_pieces_are_forgotten_once_given() -> None:
     counter = Counter(bracketed)
     counter.push(0, "0")
-    assert counter.pieces() == {Block(0, 1): "0"}
+    assert counter.pieces() == {LeafBlock(0, 1): "0"}
     assert counter.pieces() == {}
 
 
-@pytest.mark.parametrize(("held", "missing"), [({Block(0, 1): "0"}, 1), ({Block(0, 2): "01", Block(3, 1): "3"}, 2)])
-def test_a_gap_is_named(held: dict[Block, str], missing: int) -> None:
+@pytest.mark.parametrize(
+    ("held", "missing"), [({LeafBlock(0, 1): "0"}, 1), ({LeafBlock(0, 2): "01", LeafBlock(3, 1): "3"}, 2)]
+)
+def test_a_gap_is_named(held: dict[LeafBlock, str], missing: int) -> None:
     with pytest.raises(KeyError, match=f"no piece covers leaf {missing}"):
         total(held, max(block.first + block.size for block in held) + (missing == 1), bracketed)
 
@@ -131,7 +133,7 @@ def test_leaves_left_out_are_never_bridged() -> None:
     counter = Counter(bracketed)
     counter.push(0, "0")
     counter.push(3, "3")  # a right child, as leaf 1 would be, but not the sibling of leaf 0
-    assert counter.pieces() == {Block(0, 1): "0", Block(3, 1): "3"}
+    assert counter.pieces() == {LeafBlock(0, 1): "0", LeafBlock(3, 1): "3"}
 
 
 @given(leaf_counts, st.randoms())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from card import DEVICE, Card, OnCard, Stream
 
-from lockstep.data.copies import NoCopies, SideStream, copies_to, started_ahead
+from lockstep.data.copies import NoCopies, SideStream, copies_to, prefetch
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -58,13 +58,13 @@ def test_items_are_made_ahead_of_their_use() -> None:
             made.append(number)
             yield number
 
-    ahead = started_ahead(items(), 1)
+    ahead = prefetch(items(), 1)
     assert (next(ahead), made) == (0, [0, 1])
     assert (next(ahead), made) == (1, [0, 1, 2])
     assert list(ahead) == [2, 3]
     made.clear()
-    assert (next(started_ahead(items(), 0)), made) == (0, [0])
-    assert list(started_ahead(iter([7]), 1)) == [7]
+    assert (next(prefetch(items(), 0)), made) == (0, [0])
+    assert list(prefetch(iter([7]), 1)) == [7]
 
 
 def test_an_error_comes_when_its_item_would() -> None:
@@ -72,7 +72,7 @@ def test_an_error_comes_when_its_item_would() -> None:
         yield 0
         raise ValueError("of item 1")
 
-    ahead = started_ahead(items(), 1)
+    ahead = prefetch(items(), 1)
     assert next(ahead) == 0
     with pytest.raises(ValueError, match="of item 1"):
         next(ahead)

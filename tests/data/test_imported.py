@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep.data.base import DataSet
 from lockstep.data.images.digits import digits
 from lockstep.data.images.leaves import tensor
-from lockstep.data.imported import imported
+from lockstep.data.imported import import_dataset
 from lockstep.errors import OwnCodeError, UsageError
 
 Open = Callable[..., DataSet]
@@ -47,7 +47,7 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     def opened(function: Any, options: Mapping[str, Any] | None = None) -> DataSet:
         monkeypatch.setattr("lockstep.data.imported.import_object", lambda path, what: function)
-        return imported("mine:data", options or {})
+        return import_dataset("mine:data", options or {})
 
     return opened
 
@@ -68,7 +68,7 @@ def test_imports_by_path_and_passes_options(tmp_path: Path, monkeypatch: pytest.
         "    part = [(torch.tensor([float(each + offset)]), each) for each in range(samples)]\n"
         "    return part, part[:2]\n"
     )
-    data = imported("own_data_here:data", {"samples": 4, "offset": 10, "classes": 4})
+    data = import_dataset("own_data_here:data", {"samples": 4, "offset": 10, "classes": 4})
     assert (len(data.train), len(data.validation)) == (4, 2)
     inputs, targets = data.train.fetch(np.array([3, 1]), None)
     assert inputs.tolist() == [[13.0], [11.0]]
@@ -261,9 +261,9 @@ def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytes
     assert not torch.equal(batch["noise"], data.train.fetch(np.array([0, 2]), 6)["noise"])
     objects = {"mine:data": lambda: (Listed(["a", "abc"]), None), "mine:pad": _padded, "mine:no": 7}
     monkeypatch.setattr("lockstep.data.imported.import_object", lambda path, what: objects[path])
-    assert imported("mine:data", {}, "mine:pad").train.fetch(np.array([0, 1]), None)["tokens"].shape == (2, 3)
+    assert import_dataset("mine:data", {}, "mine:pad").train.fetch(np.array([0, 1]), None)["tokens"].shape == (2, 3)
     with pytest.raises(UsageError, match=r"^collate mine:no: it is of type int; name a function of samples$"):
-        imported("mine:data", {}, "mine:no")
+        import_dataset("mine:data", {}, "mine:no")
 
 
 @pytest.mark.parametrize(

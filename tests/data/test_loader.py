@@ -26,7 +26,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.errors import PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import MicroBatch
-from lockstep.tasks.classification import SKIPPED, skipped_samples
+from lockstep.tasks.classification import SKIPPED, skip_mask
 
 CPU = torch.device("cpu")
 Update = tuple[Step, list[MicroBatch]]
@@ -58,7 +58,7 @@ def _transforms() -> ImageTransforms:
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
-    data = DataSet(split, split, skipped=skipped_samples)
+    data = DataSet(split, split, skipped=skip_mask)
     data_rank, steps = DataRank(rank, size), Steps(len(split), batch, epochs=2)
     return Loader(data, steps, microbatches, _transforms(), CPU, 3, data_rank, workers)
 
@@ -90,7 +90,7 @@ def test_ranks_share_what_one_process_would_compute(length: int, batch: int, mic
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers: int) -> None:
     split = Decoded(23, skipped=4)
-    data = DataSet(split, split, skipped=skipped_samples)
+    data = DataSet(split, split, skipped=skip_mask)
     steps = Steps(23, 8, epochs=2)
 
     def beside(step: Step) -> int | None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lockstep.data.options import Count, NoOptions, Share, chosen, refused
+from lockstep.data.options import Count, NoOptions, Share, build_options, option_errors
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Options:
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], problems: list[str]) -> None:
-    assert [*refused(Options, given)] == problems
+    assert [*option_errors(Options, given)] == problems
 
 
 def test_unknown_options_are_refused_with_the_near_one() -> None:
-    [problem] = refused(Options, {"samples": 1, "shar": 0.5})
+    [problem] = option_errors(Options, {"samples": 1, "shar": 0.5})
     assert problem.startswith("options.shar: unknown option")
     assert "share" in problem
-    assert [*refused(NoOptions, {"share": 1})] == ["options.share: it takes no options; remove it"]
+    assert [*option_errors(NoOptions, {"share": 1})] == ["options.share: it takes no options; remove it"]
 
 
 def test_null_is_the_default() -> None:
-    assert chosen(Options, {"samples": 2, "share": None, "kind": "b"}) == Options(2, 0.1, "b")
+    assert build_options(Options, {"samples": 2, "share": None, "kind": "b"}) == Options(2, 0.1, "b")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.config.base import values
-from lockstep.config.recipe import Data, Recipe
+from lockstep.config.recipe import DataConfig, Recipe
 from lockstep.data.images.device_transforms import ImageTransforms, device_transforms
 from lockstep.data.request import DataRequest, request_of
 from lockstep.errors import UsageError
@@ -22,14 +22,14 @@ def recipe(**sections: Any) -> dict[str, Any]:
 
 
 def test_what_is_left_out_is_what_sources_take_for_granted() -> None:
-    assert request_of(values(Data(name="folder"))) == DataRequest("folder")
+    assert request_of(values(DataConfig(name="folder"))) == DataRequest("folder")
 
 
 def test_every_key_reaches_the_source() -> None:
     augment = {"resized_crop": True, "resized_crop_scale": [0.5, 1.0]}
     images = {"image_size": 16, "resize_size": 20, "exif": False}
     others = {"name": "folder", "root": "r", "download": False, "on_error": "skip", "collate": "a:b"}
-    given = Data.model_validate({**others, **images, "augment": augment, "options": {"validation": 0.1}})
+    given = DataConfig.model_validate({**others, **images, "augment": augment, "options": {"validation": 0.1}})
     found = DataRequest("folder", "r", False, "skip", {"validation": 0.1}, "a:b", 16, 20, True, (0.5, 1.0), False)
     assert request_of(values(given)) == found
     on_device = {"mean", "std", "augment"}  # see below

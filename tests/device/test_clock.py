@@ -36,7 +36,7 @@ def test_each_second_goes_to_one_activity(now: SimpleNamespace) -> None:
         pass_time(now, 4.0, 1.0, 0.0)
         assert made.activity == "data"
     pass_time(now, 1.0, 1.0, 0.0)
-    assert made.spent() == {
+    assert made.activity_seconds() == {
         "setting up": 2.0,
         "computing": 6.0,
         "waiting for a core": pytest.approx(3.0),
@@ -58,7 +58,7 @@ def test_an_error_ends_an_activity_too(now: SimpleNamespace) -> None:
 def test_on_a_card_the_training_is_not_divided(now: SimpleNamespace) -> None:
     made = Clock(torch.device("cuda"), "training", split="training")
     pass_time(now, 3.0, 3.0, 0.0)
-    assert made.spent() == {"training": 3.0}
+    assert made.activity_seconds() == {"training": 3.0}
     made.close()
 
 
@@ -66,7 +66,7 @@ def test_a_kernel_that_does_not_count_the_queue(now: SimpleNamespace, monkeypatc
     monkeypatch.setattr(clock, "_SCHEDSTAT", "/nowhere")
     made = Clock(CPU, "training", split="training")
     pass_time(now, 3.0, 1.0, 2.0)
-    assert made.spent() == {"computing": 1.0, "waiting for a core": 0.0, "waiting": 2.0}
+    assert made.activity_seconds() == {"computing": 1.0, "waiting for a core": 0.0, "waiting": 2.0}
     made.close()
 
 
@@ -74,11 +74,11 @@ def test_this_machine() -> None:
     """By the real clocks: who sleeps waits, who computes is on a core or in the queue for one."""
     made = Clock(CPU, "training", split="training")
     time.sleep(0.05)
-    asleep = made.spent()
+    asleep = made.activity_seconds()
     end = time.thread_time() + 0.05
     while time.thread_time() < end:
         pass
-    awake = made.spent()
+    awake = made.activity_seconds()
     made.close()
     assert asleep["waiting"] > 0.04
     assert asleep["computing"] < 0.04

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.device.cores import Seat, bound, listed, parse
+from lockstep.device.cores import Seat, choose_cores, format_cores, parse
 
 ALL = parse("0-15")
 LEFT, RIGHT = parse("0-3,8-11"), parse("4-7,12-15")  # two nodes of four physical cores with two threads each
@@ -16,11 +16,11 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
 
 
 def shares(placed: list[Seat], least: int = 1) -> list[str]:
-    return [listed(bound(rank, placed, SIBLINGS, least).cores) for rank in range(len(placed))]
+    return [format_cores(choose_cores(rank, placed, SIBLINGS, least).cores) for rank in range(len(placed))]
 
 
 def whys(placed: list[Seat], least: int = 1) -> set[str]:
-    return {bound(rank, placed, SIBLINGS, least).why for rank in range(len(placed))}
+    return {choose_cores(rank, placed, SIBLINGS, least).why for rank in range(len(placed))}
 
 
 def test_two_nodes_with_four_cards_each() -> None:
@@ -93,14 +93,14 @@ def test_nor_where_none_of_its_cores_may_be_used() -> None:
 def test_a_rank_always_has_cores_that_it_may_use(nodes, usable, least) -> None:
     placed = seats(*nodes, usable=usable)
     for rank in range(len(placed)):
-        cores = bound(rank, placed, SIBLINGS, least).cores
+        cores = choose_cores(rank, placed, SIBLINGS, least).cores
         assert cores
         assert cores <= usable
 
 
 @given(st.sets(st.integers(0, 300)))
 def test_lists_are_read_as_they_are_written(cores) -> None:
-    assert parse(listed(cores)) == cores
+    assert parse(format_cores(cores)) == cores
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_lists_are_read_as_they_are_written(cores) -> None:
 )
 def test_lists_of_linux(text, cores) -> None:
     assert sorted(parse(text)) == cores
-    assert listed(cores) == text.strip()
+    assert format_cores(cores) == text.strip()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.tasks.base import Task
@@ -28,7 +28,7 @@ class Held:
         return self._samples
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
-        return mapped(lambda tensor: tensor[torch.from_numpy(indices)], self._batch)
+        return map_tensors(lambda tensor: tensor[torch.from_numpy(indices)], self._batch)
 
 
 def validation(task: Task, batch: Batch, samples: int) -> Validation:

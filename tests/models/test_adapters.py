@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.adapters import Lora, adapt, has_adapters, merged, peft_names
+from lockstep.models.adapters import Lora, adapt, has_adapters, merge_adapters, peft_names
 from lockstep.models.digits_convnet import digits_convnet
 
 LORA = Lora(["convolutions.0", "convolutions.3"], r=2, alpha=4.0, train=["9.*"])
@@ -75,12 +75,12 @@ def test_they_are_merged_into_what_they_are_beside() -> None:
             if "lora_B" in name:
                 each.normal_(std=0.1)
         before = model(inputs)
-        assert merged(model)
+        assert merge_adapters(model)
         after = model(inputs)
     assert [*model.state_dict()] == [*digits_convnet().state_dict()]
     assert torch.allclose(after, before, atol=1e-5)
     assert not torch.allclose(before, digits_convnet().eval()(inputs), atol=1e-2)
-    assert not merged(model)
+    assert not merge_adapters(model)
 
 
 def test_a_table_of_tokens_is_merged_too() -> None:
@@ -91,6 +91,6 @@ def test_a_table_of_tokens_is_merged_too() -> None:
             if "lora_embedding" in name:
                 each.normal_()
         before = model(torch.arange(5))
-        assert merged(model)
+        assert merge_adapters(model)
         assert torch.allclose(model(torch.arange(5)), before, atol=1e-5)
     assert [*model.state_dict()] == ["0.weight", "1.weight", "1.bias"]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_uses import REFUSED as USES
 from benchmarks.gpu_uses import Function, interpolated
 from lockstep.device.kernels import REFUSED, RNN_DROPOUT
-from lockstep.models.operations import Refusal, refused_operations
+from lockstep.models.operations import Refusal, find_refused_operations
 
 
 class Layer(nn.Module):
@@ -41,7 +41,7 @@ class Ends(nn.Module):
 
 def looked(model: Callable[[], nn.Module], *shape: int) -> list[Refusal]:
     inputs, targets = torch.rand(2, 3, *(shape or (12, 12))), torch.zeros(2, dtype=torch.int64)
-    return refused_operations(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
+    return find_refused_operations(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
 
 
 def names(model: Callable[[], nn.Module], *shape: int) -> set[str]:

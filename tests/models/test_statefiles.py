@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.models.statefiles import read_tensors, renamed
+from lockstep.models.statefiles import read_tensors, strip_prefix
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.tensor([1, 2])}
 
@@ -112,12 +112,12 @@ def test_an_index_that_leads_nowhere_is_told(tmp_path: Path, index: object, text
 
 def test_names_lose_what_a_wrapper_or_a_larger_model_put_before_them() -> None:
     for wrapper in ("module.", "_orig_mod.", "module._orig_mod."):
-        assert same(renamed({f"{wrapper}{name}": each for name, each in TENSORS.items()}, "file", ""))
+        assert same(strip_prefix({f"{wrapper}{name}": each for name, each in TENSORS.items()}, "file", ""))
     mixed = {**{f"encoder.{name}": each for name, each in TENSORS.items()}, "head.weight": torch.ones(1)}
-    assert same(renamed(mixed, "file", "encoder."))
-    assert renamed(mixed, "file", "").keys() == mixed.keys()
+    assert same(strip_prefix(mixed, "file", "encoder."))
+    assert strip_prefix(mixed, "file", "").keys() == mixed.keys()
     with pytest.raises(UsageError, match=r"file: no name begins with 'encodr.'; did you mean 'encoder.'"):
-        renamed(mixed, "file", "encodr.")
+        strip_prefix(mixed, "file", "encodr.")
 
 
 def test_a_header_that_claims_a_million_tensors_is_refused_at_once(tmp_path: Path) -> None:

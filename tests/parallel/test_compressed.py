@@ -10,7 +10,7 @@ import worlds
 from toys import Case
 
 from lockstep.core.shard import local_tensor
-from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
+from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
 
 CASES = {
     "accumulated, clipped, averaged": Case(6, clip=0.1, ema=True),
@@ -36,7 +36,7 @@ def test_all_ranks_agree_and_are_near_one_process(name: str, compress: str) -> N
     assert first == second
     differing = [name for name in alone.model if not torch.equal(*_pair(alone, state, name))]
     assert differing or (case.precision, compress) == ("fp16-true", "fp16")
-    allowed = sent_tolerance(unit_roundoff(compress), 2, STEPS) + tolerance(unit_roundoff(case.precision), 12, 6, STEPS)
+    allowed = comm_tolerance(unit_roundoff(compress), 2, STEPS) + tolerance(unit_roundoff(case.precision), 12, 6, STEPS)
     largest = max(float(local_tensor(each).abs().max()) for each in alone.model.values())
     for name in differing:
         one, other = _pair(alone, state, name)

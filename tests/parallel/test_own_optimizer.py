@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import located
+from lockstep.common.own_code import location
 from lockstep.errors import OwnCodeError, UsageError
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_rows
@@ -31,7 +31,7 @@ def parameters() -> list[tuple[str, Parameter]]:
 def place(text: str) -> str:
     """Return the line of the file that has a text, as messages show it."""
     lines = FILE.read_text().splitlines()
-    return located(str(FILE), next(number for number, line in enumerate(lines, 1) if text in line))
+    return location(str(FILE), next(number for number, line in enumerate(lines, 1) if text in line))
 
 
 @pytest.mark.parametrize(

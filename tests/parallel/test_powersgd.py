@@ -13,7 +13,7 @@ from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import local_tensor
-from lockstep.core.tree import Block
+from lockstep.core.tree import LeafBlock
 from lockstep.parallel.powersgd import PowerSgd, elements_sent, worth_it
 
 SHAPES = {"conv": (8, 3, 2, 2), "bias": (8,), "linear": (9, 7)}
@@ -35,7 +35,7 @@ def _named() -> list[tuple[str, nn.Parameter]]:
 
 
 def sent(power: PowerSgd, gradient: Tensor, rank: DataRank = DataRank()) -> Tensor:  # noqa: B008
-    [block] = rank.held(rank.replicas) or [Block(0, 1)]
+    [block] = rank.own_blocks(rank.replicas) or [LeafBlock(0, 1)]
     return power.add(PARAMETERS, {block: gradient.clone()}, rank.replicas, gradient)
 
 

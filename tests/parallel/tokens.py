@@ -119,7 +119,7 @@ def build(case: Case) -> nn.Module:
 def engine(world: World, case: Case) -> Engine:
     task = NextToken(case.named)
     [(_, batch), *_] = steps(replace(case, samples=(2,)))
-    example = batches.mapped(lambda tensor: tensor.to("meta"), task.inputs(batch))
+    example = batches.map_tensors(lambda tensor: tensor.to("meta"), task.inputs(batch))
     numerics = Numerics(
         microbatches=case.microbatches,
         seed=7,

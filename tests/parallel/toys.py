@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
+from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Inputs, tensors_of
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
-from lockstep.core.rota import Rota
 from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.models.freezing import freeze
 from lockstep.parallel.audited import AuditedEngine
@@ -190,8 +190,8 @@ def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
     return made
 
 
-def rota(world: World, case: Case) -> Rota:
-    return Rota(case.audit_every, strategy(world, case).mesh(world.size), case.microbatches)
+def rota(world: World, case: Case) -> AuditSchedule:
+    return AuditSchedule(case.audit_every, strategy(world, case).mesh(world.size), case.microbatches)
 
 
 def fetch(case: Case, step: Step, index: int, dummy: bool = True) -> MicroBatch:
@@ -218,7 +218,7 @@ def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step, after the one that it repeats, if it does."""
     data_rank: DataRank = strategy(world, case).mesh(world.size).data_rank(world.rank)
     own = data_rank.indices(min(case.microbatches, step.samples))
-    repeated = rota(world, case).repeated(world.rank, step) if case.audit_every else None
+    repeated = rota(world, case).assignment(world.rank, step) if case.audit_every else None
     beside = [] if repeated is None else [(repeated, True)]
     return [fetch(case, step, index, dummy) for index, dummy in [*beside, *own]]
 

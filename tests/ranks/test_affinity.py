@@ -13,7 +13,7 @@ import worlds
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.device.cores import listed, parse
+from lockstep.device.cores import format_cores, parse
 from lockstep.ranks.affinity import bind, pci_address, seat_of, siblings
 
 CARDS = ["0000:1b:00.0", "0000:43:00.0", "0000:9d:00.0", "0000:c3:00.0"]
@@ -38,7 +38,7 @@ def sysfs(root: Path, online: str, cards: dict[str, tuple[int, str]], threads: d
 def test_a_seat_is_read(tmp_path) -> None:
     root = sysfs(tmp_path, "0-7", {CARDS[0]: (1, "4-7")}, {0: "0,4", 4: "0,4"})
     seat = seat_of("a", CARDS[0], parse("0-5"), root)
-    assert (listed(seat.near), listed(seat.usable), seat.limited) == ("4-7", "0-5", True)
+    assert (format_cores(seat.near), format_cores(seat.usable), seat.limited) == ("4-7", "0-5", True)
     assert not seat_of("a", CARDS[0], parse("0-7"), root).limited
     assert siblings(parse("0,4,5"), root) == {0: 0, 4: 0, 5: 5}
 
@@ -71,7 +71,7 @@ def as_on_cards(world: World, root: Path, threads: int) -> tuple[list[str], set[
 
     def look() -> None:
         bound.wait()
-        found.append(listed(os.sched_getaffinity(0)))
+        found.append(format_cores(os.sched_getaffinity(0)))
 
     both = [threading.Thread(target=look), threading.Thread(target=look)]
     world.device = torch.device("cuda", world.rank)
@@ -80,7 +80,7 @@ def as_on_cards(world: World, root: Path, threads: int) -> tuple[list[str], set[
         with mock.patch.object(torch.cuda, "get_device_properties", return_value=card):
             said = bind(world, threads, root)
         both[1].start()
-        look_here = listed(os.sched_getaffinity(0))
+        look_here = format_cores(os.sched_getaffinity(0))
         return said, {look_here, *_ended(both, bound, found)}
     finally:  # the ranks of other tests are these processes
         bound.set()
@@ -105,7 +105,7 @@ def host(tmp_path) -> tuple[Path, list[int]]:
     if len(cores) < 2:
         pytest.skip("needs 2 cores")
     near = {card: (0, str(cores[0])) for card in CARDS[:3]} | {CARDS[3]: (1, str(cores[-1]))}
-    return sysfs(tmp_path, listed(cores), near), cores
+    return sysfs(tmp_path, format_cores(cores), near), cores
 
 
 @pytest.mark.worlds
@@ -121,7 +121,7 @@ def test_ranks_run_near_their_cards(host) -> None:
 @pytest.mark.worlds
 def test_a_node_of_all_cores_is_shared_out(host) -> None:
     root, cores = host
-    sysfs(root, listed(cores), {card: (0, listed(cores)) for card in CARDS})
+    sysfs(root, format_cores(cores), {card: (0, format_cores(cores)) for card in CARDS})
     found = worlds.run(2, as_on_cards, root, 1)
     half = (len(cores) + 1) // 2
-    assert [cores for _, cores in found] == [{listed(cores[:half])}, {listed(cores[half:])}]
+    assert [cores for _, cores in found] == [{format_cores(cores[:half])}, {format_cores(cores[half:])}]

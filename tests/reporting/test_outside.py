@@ -12,8 +12,8 @@ from component import require_package
 from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
 
 from lockstep.errors import TrainingError, UsageError
-from lockstep.reporting.kept_id import kept_id
 from lockstep.reporting.outside import Outside
+from lockstep.reporting.tracker_id import read_id
 from lockstep.training.events import Event
 
 RECIPE = {"recipe.seed": 0, "recipe.data.mean": [0.5, 0.5], "recipe.optimizer.lr.value": 0.1}
@@ -42,7 +42,7 @@ def test_mlflow_has_the_curves_and_the_recipe_in_one_run(open_sink: Any, tmp_pat
 
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert run.info.run_id == kept_id(tmp_path, "mlflow")
+    assert run.info.run_id == read_id(tmp_path, "mlflow")
     assert run.info.status == "FINISHED"
     assert run.data.params["recipe.optimizer.lr.value"] == "0.1"
     history = client.get_metric_history(run.info.run_id, "loss/train")
@@ -53,9 +53,9 @@ def test_mlflow_has_the_curves_and_the_recipe_in_one_run(open_sink: Any, tmp_pat
 def test_wandb_takes_a_run_up_again_and_needs_neither_network_nor_key(open_sink: Any, tmp_path: Path) -> None:
     require_package("wandb")
     write(open_sink("wandb", project="mine", tags=["a"]), started(), stepped(23), stopped())
-    first = kept_id(tmp_path, "wandb")
+    first = read_id(tmp_path, "wandb")
     write(open_sink("wandb", project="mine"), started(23, RESUMED_FROM), stepped(46), evaluated(), done())
-    assert first == kept_id(tmp_path, "wandb") != ""
+    assert first == read_id(tmp_path, "wandb") != ""
     kept = sorted((tmp_path / "wandb").glob(f"offline-run-*-{first}*/run-{first}.wandb"))
     assert kept
     content = b"".join(path.read_bytes() for path in kept)

@@ -8,7 +8,7 @@ from event_examples import SHA, done, evaluated, saved, started, stepped, stoppe
 from view_examples import logged
 
 from lockstep.reporting.curves import curves
-from lockstep.reporting.run_log import RunLog, Status, by_rank, history, peaks
+from lockstep.reporting.run_log import RunLog, RunStatus, by_rank, history, peaks
 from lockstep.reporting.thinning import Point
 from lockstep.training.events import Event, Logged
 
@@ -105,13 +105,13 @@ def test_a_log_that_lies_harms_nothing() -> None:
     assert len(history([many]).curves) == 100
 
 
-def status(*events: tuple[float, Event]) -> Status:
+def status(*events: tuple[float, Event]) -> RunStatus:
     return history(logged(*events)).status
 
 
 def test_before_the_first_report_there_is_a_length_and_no_speed() -> None:
     found = status((100.0, started()))
-    assert found == Status("started", 100.0, step=0, steps=690, epoch=0, epochs=30)
+    assert found == RunStatus("started", 100.0, step=0, steps=690, epoch=0, epochs=30)
 
 
 def test_figures_are_the_last_ones() -> None:

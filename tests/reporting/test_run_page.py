@@ -6,7 +6,7 @@ import math
 from event_examples import stepped
 from view_examples import GOING, viewed
 
-from lockstep.reporting.page import Progress, live_page
+from lockstep.reporting.page import ProgressBar, live_page
 from lockstep.reporting.page_server import live_data
 from lockstep.reporting.run_page import charts, live_sections, title
 
@@ -26,8 +26,8 @@ def test_the_charts_are_those_of_a_report() -> None:
 
 def test_how_far_each_run_is_and_what_happened_last_come_first() -> None:
     one, two, told, *_ = live_sections([viewed(*GOING), viewed(name="runs/b", whole=False)])
-    assert isinstance(one, Progress)
-    assert isinstance(two, Progress)
+    assert isinstance(one, ProgressBar)
+    assert isinstance(two, ProgressBar)
     assert (one.title, one.done, one.total) == ("runs/a  running  single on 1, cpu", 69, 690)
     assert (two.done, two.total, two.lines) == (0, 1, ["reading its log"])
     assert told.title == "What happened last"

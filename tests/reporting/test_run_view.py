@@ -4,16 +4,16 @@ import pytest
 from event_examples import SHA, done, started, stepped, stopped
 from view_examples import GOING, logged, viewed
 
-from lockstep.reporting.run_log import Status, history
+from lockstep.reporting.run_log import RunStatus, history
 from lockstep.reporting.run_view import (
     State,
     ending,
+    eta,
     exit_code,
     figures,
     headline,
     is_over,
     latest,
-    left,
     line,
     place,
     state,
@@ -24,16 +24,16 @@ def test_a_run_that_goes_on_in_words() -> None:
     run = viewed(*GOING)
     assert headline(run) == "runs/a  running  single on 1, cpu"
     assert place(run) == "epoch 3/30  step 69/690"
-    assert left(run).endswith(" left")
+    assert eta(run).endswith(" left")
     assert figures(run).startswith(
         "88 samples/s  loss/train 0.4321  loss/validation 0.1023  top1 98.61 %  top5 100.00 %"
     )
-    assert line(run) == f"runs/a  {place(run)}  {figures(run)}  {left(run)}"
+    assert line(run) == f"runs/a  {place(run)}  {figures(run)}  {eta(run)}"
 
 
 def test_before_its_log_there_is_a_name() -> None:
     run = viewed(name="runs/\x1b[2Jx")
-    assert (headline(run), place(run), left(run), figures(run)) == (r"runs/\x1b[2Jx  running", "", "", "")
+    assert (headline(run), place(run), eta(run), figures(run)) == (r"runs/\x1b[2Jx  running", "", "", "")
 
 
 @pytest.mark.parametrize(
@@ -92,22 +92,22 @@ DONE = history(logged((0.0, started()), (100.0, done()))).status
         (STOPPED, True, None, None, "running"),  # it goes on, and has not said so yet
         (DONE, True, None, None, "done"),
         (DONE, False, 200.0, "PENDING", "done"),
-        (Status(), False, None, None, "died"),
-        (Status(), True, None, None, "running"),
+        (RunStatus(), False, None, None, "died"),
+        (RunStatus(), True, None, None, "running"),
         # Nobody can be asked: what was submitted after the last event waits.
-        (Status(), False, 50.0, None, "queued"),
+        (RunStatus(), False, 50.0, None, "queued"),
         (STOPPED, False, 50.0, None, "saved"),
         (STOPPED, False, 150.0, None, "queued"),
         (TRAINING, False, 50.0, None, "died"),
         # Slurm knows.
-        (Status(), False, 50.0, "PENDING", "queued"),
+        (RunStatus(), False, 50.0, "PENDING", "queued"),
         (STOPPED, False, 50.0, "PENDING", "queued"),
         (STOPPED, False, 50.0, "RUNNING", "running"),
-        (Status(), False, 50.0, "", "died"),
+        (RunStatus(), False, 50.0, "", "died"),
         (STOPPED, False, 150.0, "", "saved"),
         (STOPPED, False, 50.0, "COMPLETING", "saved"),
         (TRAINING, False, 50.0, "NODE_FAIL", "died"),
     ],
 )
-def test_states(run: Status, held: bool, submitted: float | None, job: str | None, expected: str) -> None:
+def test_states(run: RunStatus, held: bool, submitted: float | None, job: str | None, expected: str) -> None:
     assert state(run, held, submitted, job) == expected

@@ -9,27 +9,27 @@ import pytest
 from rich.console import Console
 
 from lockstep.reporting.verification import (
-    Finding,
+    CodeFinding,
     Mismatch,
-    Row,
+    VerdictRow,
     Verification,
     against,
+    describe_location,
     draw,
-    explained,
-    placed,
+    explain_row,
     to_json,
 )
 
 DEPARTURE = Mismatch(2, "gradient of", "conv.weight", None, (1,), (3, 0), "0.5", "0.25", "an order of its own")
-SAME = Row("ddp", 2, "identical", seconds=0.125, peak_bytes=(1 << 29, 3 << 28), resumed_on="single on 1")
-OTHER = Row("zero1", 3, "differs", largest=0.125, seconds=1.0, departure=DEPARTURE, differing=5)
-NEAR = Row("tensor", 2, "within tolerance", exactness="close", largest=1e-7, tolerance=2e-5, seconds=1.0)
-GONE = Row("single", 2, "not possible", reason="use 1")
-FAULT = Finding("state in plain attributes", True, "the model keeps state")
-NOTE = Finding("unused parameters", False, "nobody uses a.weight")
+SAME = VerdictRow("ddp", 2, "identical", seconds=0.125, peak_bytes=(1 << 29, 3 << 28), resumed_on="single on 1")
+OTHER = VerdictRow("zero1", 3, "differs", largest=0.125, seconds=1.0, departure=DEPARTURE, differing=5)
+NEAR = VerdictRow("tensor", 2, "within tolerance", exactness="close", largest=1e-7, tolerance=2e-5, seconds=1.0)
+GONE = VerdictRow("single", 2, "not possible", reason="use 1")
+FAULT = CodeFinding("state in plain attributes", True, "the model keeps state")
+NOTE = CodeFinding("unused parameters", False, "nobody uses a.weight")
 
 
-def verification(*rows: Row, findings: tuple[Finding, ...] = ()) -> Verification:
+def verification(*rows: VerdictRow, findings: tuple[CodeFinding, ...] = ()) -> Verification:
     return Verification("digits", (1, 2, 23), 4, 72, 360, rows, findings)
 
 
@@ -72,7 +72,7 @@ def test_a_departure_is_told_with_place_values_and_cause():
 
 def test_a_cause_that_is_a_finding_is_not_told_twice():
     departure = Mismatch(1, "loss", "", 2, (), None, "1.0", "2.0", FAULT.text)
-    lines = drawn(verification(Row("ddp", 2, "differs", departure=departure), findings=(FAULT, NOTE)))
+    lines = drawn(verification(VerdictRow("ddp", 2, "differs", departure=departure), findings=(FAULT, NOTE)))
     assert lines.count("fault: the model keeps state") == 1
     assert "note: nobody uses a.weight" in lines
     assert "  likely cause: state in plain attributes, see above" in lines
@@ -80,7 +80,7 @@ def test_a_cause_that_is_a_finding_is_not_told_twice():
 
 
 def test_a_failure_is_told_in_full():
-    lines = drawn(verification(Row("ddp", 2, "failed", reason="[rank 1 of 2] Traceback\nValueError: no")))
+    lines = drawn(verification(VerdictRow("ddp", 2, "failed", reason="[rank 1 of 2] Traceback\nValueError: no")))
     assert lines[-3:-1] == ["ddp on 2 processes: failed: [rank 1 of 2] Traceback", "ValueError: no"]
 
 
@@ -90,7 +90,7 @@ def test_a_failure_is_told_in_full():
         ((SAME, NEAR, GONE), (NOTE,), True),
         ((SAME, OTHER), (), False),
         ((SAME,), (FAULT,), False),
-        ((SAME, Row("ddp", 3, "failed")), (), False),
+        ((SAME, VerdictRow("ddp", 3, "failed")), (), False),
     ],
 )
 def test_all_must_agree_and_no_fault_be_found(rows, findings, agree):
@@ -100,7 +100,9 @@ def test_all_must_agree_and_no_fault_be_found(rows, findings, agree):
 
 
 def test_json_holds_all_of_it_and_is_json():
-    content = json.loads(to_json(verification(SAME, Row("ddp", 3, "differs", largest=math.inf, departure=DEPARTURE))))
+    content = json.loads(
+        to_json(verification(SAME, VerdictRow("ddp", 3, "differs", largest=math.inf, departure=DEPARTURE)))
+    )
     assert content["rows"][0]["peak_bytes"] == [1 << 29, 3 << 28]
     assert content["rows"][1]["largest"] == "inf"
     assert content["rows"][1]["departure"]["index"] == [3, 0]
@@ -108,10 +110,10 @@ def test_json_holds_all_of_it_and_is_json():
 
 
 def test_places_in_words():
-    assert placed(Mismatch(None, "evaluated sum", "correct1", None, (), None, "", "", "")) == (
+    assert describe_location(Mismatch(None, "evaluated sum", "correct1", None, (), None, "", "", "")) == (
         "after the last step, evaluated sum correct1"
     )
-    assert placed(Mismatch(4, "loss of a micro-batch", "", 0, (0, 2), None, "", "", "")) == (
+    assert describe_location(Mismatch(4, "loss of a micro-batch", "", 0, (0, 2), None, "", "", "")) == (
         "step 4, loss of a micro-batch, micro-batch 0, ranks 0, 2"
     )
 
@@ -132,6 +134,6 @@ def test_faults_where_placements_agree_are_no_disagreement(rows, faults, last):
 def test_what_speaks_against_the_placements_has_cause_and_line():
     assert against(verification(SAME, OTHER, findings=(FAULT, NOTE))).splitlines() == [
         f"fault: {FAULT.text}",
-        *explained(OTHER, (FAULT,)),
+        *explain_row(OTHER, (FAULT,)),
         "not the same: 1 of 2 placements agree; 1 fault in the recipe's own code",
     ]

@@ -9,7 +9,7 @@ from lockstep.reporting import wording
 
 
 def test_started_tells_the_whole_run() -> None:
-    assert wording.started(started(), "learning rate 0.05: 0.1 for each 128 samples of 64") == [
+    assert wording.start_lines(started(), "learning rate 0.05: 0.1 for each 128 samples of 64") == [
         "77,706 parameters, 1,437 training samples, 360 validation samples",
         "690 steps in 30 epochs of 23, batch 64 in 4 micro-batches",
         "1 process, strategy single, device cpu",
@@ -22,7 +22,7 @@ def test_started_tells_what_a_sample_costs() -> None:
     on_a_card = dataclasses.replace(started(), device="cuda:0", flops_per_sample=24_299_077_632)
     known = dataclasses.replace(on_a_card, peak_flops_per_s=2 * 989e12)
     unknown = dataclasses.replace(started(), flops_per_sample=None, task="task classification")
-    assert [wording.started(each, "")[-2] for each in (known, on_a_card, unknown)] == [
+    assert [wording.start_lines(each, "")[-2] for each in (known, on_a_card, unknown)] == [
         "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
         "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
         "FLOP of a sample not counted: the model does not run without values, on torch's meta device",
@@ -31,11 +31,11 @@ def test_started_tells_what_a_sample_costs() -> None:
 
 def test_a_loop_of_ones_own_counts_no_flop() -> None:
     own = dataclasses.replace(started(), flops_per_sample=None)
-    assert not [line for line in wording.started(own, "") if "FLOP" in line]
+    assert not [line for line in wording.start_lines(own, "") if "FLOP" in line]
 
 
 def test_started_tells_where_a_run_goes_on() -> None:
-    assert wording.started(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
+    assert wording.start_lines(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])
@@ -61,12 +61,12 @@ def test_figures() -> None:
 
 
 def test_lines() -> None:
-    assert wording.evaluated(evaluated()) == "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023"
+    assert wording.evaluation_line(evaluated()) == "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023"
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={})
-    assert wording.evaluated(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
-    assert wording.saved(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
+    assert wording.evaluation_line(of_average) == "evaluated 360 of 360  loss 0.1023  ema weights"
+    assert wording.save_line(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
     expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to resume"
-    assert wording.stopped(stopped(), "runs/a") == expected
+    assert wording.stop_line(stopped(), "runs/a") == expected
 
 
 def test_summary_counts_what_this_start_did() -> None:
@@ -94,7 +94,7 @@ def test_a_run_of_no_time_has_no_speed() -> None:
 
 
 def test_aligned() -> None:
-    assert wording.aligned([("a", "1"), ("long", "2")]) == ["a     1", "long  2"]
+    assert wording.align([("a", "1"), ("long", "2")]) == ["a     1", "long  2"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_a_random_hash_seed_is_named(seed: str, lines: int) -> None:
     named = [
         line
-        for line in wording.started(dataclasses.replace(started(), hash_seed=seed), "")
+        for line in wording.start_lines(dataclasses.replace(started(), hash_seed=seed), "")
         if "PYTHONHASHSEED=0" in line
     ]
     assert len(named) == lines

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import check_pair, found_names, of_targets, skipping, whole_samples
+from lockstep.tasks.facts import check_pair, find_class_names, of_targets, skipping, whole_samples
 
 INPUTS = torch.zeros(2, 3)
 WHOLE = (INPUTS, torch.tensor([0, 2]))
@@ -29,13 +29,13 @@ PIXELS = (INPUTS, torch.zeros(2, 5, 5, dtype=torch.int64))
     ],
 )
 def test_names_are_given_or_had_or_counted(given: Any, train: Any, names: list[str]) -> None:
-    assert found_names("data", given, train) == names
+    assert find_class_names("data", given, train) == names
 
 
 @pytest.mark.parametrize("given", [0, -1, True, "ab", [], 1 << 25, 0.5])
 def test_what_names_nothing_is_refused(given: Any) -> None:
     with pytest.raises(UsageError, match=r"data: options.classes: expected a number or a list of names, got "):
-        found_names("data", given, SimpleNamespace(classes=["a"]))
+        find_class_names("data", given, SimpleNamespace(classes=["a"]))
 
 
 @pytest.mark.parametrize(

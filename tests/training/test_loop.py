@@ -18,7 +18,7 @@ from lockstep.errors import TrainingError
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train
 
 
 class Wish:
@@ -54,7 +54,7 @@ def run(
 
 
 def test_events_come_in_order_at_their_rhythms() -> None:
-    events = run(FakeEngine(), plan(STEPS, log=Every(steps=2)))
+    events = run(FakeEngine(), plan(STEPS, log=Interval(steps=2)))
     assert shortly(events) == [
         "step 2",
         "evaluated 3",
@@ -73,13 +73,13 @@ def test_events_come_in_order_at_their_rhythms() -> None:
 @pytest.mark.parametrize(
     ("evaluate", "save", "expected"),
     [
-        (Every(epochs=2), Every(steps=4), "saved 4, evaluated 6, saved 8, step 9, evaluated 9, saved 9"),
-        (Every(steps=5), Every(epochs=3), "evaluated 5, step 9, evaluated 9, saved 9"),
-        (Every(), Every(), "step 9, evaluated 9, saved 9"),
+        (Interval(epochs=2), Interval(steps=4), "saved 4, evaluated 6, saved 8, step 9, evaluated 9, saved 9"),
+        (Interval(steps=5), Interval(epochs=3), "evaluated 5, step 9, evaluated 9, saved 9"),
+        (Interval(), Interval(), "step 9, evaluated 9, saved 9"),
     ],
 )
-def test_rhythms_count_steps_or_epochs_and_the_last_step_has_all(evaluate: Every, save: Every, expected: str) -> None:
-    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100), evaluate=evaluate, save=save))
+def test_rhythms_count_steps_or_epochs_and_the_last_has_all(evaluate: Interval, save: Interval, expected: str) -> None:
+    events = run(FakeEngine(), plan(STEPS, log=Interval(steps=100), evaluate=evaluate, save=save))
     assert ", ".join(shortly(events)) == expected
 
 
@@ -95,7 +95,7 @@ def test_every_step_is_one_forward_backward_and_one_update_at_its_rate() -> None
 
 def test_a_report_tells_of_its_own_step() -> None:
     engine = FakeEngine(losses={4: 7.0}, skipped=frozenset({1}))
-    events = run(engine, plan(STEPS, log=Every(steps=5), clip_norm=2.5))
+    events = run(engine, plan(STEPS, log=Interval(steps=5), clip_norm=2.5))
     [report] = [event for event in events if isinstance(event, Stepped) and event.step == 5]
     assert (report.epoch, report.samples, report.loss, report.norm) == (1, 18, 7.0, 3.0)
     assert report.lr == plan(STEPS).rate.at(14)
@@ -106,7 +106,7 @@ def test_a_report_tells_of_its_own_step() -> None:
 
 @pytest.mark.parametrize(("level", "reason"), STOP_LEVELS.items())
 def test_a_request_to_stop_ends_with_the_step_and_saves(level: int, reason: str) -> None:
-    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=4, level=level)
+    events = run(FakeEngine(), plan(STEPS, log=Interval(steps=100)), stop_at=4, level=level)
     assert shortly(events) == ["evaluated 3", "saved 3", "saved 5", "stopped 5"]
     stopped = events[-1]
     assert isinstance(stopped, Stopped)
@@ -114,17 +114,17 @@ def test_a_request_to_stop_ends_with_the_step_and_saves(level: int, reason: str)
 
 
 def test_a_request_in_the_last_step_comes_too_late() -> None:
-    events = run(FakeEngine(), plan(STEPS, log=Every(steps=100)), stop_at=8)
+    events = run(FakeEngine(), plan(STEPS, log=Interval(steps=100)), stop_at=8)
     assert shortly(events)[-3:] == ["step 9", "evaluated 9", "saved 9"]
 
 
 @pytest.mark.parametrize("stop_at", range(8))
 def test_going_on_gives_the_events_of_a_run_that_was_not_stopped(stop_at: int) -> None:
-    following = plan(STEPS, log=Every(steps=2))
+    following = plan(STEPS, log=Interval(steps=2))
     whole = shortly(run(FakeEngine(), following))
     progress = Progress()
     before = shortly(run(FakeEngine(), following, progress, stop_at))
-    kept = Progress(**json.loads(json.dumps(progress.kept())))
+    kept = Progress(**json.loads(json.dumps(progress.as_dict())))
     after = shortly(run(FakeEngine(), following, kept))
     stopping = [f"saved {stop_at + 1}", f"stopped {stop_at + 1}"]
     assert before[-2:] == stopping
@@ -173,7 +173,7 @@ def test_without_figures_the_loss_says_what_is_best() -> None:
 
 
 def test_nothing_is_evaluated_without_a_split_for_it() -> None:
-    events = run(FakeEngine(), plan(STEPS, evaluate=None, log=Every(steps=100)))
+    events = run(FakeEngine(), plan(STEPS, evaluate=None, log=Interval(steps=100)))
     assert shortly(events) == ["saved 3", "saved 6", "step 9", "saved 9"]
 
 
@@ -187,13 +187,13 @@ def test_the_first_evaluation_is_the_best_even_if_nothing_was_right() -> None:
     ("rhythms", "done"),
     [
         ({}, [0, 1, 2]),  # found before the evaluation of the epoch
-        ({"evaluate": Every(), "save": Every(steps=2)}, [0, 1]),  # before the save
-        ({"log": Every(steps=1)}, [0, 1]),  # by the report
+        ({"evaluate": Interval(), "save": Interval(steps=2)}, [0, 1]),  # before the save
+        ({"log": Interval(steps=1)}, [0, 1]),  # by the report
     ],
 )
-def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(rhythms: dict[str, Every], done: list[int]) -> None:
+def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, Interval], done: list[int]) -> None:
     engine = FakeEngine(losses={1: math.nan})
-    following = plan(STEPS, **{"log": Every(steps=100), **rhythms})
+    following = plan(STEPS, **{"log": Interval(steps=100), **rhythms})
     events: list[Event] = []
     training = train(engine, ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish())  # type: ignore[arg-type]
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
@@ -211,7 +211,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    following = plan(STEPS, log=Every(steps=1), evaluate=Every(steps=2), save=Every(steps=3))
+    following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
     training = train(
         FakeEngine(),
         ALONE_WORLD,
@@ -228,13 +228,13 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:
     engine = FakeEngine(losses={1: math.nan, 4: math.inf}, skipped=frozenset({1, 4}))
     progress = Progress()
-    events = run(engine, plan(STEPS, stop_on_nonfinite=False, log=Every(steps=1)), progress)
+    events = run(engine, plan(STEPS, stop_on_nonfinite=False, log=Interval(steps=1)), progress)
     assert progress.skipped_steps == 2
     assert math.isnan([event for event in events if isinstance(event, Stepped)][1].loss)
 
 
 def stopping(world: World, stop_at: list[int]) -> list[str]:
-    following = plan(STEPS, log=Every(steps=100))
+    following = plan(STEPS, log=Interval(steps=100))
     events = run(FakeEngine(), following, stop_at=stop_at[world.rank], level=1 + world.rank, world=world)
     world.agree_to_stop(0)  # takes the last wish out of the world, which other tests use after this one
     return shortly(events)
@@ -250,7 +250,7 @@ def failing(world: World, guilty: list[int]) -> str:
     own = {4: [1.0, math.inf if world.rank in guilty else 1.0]}
     engine = FakeEngine(losses={4: math.inf}, own_losses=own)
     try:
-        run(engine, plan(STEPS, log=Every(steps=100)), world=world)
+        run(engine, plan(STEPS, log=Interval(steps=100)), world=world)
     except TrainingError as error:
         return str(error).partition(";")[0]
     return "nothing was raised"
@@ -266,4 +266,4 @@ def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) 
 
 def test_a_plan_is_a_value() -> None:
     assert plan(STEPS) == copy.deepcopy(plan(STEPS))
-    assert plan(STEPS).log == Every(steps=10)
+    assert plan(STEPS).log == Interval(steps=10)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.run.probe.state import digest
 from lockstep.verification import compare, trace
-from lockstep.verification.compare import NOT_THERE, Difference, differences, farthest, largest, values, wanted
+from lockstep.verification.compare import NOT_THERE, Difference, differences, farthest, largest, select_tensors, values
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 
@@ -108,12 +108,12 @@ def test_the_pair_that_lies_farthest_apart():
     found = farthest(one, other)
     assert found is not None
     assert (found.index, found.reference, found.found) == ((0, 1), "2", "2.5")
-    assert (found.apart, found.scale) == (0.5, 4.0)
+    assert (found.distance, found.scale) == (0.5, 4.0)
     assert farthest(one, one.clone()) is None
     nan = torch.tensor([math.nan, 1.0])
     assert farthest(nan, nan.clone()) is None
-    assert farthest(torch.ones(2), nan).apart == math.inf
-    assert farthest(torch.ones(2), torch.ones(3)).apart is None
+    assert farthest(torch.ones(2), nan).distance == math.inf
+    assert farthest(torch.ones(2), torch.ones(3)).distance is None
     assert farthest(torch.empty(0), torch.empty(0)) is None
 
 
@@ -133,9 +133,9 @@ def test_differences_are_measured_by_the_largest_magnitude_of_their_kind(tmp_pat
 
 def test_figures_are_measured_and_what_is_no_figure_is_not(tmp_path):
     loss = values(Difference(0, 1, trace.LOSS, "", (0,), (2.0).hex(), (1.5).hex()), tmp_path, tmp_path)
-    assert (loss.reference, loss.found, loss.apart, loss.scale) == ("2.0", "1.5", 0.5, 2.0)
+    assert (loss.reference, loss.found, loss.distance, loss.scale) == ("2.0", "1.5", 0.5, 2.0)
     data = values(Difference(0, 1, trace.DATA, "0", (0,), "d:8", "e:8"), tmp_path, tmp_path)
-    assert (data.apart, data.reference) == (None, "d:8")
+    assert (data.distance, data.reference) == (None, "d:8")
 
 
 def test_the_first_tensors_are_looked_at_as_long_as_there_is_room():
@@ -144,9 +144,9 @@ def test_the_first_tensors_are_looked_at_as_long_as_there_is_room():
         Difference(0, 1, trace.GRADIENT, str(number), (0,), f"a:{size}", f"b:{size}")
         for number, size in enumerate(sizes)
     ]
-    assert [each.name for each in wanted(found)] == ["0"]
-    assert {each.name for each in wanted(found[1:])} == {"1", "2"}
-    assert wanted([Difference(0, 1, trace.LOSS, "", (0,), "x", "y")]) == frozenset()
+    assert [each.name for each in select_tensors(found)] == ["0"]
+    assert {each.name for each in select_tensors(found[1:])} == {"1", "2"}
+    assert select_tensors([Difference(0, 1, trace.LOSS, "", (0,), "x", "y")]) == frozenset()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64])

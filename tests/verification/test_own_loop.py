@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.verification.own_loop import checked, script
+from lockstep.verification.own_loop import check_placements, script
 
 HSDP = {"name": "hsdp", "replicate": 2}
 
@@ -101,14 +101,14 @@ def test_a_script_is_a_function_with_arguments(tmp_path):
 
 
 def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
-    [row] = checked(loops.in_order_of_names, (1,), (), None)
+    [row] = check_placements(loops.in_order_of_names, (1,), (), None)
     assert re.match(
         r"single on 1: differs: step 1: .*; likely cause: the order of a set of strings.*PYTHONHASHSEED", row.line
     )
 
 
 def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
-    [row] = checked(lambda: loops.training(epochs=1), (1,), (), 1)
+    [row] = check_placements(lambda: loops.training(epochs=1), (1,), (), 1)
     assert row.line.startswith("single on 1: identical, 1 step, with the same order of sets: give a function of a mod")
 
 
@@ -176,10 +176,10 @@ SILENT = {
 @pytest.mark.parametrize("case", SILENT)
 def test_what_the_guard_refuses_is_found_by_the_comparison_alone(case):
     function, strategy = SILENT[case]
-    [row] = checked(function, (2,), (strategy,), None, guarded=False)
+    [row] = check_placements(function, (2,), (strategy,), None, guarded=False)
     assert row.verdict == "differs", row.line
     with pytest.raises(lockstep.UsageError, match="the reference, one process: "):
-        list(checked(function, (2,), (strategy,), None))
+        list(check_placements(function, (2,), (strategy,), None))
 
 
 def divided():
@@ -193,7 +193,7 @@ def divided():
 
 def test_a_loss_that_is_divided_is_alike_on_all_placements_and_refused_without_a_guard_too():
     with pytest.raises(lockstep.UsageError, match="the loss is divided by 4, the number of "):
-        list(checked(divided, (2,), ("ddp",), None, guarded=False))
+        list(check_placements(divided, (2,), ("ddp",), None, guarded=False))
 
 
 def decayed(_model, optimizer):
@@ -205,7 +205,7 @@ def hooked(_model, optimizer):
 
 
 def test_settings_of_a_group_take_effect_without_a_guard_and_hooks_are_refused():
-    rows = [*checked(partial(train, after_update=decayed), (2,), ("ddp", "zero3"), None, guarded=False)]
+    rows = [*check_placements(partial(train, after_update=decayed), (2,), ("ddp", "zero3"), None, guarded=False)]
     assert [row.verdict for row in rows] == ["identical", "identical"]
     with pytest.raises(lockstep.UsageError, match=r"optimizer\.register_step_pre_hook\(\) is not this loop's to call"):
-        list(checked(partial(train, after_update=hooked), (2,), ("ddp",), None, guarded=False))
+        list(check_placements(partial(train, after_update=hooked), (2,), ("ddp",), None, guarded=False))

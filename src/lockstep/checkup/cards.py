@@ -9,8 +9,8 @@ from typing import Final
 
 from lockstep.checkup.finding import Finding
 from lockstep.device.cards import Card, Driver, Evidence, ask_driver, look
+from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import fix_workspace
-from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
 from lockstep.ranks.member import at_most
 

@@ -215,7 +215,7 @@ class _Soon:
 
 def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each rank gives, on every rank."""
-    return list(plainfile.parsed(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
+    return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
 
 
 def _measure_links(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:

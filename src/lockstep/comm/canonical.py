@@ -22,7 +22,7 @@ from lockstep.comm.carrier import Addressed, Carrier
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import cut
-from lockstep.core.tree import Block, total
+from lockstep.core.tree import LeafBlock, total
 
 
 def add_(left: Tensor, right: Tensor) -> Tensor:
@@ -33,10 +33,10 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 class Sum(Protocol):
     """Adds what ranks have of a flat vector: CanonicalSum, or what stands in its place."""
 
-    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor: ...
+    def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor: ...
 
 
-def own_sum(pieces: Mapping[Block, Tensor], like: Tensor) -> Tensor:
+def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
     """Add a rank's own pieces from left to right, in the memory of the first; zeros like `like` where it has none."""
     if not pieces:
         return torch.zeros_like(like)
@@ -77,12 +77,12 @@ class CanonicalSum:
 
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
-        holders = [rank for rank, each in enumerate(self._data_ranks) if each.held(leaves, self._chunks)]
+        holders = [rank for rank, each in enumerate(self._data_ranks) if each.own_blocks(leaves, self._chunks)]
         data_ranks = [self._data_ranks[rank] for rank in holders]
         carried = [self._carried[rank] for rank in holders]
         return CanonicalSum(holders.index(self._rank), data_ranks, self._carrier, carried, self._chunks)
 
-    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
+    def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
 
         `pieces` are this rank's, flat, and may be overwritten; `like` is a flat tensor of the same length, dtype
@@ -90,7 +90,7 @@ class CanonicalSum:
         """
         if self.alone:
             return total(pieces, leaves, add_)
-        held = [each.held(leaves, self._chunks) for each in self._data_ranks]
+        held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
         with translate_peer_errors():
             if _halving_fits(held):
                 (piece,) = pieces.values()
@@ -103,7 +103,7 @@ class CanonicalSum:
         As many leaves as replicas, one each: so the bits are the same each time, but those of one process they are not.
         """
         rank = self._data_ranks[self._rank]
-        [block] = rank.held(rank.replicas)
+        [block] = rank.own_blocks(rank.replicas)
         return self({block: own}, rank.replicas, own)
 
     def side_by_side(self, own: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class CanonicalSum:
     def _swap(self, sent: Tensor, received: Tensor, peer: int) -> None:
         self._move([(sent, peer)], [(received, peer)])
 
-    def _exchange(self, mine: list[Tensor], held: list[list[Block]], leaves: int, like: Tensor) -> Tensor:
+    def _exchange(self, mine: list[Tensor], held: list[list[LeafBlock]], leaves: int, like: Tensor) -> Tensor:
         # Each rank adds one chunk: it needs that chunk of all pieces, and gives away the other chunks of its own.
         chunks = [slice(part.start, part.stop) for part in cut(len(like), self._size)]
         chunk = chunks[self._rank]
@@ -184,7 +184,7 @@ class HalfPrecisionSum:
         self._across = across
         self._dtype = dtype
 
-    def __call__(self, pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
+    def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all leaves, on every rank; see CanonicalSum."""
         if self._across.alone:
             return self._across(pieces, leaves, like)
@@ -221,7 +221,7 @@ class AllToAllRows:
         return [arriving[member] for member in range(holders)]
 
 
-def _halving_fits(held: list[list[Block]]) -> bool:
+def _halving_fits(held: list[list[LeafBlock]]) -> bool:
     size = len(held)
     return size & (size - 1) == 0 and all(len(h) == 1 and h[0].size == held[0][0].size for h in held)
 

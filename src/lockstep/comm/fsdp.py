@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from lockstep.comm import older_fsdp
 from lockstep.comm.gathers import Gathers
 from lockstep.comm.peer_errors import translate_peer_errors
-from lockstep.common.own_code import refused
+from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
@@ -209,7 +209,7 @@ class Sharded:
         parameter the whole gradient comes after one of them, and zeros after the others.
         """
         if not self._backward:
-            raise refused(
+            raise refusal(
                 "a backward that is not step.backward goes through the placed model, whose weights are in rows",
                 "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative beside it use "
                 "strategy ddp or zero1",
@@ -312,7 +312,7 @@ def own_gradient(parameter: DTensor) -> Tensor:
 
 
 def _no_copy(_memo: object) -> NoReturn:
-    raise refused(
+    raise refusal(
         "a copy of the placed model, whose weights are in rows",
         "copy it before run.place, and read the weights by their full_tensor(); or use strategy ddp or zero1",
     )

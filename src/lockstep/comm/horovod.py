@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.canonical import Sum, own_sum
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
-from lockstep.core.tree import Block
+from lockstep.core.tree import LeafBlock
 from lockstep.device import ports
 from lockstep.errors import UsageError
 
@@ -64,7 +64,7 @@ class Horovod:
         """Return what adds flat vectors over the ranks as the tree does (comm/canonical.py), but in Horovod's order."""
         compressor = getattr(self._horovod.Compression, compression)
 
-        def add(pieces: Mapping[Block, Tensor], leaves: int, like: Tensor) -> Tensor:
+        def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
             own = own_sum(pieces, like)
             # Sums follow each other, so vectors of one length may share a name, which Horovod keeps from step to step.
             name = f"gradients {len(like)} {like.dtype}"

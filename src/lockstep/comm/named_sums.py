@@ -60,7 +60,7 @@ def add_over_ranks(
 
 
 def _agree_on_shapes(world: World, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    of_all: list[list[dict[str, Any]]] = [plainfile.parsed(text) for text in world.all_tell(json.dumps(own))]
+    of_all: list[list[dict[str, Any]]] = [plainfile.parse_json(text) for text in world.all_tell(json.dumps(own))]
     return next((each for each in of_all if any(each)), own)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from lockstep.device.limits import over_files
+from lockstep.device.ulimits import too_many_files
 from lockstep.errors import TrainingError
 
 # Not every exchange is ours: fully_shard gathers in hooks, in forward and backward. What gloo raises there has no type
@@ -37,7 +37,7 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
     What follows from the end of an exchange, in a `finally` or as a translation, is about the same. An exchange also
     fails where this process may open no more files.
     """
-    if over_files(error):
+    if too_many_files(error):
         return None
     each: BaseException | None = error
     while each is not None:

@@ -28,7 +28,7 @@ from lockstep.comm.carrier import Carrier, Direct, Staged
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
-from lockstep.core.devices import SHARING, Backend, device_number, resolved_backend, shared
+from lockstep.core.devices import SHARING, Backend, device_number, find_shared_devices, resolve_backend
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
@@ -317,7 +317,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
     """Make a process group of the ranks, which have joined, and return their world. All of them call it."""
     info = rendezvous.info
     on_gpu = device.type == "cuda"
-    carried_by = resolved_backend(backend, on_gpu)
+    carried_by = resolve_backend(backend, on_gpu)
     if rendezvous.store is None:
         return World(info, device)
     if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
@@ -349,7 +349,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
             "lockstep doctor gpu says why"
         )
     on_gpu = device != "cpu" and count > 0
-    sharing = resolved_backend(backend, on_gpu) == "gloo"
+    sharing = resolve_backend(backend, on_gpu) == "gloo"
     if not on_gpu:
         return torch.device("cpu")
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
@@ -406,7 +406,7 @@ def _sharing(world: World) -> list[list[int]]:
     """
     uuid = str(torch.cuda.get_device_properties(world.device).uuid).encode()
     names = world.gather(hashlib.sha256(uuid).digest())
-    found = shared({rank: name.hex() for rank, name in enumerate(names)})
+    found = find_shared_devices({rank: name.hex() for rank, name in enumerate(names)})
     if found and world.backend == "nccl":
         raise UsageError(
             f"placement.device: ranks {', '.join(map(str, found[0]))} have one CUDA device between them; let the "

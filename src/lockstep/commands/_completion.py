@@ -33,10 +33,10 @@ def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     found = overrides(ctx, param, incomplete)
     if ctx.params.get(param.name or "") or "=" in incomplete:
         return found
-    from lockstep.config.shipped import shipped
+    from lockstep.config.shipped import list_shipped_recipes
 
     # The shell adds its files to what it is given; it must hear of them first.
-    recipes = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]
+    recipes = [CompletionItem(name) for name in list_shipped_recipes() if name.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file"), *recipes, *(found if incomplete else ())]
 
 

@@ -43,7 +43,7 @@ def command(
     """
     from lockstep.comparison.drive import run_all
     from lockstep.comparison.output import Display, write
-    from lockstep.comparison.plan import Asked, folder_for, placements_in, plan_runs, processes_in
+    from lockstep.comparison.plan import ComparisonRequest, folder_for, placements_in, plan_runs, processes_in
     from lockstep.config.load import split
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.png import check_png
@@ -52,10 +52,11 @@ def command(
         raise UsageError("compare starts the processes of each placement itself; run it once, without a launcher")
     source, overrides = split(words)
     folder = folder or folder_for(source)
-    asked = Asked(source, tuple(overrides), placements_in(placements), processes_in(processes), also, folder, usual)
+    strategies, counts = placements_in(placements), processes_in(processes)
+    request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder, usual)
     if png:
         check_png()
-    plans = plan_runs(asked)
+    plans = plan_runs(request)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is saved, no process is left
     try:
         with Display(sys.stderr) as display:

@@ -54,16 +54,16 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
 
 
 def _is_recipe(word: str) -> bool:
-    from lockstep.config.shipped import shipped
+    from lockstep.config.shipped import list_shipped_recipes
 
-    return word.endswith((".yaml", ".yml")) or (word in shipped() and not Path(word).exists())
+    return word.endswith((".yaml", ".yml")) or (word in list_shipped_recipes() and not Path(word).exists())
 
 
 def _load(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:
     from lockstep.config.load import load
     from lockstep.run.recipe_import import import_recipe
 
-    return load(words[0], words[1:]) if cfg is None else import_recipe(cfg, words, None, world_size).loaded()
+    return load(words[0], words[1:]) if cfg is None else import_recipe(cfg, words, None, world_size).load()
 
 
 def _tell(found: EvalResult) -> None:
@@ -71,5 +71,5 @@ def _tell(found: EvalResult) -> None:
 
     after = f", after step {found.event.step}" if found.event.step else ""
     click.echo(f"{printable_line(str(found.path))}{after}")
-    click.echo(wording.evaluated(found.event))
+    click.echo(wording.evaluation_line(found.event))
     click.echo(f"weights sha256 {found.weights_sha256}")

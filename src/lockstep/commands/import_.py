@@ -23,5 +23,5 @@ def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
 
     found = import_recipe(file, words, gpus)
     if not found.missing:
-        found.loaded()  # what is wrong with it is reported here, not by its first training
+        found.load()  # what is wrong with it is reported here, not by its first training
     click.echo(found.to_yaml(), nl=False)

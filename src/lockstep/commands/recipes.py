@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 if TYPE_CHECKING:
-    from lockstep.config.shipped import Shipped
+    from lockstep.config.shipped import ShippedRecipe
 
 _NARROW: Final = 110  # columns of a terminal, below which a table would fold the descriptions
 
@@ -27,16 +27,16 @@ class RecipeRow(NamedTuple):
 @click.command("recipes")
 def command() -> None:
     """List the shipped recipes: `lockstep show NAME` prints one, `lockstep train NAME` trains it."""
-    from lockstep.config.shipped import shipped
+    from lockstep.config.shipped import list_shipped_recipes
 
-    rows = [row(each) for each in shipped().values()]
+    rows = [row(each) for each in list_shipped_recipes().values()]
     if sys.stdout.isatty():
         draw(rows)
     else:
         click.echo("\n".join(_plain([RecipeRow("name", "model", "data", "batch", "length", "description"), *rows])))
 
 
-def row(shipped: Shipped) -> RecipeRow:
+def row(shipped: ShippedRecipe) -> RecipeRow:
     from lockstep.config.load import load
     from lockstep.core.epochs import in_words
 

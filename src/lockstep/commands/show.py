@@ -28,11 +28,11 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     """
     from lockstep.config.load import load, to_yaml
     from lockstep.config.placement import FOREIGN
-    from lockstep.config.shipped import shipped
+    from lockstep.config.shipped import list_shipped_recipes
     from lockstep.core.devices import in_words as exchange_in_words
 
     loaded = load(recipe, overrides)
-    if recipe not in shipped() or loaded.origins["recipe.model.name"] == "override":
+    if recipe not in list_shipped_recipes() or loaded.origins["recipe.model.name"] == "override":
         from lockstep.config.blame import with_places
         from lockstep.models.find import origin_of  # it imports torch
 

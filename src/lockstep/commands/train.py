@@ -71,7 +71,7 @@ def _load(words: tuple[str, ...]) -> Loaded:
 def _import(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
     from lockstep.run.recipe_import import import_recipe
 
-    return import_recipe(file, words, gpus, world_size).loaded()
+    return import_recipe(file, words, gpus, world_size).load()
 
 
 def _migrate(loaded: Loaded, say: bool = True) -> Loaded:

@@ -64,12 +64,12 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
 def _script(path: Path, arguments: tuple[str, ...], everything: bool, steps: int) -> int:
     """Compare a loop of the user's own, and return the exit code."""
     from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
-    from lockstep.verification.own_loop import STRATEGIES, checked, script
+    from lockstep.verification.own_loop import STRATEGIES, check_placements, script
 
     if not path.is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join, or a recipe")
     good = True
-    for row in checked(script(path, arguments), (1, 2, 3, 4) if everything else (1, 2), STRATEGIES, steps):
+    for row in check_placements(script(path, arguments), (1, 2, 3, 4) if everything else (1, 2), STRATEGIES, steps):
         click.echo(printable(row.line))
         good = good and row.good
     return EXIT_DONE if good else EXIT_VERIFICATION

@@ -173,7 +173,7 @@ def die_with_launcher(launcher: str) -> None:
     if launcher not in _FOLLOWED:
         return
     die_with_parent()
-    if os.getppid() == 1 and _left_behind(launcher):
+    if os.getppid() == 1 and _is_orphan(launcher):
         raise TrainingError(f"the launcher that started this process ({launcher}) is gone")
 
 
@@ -187,7 +187,7 @@ def parent_command() -> list[str]:
         return []
 
 
-def _left_behind(launcher: str) -> bool:
+def _is_orphan(launcher: str) -> bool:
     """Return whether process 1 is the parent of this one because it takes the children of those that are gone.
 
     In a container torchrun itself may be process 1; under MPI a container for each rank may have an init of its own.

@@ -46,11 +46,11 @@ def hash_seed() -> str:
 
 
 def probe() -> str:
-    """Return a hash of this process, for `apart`."""
+    """Return a hash of this process, for `seed_warning`."""
     return str(hash(VARIABLE))
 
 
-def apart(probes: Collection[str]) -> str:
+def seed_warning(probes: Collection[str]) -> str:
     """Return what to warn of where the hashes of ranks differ, "" where they do not.
 
     That they may is no error: torchrun gives its processes no seed, and most scripts go through no set of strings.
@@ -70,7 +70,7 @@ def other_seed() -> str:
 
 
 @contextmanager
-def given_to_others(seed: str) -> Iterator[None]:
+def hash_seed_for_children(seed: str) -> Iterator[None]:
     """Give the processes that are started within the block, other than by a fork, this seed."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = seed

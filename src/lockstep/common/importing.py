@@ -9,18 +9,18 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.common.names import suggestion
-from lockstep.common.own_code import OwnCode, described
+from lockstep.common.own_code import OwnCode, describe_error
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 
 def import_object(path: str, what: str) -> Any:
-    """Import `package.module:function`; `what` says in errors what it is to be: a model, a data set, a loss.
+    """Import `package.module:function`; `what` says in errors what it is to be: a model, a dataset, a loss.
 
     The current directory is searched first, as `python -m` does, because a console script starts without it.
     Raises UsageError that says what failed: the form of the path, the module, its code, or the name in it.
     """
     name, _, attribute = path.partition(":")
-    if not _dotted(name) or not attribute.isidentifier():
+    if not _is_dotted(name) or not attribute.isidentifier():
         raise UsageError(f"{what} {path}: not an import path; write package.module:function")
     module = _import(name, f"{what} {path}")
     with OwnCode(f"{what} {path}"):  # a module may answer for names itself, or put anything in its own place
@@ -34,7 +34,7 @@ def import_object(path: str, what: str) -> Any:
     raise UsageError(f"{what} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
 
 
-def _dotted(name: str) -> bool:
+def _is_dotted(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
 
@@ -47,8 +47,8 @@ def _import(name: str, label: str) -> ModuleType:
     except BaseException as error:  # a script without a main guard may even exit
         if isinstance(error, ModuleNotFoundError) and _leads_to(name, error.name):
             raise UsageError(_not_found(label, str(error.name))) from None
-        told = described(error, f'see it with: python -c "import {name}"')
-        raise OwnCodeError(f"{label}: module {name} fails on import: {told}") from error
+        message = describe_error(error, f'see it with: python -c "import {name}"')
+        raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error
 
 
 def _search_current_directory() -> None:
@@ -58,7 +58,7 @@ def _search_current_directory() -> None:
 
 
 def _leads_to(name: str, missing: str | None) -> bool:
-    """Say whether the module that is missing is the one asked for or a package on the way to it."""
+    """Return whether the missing module is the requested one or a package above it."""
     return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 

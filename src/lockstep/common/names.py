@@ -28,12 +28,12 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return the suggestion for a mistyped name, if any, and all that are valid, unless there are many beside it."""
+    """Return the suggestion for a mistyped name, if any, and all that are valid, unless there are many."""
     valid = list(names)
     near = suggestion(name, valid)
-    return f"{near}{listed(valid)}" if near else f"; valid: {', '.join(valid)}"
+    return f"{near}{list_names(valid)}" if near else f"; valid: {', '.join(valid)}"
 
 
-def listed(valid: Sequence[str]) -> str:
+def list_names(valid: Sequence[str]) -> str:
     """Return ` Valid: x, y` for behind a suggestion, or nothing where there are many."""
     return f" Valid: {', '.join(valid)}" if len(valid) <= _FEW else ""

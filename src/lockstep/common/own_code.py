@@ -31,7 +31,7 @@ class OwnCode:
     """A context in which the user's code runs: whatever it raises, SystemExit too, leaves it as OwnCodeError.
 
     `label` says what the code is, such as `model my.nets:net`. Errors of Lockstep's and KeyboardInterrupt pass. Where
-    the block is `shared`, Lockstep's own hooks run in it too: what they raise, or an exchange in them, passes.
+    the block is `shared`, Lockstep's own hooks run in it too: what they raise, or a collective in them, passes.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:
@@ -47,20 +47,20 @@ class OwnCode:
         if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
             return
         inside = trace.tb_next if trace else None  # without the frame that entered this context
-        if self._shared and _raised_by(inside) == "ours":
+        if self._shared and _origin(inside) == "ours":
             return
-        raise OwnCodeError(f"{self._label}: {described(error)}") from error
+        raise OwnCodeError(f"{self._label}: {describe_error(error)}") from error
 
 
 def own_error(error: BaseException) -> OwnCodeError | None:
-    """Return what to tell of an error that came from the user's code without passing an `OwnCode`, else None."""
-    if isinstance(error, LockstepError | KeyboardInterrupt) or _raised_by(error.__traceback__) != "own":
+    """Return what to report of an error that came from the user's code without passing an `OwnCode`, else None."""
+    if isinstance(error, LockstepError | KeyboardInterrupt) or _origin(error.__traceback__) != "own":
         return None
-    return OwnCodeError(described(error))
+    return OwnCodeError(describe_error(error))
 
 
-def described(error: BaseException, advice: str = "") -> str:
-    """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or other advice."""
+def describe_error(error: BaseException, advice: str = "") -> str:
+    """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or `advice`."""
     where = place(error)
     advice = advice or ("mend it there" if where else "")
     return _words(error) + (f" ({where})" if where else "") + (f"; {advice}" if advice else "")
@@ -69,9 +69,9 @@ def described(error: BaseException, advice: str = "") -> str:
 def place(error: BaseException) -> str:
     """Return file and line of the innermost frame that is the user's, as `nets.py:12`, "" where there is none."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
-        return located(error.filename, error.lineno)
+        return location(error.filename, error.lineno)
     found = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
-    return located(*found[-1]) if found else ""
+    return location(*found[-1]) if found else ""
 
 
 def calling() -> str:
@@ -79,7 +79,7 @@ def calling() -> str:
     frame = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return located(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+    return location(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
 def between(before: Place, now: Place) -> str:
@@ -93,11 +93,11 @@ def between(before: Place, now: Place) -> str:
         lines = ((number, linecache.getline(now[0], number).strip()) for number in range(before[1] + 1, now[1]))
         code = [number for number, line in lines if line and not line.startswith("#")]
         if len(code) == 1:
-            return located(now[0], code[0])
-    return f"since {located(*now)}" if before == now else f"between {located(*before)} and {located(*now)}"
+            return location(now[0], code[0])
+    return f"since {location(*now)}" if before == now else f"between {location(*before)} and {location(*now)}"
 
 
-def refused(text: str, advice: str, where: str = "") -> OwnCodeError:
+def refusal(text: str, advice: str, where: str = "") -> OwnCodeError:
     """Return the error that refuses what the user's code does: at `where`, left out the line that is calling."""
     where = where or calling()
     return OwnCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
@@ -112,10 +112,10 @@ def with_its_line() -> Iterator[None]:
         raise
     except UsageError as error:
         text, _, advice = str(error).partition("; ")
-        raise (refused(text, advice) if advice and (where := calling()) and where not in text else error) from None
+        raise (refusal(text, advice) if advice and (where := calling()) and where not in text else error) from None
 
 
-def located(path: str, line: int | None) -> str:
+def location(path: str, line: int | None) -> str:
     """Return file and line as messages show them, below the current directory by their shorter name: `nets.py:12`."""
     return f"{_short(path)}:{line}"
 
@@ -123,8 +123,8 @@ def located(path: str, line: int | None) -> str:
 def is_own(path: str) -> bool:
     """Say whether a file of Python code is the user's: not Python's, not installed, not Lockstep's.
 
-    A package that is installed as editable lies where its user works on it, and is the user's. The program that starts
-    a command, such as lockstep or torchrun, lies beside the interpreter, and is not.
+    A package that is installed as editable is where its user works on it, and is the user's. The program that starts
+    a command, such as lockstep or torchrun, is next to the interpreter, and is not.
     """
     if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
         return False
@@ -138,11 +138,11 @@ def _package() -> str:
 
 
 def is_installed(path: str) -> bool:
-    """Say whether a file lies where packages are installed."""
+    """Return whether a file is where packages are installed."""
     return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
-def _raised_by(trace: TracebackType | None) -> str:
+def _origin(trace: TracebackType | None) -> str:
     """Return whose code the error is: "own" or "ours", by the innermost frame that is no library's, else ""."""
     lockstep = _package() + os.sep
     frames = [name for name, _ in _frames(trace)]
@@ -165,7 +165,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 def _words(error: BaseException) -> str:
-    """Return an error's type and message, which may be of any length, hold anything, or raise when asked for."""
+    """Return an error's type and message, which may be of any length, hold anything, or raise when formatted."""
     try:
         plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else it has the place twice
         name, message = type(error).__name__, str.__str__(str(plain))

@@ -17,18 +17,18 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def selected(key: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter") -> set[str]:
+def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter") -> set[str]:
     """Return those of `names` that fit a pattern. UsageError, which begins with `key`, where a pattern fits none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = suggestion(pattern, names)
             raise UsageError(
-                f"{key}: {pattern!r} matches no {what}{near}" + ("" if near else f"; there are {shortened(names)}")
+                f"{key}: {pattern!r} matches no {what}{near}" + ("" if near else f"; there are {list_some(names)}")
             )
     return {name for name in names if matches(name, patterns)}
 
 
-def shortened(names: Sequence[str]) -> str:
+def list_some(names: Sequence[str]) -> str:
     """List names for a message, no more than fit one."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

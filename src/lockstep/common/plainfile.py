@@ -68,7 +68,7 @@ def check_safetensors(path: Path) -> None:
         raise OSError(errno.EFBIG, f"its header says it has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
 
 
-def parsed(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Return what JSON holds, each of its objects as `pairs` makes it; ValueError for all that cannot be read.
 
     json.loads lets RecursionError through where lists are nested so deeply that Python gives up: nothing else calls it.

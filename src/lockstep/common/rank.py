@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 class RankInfo:
     """A process's place. `master` and `port` are None where the rendezvous does not need them, or nobody knows.
 
-    `advice` says then how to tell them to processes of this launcher. `hosted`: the launcher itself listens there, and
+    `advice` says then how to pass them to processes of this launcher. `hosted`: the launcher itself listens there, and
     not rank 0.
     """
 
@@ -36,9 +36,9 @@ ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="no
 
 
 def rendezvous_address(info: RankInfo, address: str) -> str:
-    """Return where the ranks meet: env:// becomes the address that the launcher told, or the user beside it.
+    """Return the rendezvous: env:// becomes the address set by the launcher, or by the user.
 
-    UsageError where `address` is none of `RENDEZVOUS_ADDRESSES`, or env:// where the launcher told none.
+    UsageError where `address` is none of `RENDEZVOUS_ADDRESSES`, or env:// where the launcher set none.
     """
     match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):

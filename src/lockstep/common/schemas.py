@@ -23,7 +23,7 @@ Found = Mapping[str, Any]
 
 
 def check(schema: object, place: object) -> None:
-    """Raise UsageError where what lies at `place` is of a newer schema than this version knows."""
+    """Raise UsageError where the file at `place` is of a newer schema than this version knows."""
     if isinstance(schema, int) and schema > SCHEMA:
         newer = f"schema {schema}, and this version of Lockstep reads {SCHEMA} and older"
         raise UsageError(f"{place}: written by a newer version: {newer}; use the one that wrote it")
@@ -38,7 +38,7 @@ def state(found: Found) -> dict[str, Any]:
     """Return the state of a checkpoint, of whatever schema, as one of this schema."""
     new = {"schema": SCHEMA, **found}
     if isinstance(progress := found.get("progress"), dict):
-        new["progress"] = _renamed(progress, "top", "figures")
+        new["progress"] = _rename_key(progress, "top", "figures")
     if isinstance(before := found.get("recipe"), dict):
         new["recipe"] = recipe(before)
     return new
@@ -48,8 +48,8 @@ def event(found: Found) -> dict[str, Any]:
     """Return an event, of whatever schema, as one of this schema."""
     if found.get("event") == "started" and "schema" not in found:
         return {"unit": "samples", "fractions": ["top1", "top5"], "monitor": "top1", **found}
-    return _renamed(found, "images_per_s", "samples_per_s")
+    return _rename_key(found, "images_per_s", "samples_per_s")
 
 
-def _renamed(found: Found, old: str, new: str) -> dict[str, Any]:
+def _rename_key(found: Found, old: str, new: str) -> dict[str, Any]:
     return dict(found) if new in found else {new if name == old else name: each for name, each in found.items()}

@@ -17,13 +17,13 @@ _IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
 
 def printable(text: str) -> str:
     r"""Return `text` with each control or invisible character as a visible escape, such as \x1b; \n and \t stay."""
-    return _IN_TEXT.sub(_escaped, text)
+    return _IN_TEXT.sub(_escape, text)
 
 
 def printable_line(text: str) -> str:
     r"""Return `text` as `printable` does, with \n and \t escaped too: for a name, which is to stay in its line."""
-    return _IN_LINE.sub(_escaped, text)
+    return _IN_LINE.sub(_escape, text)
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.comparison.plan import Asked, Planned, Strategy, folder_for, plan_runs, processes_in
-from lockstep.comparison.result import Comparison, Row
+from lockstep.comparison.plan import ComparisonRequest, PlannedRun, Strategy, folder_for, plan_runs, processes_in
+from lockstep.comparison.result import Comparison, ResultRow
 from lockstep.errors import LockstepError
 from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import History, history
@@ -39,7 +39,7 @@ def compare(
     """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
 
     `placements` are strategies, by name or as mappings of `name` and options. Each of `also` is an override by which
-    all are trained once more, `usual` asks for the usual script beside them. The runs are in `dir`, left out a fresh
+    all are trained once more, `usual` adds a naive DDP script. The runs are in `dir`, left out a fresh
     folder in runs/; what is finished there is only read. A run that fails is a row that says why; what cannot run
     raises UsageError before anything does.
     """
@@ -49,24 +49,23 @@ def compare(
     words, variants = tuple(as_words(overrides)), tuple(as_words(also))
     threads = torch.get_num_threads()
     try:
-        return run_all(
-            plan_runs(Asked(str(recipe), words, strategies, counts, variants, folder, usual)), lambda _: None
-        )
+        request = ComparisonRequest(str(recipe), words, strategies, counts, variants, folder, usual)
+        return run_all(plan_runs(request), lambda _: None)
     finally:
         torch.set_num_threads(threads)
 
 
-def run_all(plans: Sequence[Planned], show: Show) -> Comparison:
-    """Train each placement to its end, in processes aside, and return what came of them; a finished run is only read.
+def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
+    """Train each placement to its end, in subprocesses, and return the results; a finished run is only read.
 
     `show` is called with all of it whenever something happened. A run that fails becomes a row that says so.
     """
-    comparison = Comparison(plans[0].loaded.name, tuple(_begun(plan) for plan in plans))
+    comparison = Comparison(plans[0].loaded.name, tuple(_initial_row(plan) for plan in plans))
     for number, plan in enumerate(plans):
         if comparison.rows[number].state == "done":
             continue
 
-        def show_row(row: Row, number: int = number) -> None:
+        def show_row(row: ResultRow, number: int = number) -> None:
             nonlocal comparison
             rows = (*comparison.rows[:number], row, *comparison.rows[number + 1 :])
             comparison = replace(comparison, rows=rows)
@@ -76,13 +75,13 @@ def run_all(plans: Sequence[Planned], show: Show) -> Comparison:
     return replace(comparison, machine=machine_of(Path(plans[0].row.folder)))
 
 
-def _begun(plan: Planned) -> Row:
+def _initial_row(plan: PlannedRun) -> ResultRow:
     if not completion_notice(plan.loaded):
         return plan.row
     return replace(plan.row, state="done", history=_history(plan.row))
 
 
-def _run(plan: Planned, show: Callable[[Row], None]) -> Row:
+def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
     """Train a placement; `show` is called with its row as it is now."""
     row = replace(plan.row, state="running")
     show(row)
@@ -97,7 +96,7 @@ def _run(plan: Planned, show: Callable[[Row], None]) -> Row:
                     began, first = time.time(), event.step
                     row = replace(row, step=event.step, steps=event.steps)
                 reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
-                row = _moved(row, event, began, first)
+                row = _update_progress(row, event, began, first)
                 show(row)
     except LockstepError as error:
         reason = _first_line(str(error))
@@ -107,7 +106,7 @@ def _run(plan: Planned, show: Callable[[Row], None]) -> Row:
     return replace(row, state="failed", left_s=None, reason=reason, history=done)
 
 
-def _moved(row: Row, event: Event, began: float, first: int) -> Row:
+def _update_progress(row: ResultRow, event: Event, began: float, first: int) -> ResultRow:
     """Return the row of a run that has come to an event, with the time left if it goes on as it did."""
     if not isinstance(event, Stepped) or event.step <= first:
         return row
@@ -116,7 +115,7 @@ def _moved(row: Row, event: Event, began: float, first: int) -> Row:
     return replace(row, step=event.step, left_s=left, history=History(seconds=passed))
 
 
-def _history(row: Row) -> History:
+def _history(row: ResultRow) -> History:
     log = Path(row.folder) / jsonl.EVENTS
     return history(jsonl.read(log)) if log.exists() else History()
 

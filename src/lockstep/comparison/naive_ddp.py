@@ -1,9 +1,9 @@
-"""What the usual script makes of a recipe: DistributedDataParallel as tutorials show it, so that `compare` can say.
+"""A recipe under naive DDP: DistributedDataParallel as tutorials show it, for `compare`.
 
 Model, first weights, data, augmentation, task, optimizer and schedule over epochs are the recipe's. What is wrong here
 is meant:
 
-- The batch is that of a process and the rate stays, so that more processes make fewer and larger steps.
+- The batch is that of a process and the learning rate stays, so that more processes make fewer and larger steps.
 - A sampler pads what does not divide: some samples count twice, in training and in validation.
 - A step is the mean of the processes' means, and so are the validation figures.
 - BatchNorm sees the batch of a process, and each process keeps running statistics of its own.
@@ -35,7 +35,7 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.core import random
-from lockstep.core.batch import Batch, call, length, mapped
+from lockstep.core.batch import Batch, call, length, map_tensors
 from lockstep.data.base import Request, Split
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, UsageError
@@ -68,7 +68,7 @@ def as_seen(recipe: Recipe) -> Recipe:
 
 
 def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
-    """Raise UsageError where a recipe asks for what the usual script does not do."""
+    """Raise UsageError where a recipe needs what a naive DDP script does not do."""
     if recipe.precision not in ("fp32", "tf32"):
         raise UsageError(f"{NAIVE}: it trains in fp32, and recipe.precision is {recipe.precision}; leave it out")
     if recipe.batchnorm == "sync":
@@ -84,9 +84,9 @@ def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
 
 
 def train_naive(loaded: Loaded, also: Sink) -> int:
-    """Train a recipe as the usual script does, from its beginning, and return the exit code.
+    """Train a recipe under naive DDP, from its beginning, and return the exit code.
 
-    Its events are written into the run folder, and told to `also` on rank 0.
+    Its events are written into the run folder, and passed to `also` on rank 0.
     """
     torch.set_num_threads(1)  # see run/start.py
     resolved, ready = _ready(loaded)
@@ -152,7 +152,7 @@ class NaiveDDP:
     def events(self) -> Iterator[Event]:
         """Train from the first step to the last, then evaluate every validation sample once."""
         began = time.perf_counter()
-        yield self._started()
+        yield self._start_event()
         while self.step < self._steps:
             yield from self._epoch(self.step // self._per_epoch)
         trained_s = time.perf_counter() - began
@@ -210,8 +210,8 @@ class NaiveDDP:
         request = Request(np.array(indices), random.key(random.AUGMENT, recipe.seed, epoch))
         fetched = self._ready.data.train.fetch(*request)
         weight = max(1, length(fetched) if task.counts_samples else task.weight(fetched))
-        prepared = self._change.prepared(fetched, request)
-        batch = self._change.for_training(self._arrived(prepared), self.step, self._world.rank)
+        prepared = self._change.prepare(fetched, request)
+        batch = self._change.for_training(self._to_device(prepared), self.step, self._world.rank)
         self._ddp.train()
         self._optimizer.zero_grad()
         loss = task.loss(call(self._ddp, task.inputs(batch)), batch) / weight
@@ -234,12 +234,12 @@ class NaiveDDP:
             for number, part in enumerate(batches):
                 fetched = split.fetch(np.array(part), None)
                 weight = length(fetched) if task.counts_samples else task.weight(fetched)
-                batch = self._change.for_evaluation(self._arrived(fetched))
+                batch = self._change.for_evaluation(self._to_device(fetched))
                 added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
         return figures_of(task, added.total(World(ALONE, self._world.device), len(batches)))
 
-    def _arrived(self, batch: Batch) -> Batch:
-        return mapped(lambda each: each.to(self._world.device), batch)
+    def _to_device(self, batch: Batch) -> Batch:
+        return map_tensors(lambda each: each.to(self._world.device), batch)
 
     def _sampler(self, split: Split, *, shuffle: bool) -> DistributedSampler[Any]:
         drop = shuffle and self._ready.recipe.last_batch == "drop"
@@ -262,7 +262,7 @@ class NaiveDDP:
     def _at(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": max(self.step - 1, 0) // self._per_epoch, "samples": self._samples}
 
-    def _started(self) -> Started:
+    def _start_event(self) -> Started:
         ready, world = self._ready, self._world
         return Started(
             step=0,

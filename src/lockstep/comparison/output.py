@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lockstep.common.text import printable
 from lockstep.comparison.page import sections
-from lockstep.comparison.result import Comparison, Row, State, conclusion, drawing, naive_cells, table, to_json
+from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, naive_cells, table, to_json
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import page
@@ -54,7 +54,7 @@ class Display:
                 self._console.print(Text(printable(_line(row))), soft_wrap=True)
         elif changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            self._live.update(Group(drawing(comparison), Text(_left(comparison))), refresh=True)
+            self._live.update(Group(drawing(comparison), Text(_time_left(comparison))), refresh=True)
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
@@ -78,12 +78,12 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     return paths
 
 
-def _left(comparison: Comparison) -> str:
+def _time_left(comparison: Comparison) -> str:
     left = comparison.left_s
     return "" if left is None else f"{wording.duration(left)} left for all, if what comes takes as long as what was"
 
 
-def _line(row: Row) -> str:
+def _line(row: ResultRow) -> str:
     if row.state == "done":
         return f"{row.label}: done in {wording.duration(row.seconds or 0)}"
     return f"... {row.label}" if row.state == "running" else f"{row.label}: {row.state}: {row.reason}"

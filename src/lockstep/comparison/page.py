@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from lockstep.comparison.result import MIB, PARTS, Comparison, Row, cells, conclusion, evaluated, naive_cells
+from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, cells, conclusion, curve_name, naive_cells
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_page import chart
@@ -26,7 +26,7 @@ _MEMORY: Final = "Of a GPU what was allocated there, else what was resident, lib
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return what a page on the comparison shows: the table, what is drawn over processes, and the curves."""
+    """Return what a page on the comparison shows: the table, plots over processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     headings, rows = cells(comparison)
     below = "Speed-up, efficiency and bits are beside one process of the same recipe."
@@ -34,7 +34,7 @@ def sections(comparison: Comparison) -> list[Section]:
         Words("", [*machine, *conclusion(comparison)]),
         Table("Placements", headings, rows, below),
         *_naive(comparison),
-        *_over_processes(comparison),
+        *_scaling_charts(comparison),
         *_inside(comparison.done),
         *_curves(comparison.done),
     ]
@@ -42,19 +42,19 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def _naive(comparison: Comparison) -> Iterator[Section]:
-    """Yield what the usual script makes of the recipe, where it ran."""
+    """Yield the results of the naive DDP script, where it ran."""
     headings, rows = naive_cells(comparison)
     if not rows:
         return
     yield Table("What the usual script makes of it", headings, rows, _NAIVE)
     figure = comparison.figure
-    found = _series(comparison, lambda row: row.history.last_of(evaluated(figure)))
+    found = _series(comparison, lambda row: row.history.last_of(curve_name(figure)))
     if len({number for points in found.values() for number, _ in points}) > 1:
         yield lines(f"{figure} in the end", "processes", figure, found)
 
 
-def _over_processes(comparison: Comparison) -> Iterator[Chart]:
-    """Yield what people draw over the number of processes, where there are several."""
+def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
+    """Yield scaling plots over the number of processes, where there are several."""
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
@@ -70,7 +70,7 @@ def _over_processes(comparison: Comparison) -> Iterator[Chart]:
     yield lines("Scaling efficiency", "processes", "speed-up / processes", efficiency | ideal, ideal="ideal")
 
 
-def _series(comparison: Comparison, value: Callable[[Row], float | None]) -> dict[str, list[tuple[float, float]]]:
+def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
     """Return a line for each strategy and recipe, which begins at the one process that they have in common."""
     done = comparison.done
     found: dict[str, list[tuple[float, float]]] = {}
@@ -87,7 +87,7 @@ def _series(comparison: Comparison, value: Callable[[Row], float | None]) -> dic
     return {name: sorted(points) for name, points in found.items()}
 
 
-def _inside(done: Sequence[Row]) -> Iterator[Chart]:
+def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
     """Yield where seconds and memory of each placement go."""
     spent = [row for row in done if row.spent]
     parts = [each for each in _SPENT if any(each in row.spent for row in spent)]
@@ -102,7 +102,7 @@ def _inside(done: Sequence[Row]) -> Iterator[Chart]:
         yield bars("Peak memory of each rank", "MiB", peaks, of, stacked=False, note=_MEMORY)
 
 
-def _curves(done: Sequence[Row]) -> Iterator[Chart]:
+def _curves(done: Sequence[ResultRow]) -> Iterator[Chart]:
     """Yield the losses and the task's figures of all placements, one over the other."""
     histories = {row.label: row.history for row in done}
     monitors = [each.monitor for each in histories.values()]
@@ -115,5 +115,5 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _peak(row: Row, rank: int) -> float:
+def _peak(row: ResultRow, rank: int) -> float:
     return row.peak_bytes[rank] / MIB if rank < len(row.peak_bytes) else 0.0

@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 
 from lockstep.comparison.naive_ddp import as_seen, check_naive, train_naive
-from lockstep.comparison.result import NAIVE, Row
+from lockstep.comparison.result import NAIVE, ResultRow
 from lockstep.config.blame import with_places
 from lockstep.config.document import parse
-from lockstep.config.load import Loaded, load, recorded
+from lockstep.config.load import Loaded, load, read_run_recipe
 from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
@@ -38,11 +38,11 @@ Strategy = Mapping[str, Any]  # its name, and its options beside it
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparisonRequest:
     """What is to be compared: a recipe with overrides, strategies, numbers of processes, and other recipes.
 
     Each of `variants` is an override by which the recipe is compared too, such as `recipe.batchnorm=sync`. With `usual`
-    it is also trained as the usual script does.
+    it is also trained by a naive DDP script.
     """
 
     source: str
@@ -55,11 +55,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A placement that can run, what it is called, and what trains it."""
 
     loaded: Loaded
-    row: Row
+    row: ResultRow
     body: Train = train_here
 
 
@@ -88,30 +88,30 @@ def folder_for(source: str) -> Path:
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
-def plan_runs(asked: Asked) -> list[Planned]:
+def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     """Return the placements to run: for each recipe first one process, to which the others are compared.
 
     On one process all strategies are `single`, which runs once. What cannot run raises UsageError before anything does,
     with all reasons together.
     """
-    _check_overrides((*asked.overrides, *asked.variants))
+    _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a pool of threads
     single: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
-    pairs = [single, *((each, count) for each in asked.placements for count in asked.processes if count > 1)]
+    pairs = [single, *((each, count) for each in request.placements for count in request.processes if count > 1)]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
-    plans: list[Planned] = []
+    plans: list[PlannedRun] = []
     problems: list[str] = []
     seen: list[Recipe] = []  # by the usual script
-    for variant in ("", *dict.fromkeys(asked.variants)):
-        recipe = (*asked.overrides, *([variant] if variant else []))
-        loaded = load(asked.source, [*recipe, *_placed(*single)])
+    for variant in ("", *dict.fromkeys(request.variants)):
+        recipe = (*request.overrides, *([variant] if variant else []))
+        loaded = load(request.source, [*recipe, *_placement_overrides(*single)])
         ready = _ready(loaded)
         of, script = f", {variant}" if variant else "", as_seen(loaded.config.recipe)
-        ours = [(f"{_named(each)} on {count}{of}: ", _plan, each, count) for each, count in unique]
-        naive = [("", _naive_plan, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in asked.processes]
-        for where, made, strategy, count in (*ours, *(naive if asked.usual and script not in seen else ())):
+        ours = [(f"{_strategy_label(each)} on {count}{of}: ", _plan, each, count) for each, count in unique]
+        naive = [("", _naive_plan, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in request.processes]
+        for where, made, strategy, count in (*ours, *(naive if request.usual and script not in seen else ())):
             try:
-                plans.append(made(asked, recipe, variant, strategy, count, ready))
+                plans.append(made(request, recipe, variant, strategy, count, ready))
             except UsageError as error:
                 problems.append(f"{where}{error}")
         seen.append(script)
@@ -130,43 +130,45 @@ def _ready(loaded: Loaded) -> Setup:
     return ready
 
 
-def _plan(asked: Asked, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup) -> Planned:
+def _plan(
+    request: ComparisonRequest, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup
+) -> PlannedRun:
     """Return the plan of a placement, or raise UsageError where it cannot run."""
-    folder, loaded = _in_folder(asked, recipe, variant, _named(strategy), strategy, count)
+    folder, loaded = _in_folder(request, recipe, variant, _strategy_label(strategy), strategy, count)
     resolved = resolve(loaded)
     check_placement(resolved)
     check_cut(resolved, ready)
     check_kernels(resolved.placement, ready)
     promises = resolved.strategy.traits.exactness
-    return Planned(loaded, Row(_named(strategy), count, variant, str(folder), promises))
+    return PlannedRun(loaded, ResultRow(_strategy_label(strategy), count, variant, str(folder), promises))
 
 
 def _naive_plan(
-    asked: Asked, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup
-) -> Planned:
-    """Return the plan of the usual script, which promises nothing, or raise UsageError where it cannot run."""
-    folder, loaded = _in_folder(asked, recipe, variant, NAIVE, strategy, count)
+    request: ComparisonRequest, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup
+) -> PlannedRun:
+    """Return the plan of the naive DDP script, which promises nothing, or raise UsageError where it cannot run."""
+    folder, loaded = _in_folder(request, recipe, variant, NAIVE, strategy, count)
     check_naive(loaded.config.recipe, ready, resolve(loaded).processes)
-    return Planned(loaded, Row(NAIVE, count, variant, str(folder), "none"), train_naive)
+    return PlannedRun(loaded, ResultRow(NAIVE, count, variant, str(folder), "none"), train_naive)
 
 
 def _in_folder(
-    asked: Asked, recipe: Sequence[str], variant: str, name: str, strategy: Strategy, count: int
+    request: ComparisonRequest, recipe: Sequence[str], variant: str, name: str, strategy: Strategy, count: int
 ) -> tuple[Path, Loaded]:
     """Return the folder of a run and its configuration; what is there of another recipe raises UsageError."""
-    folder = asked.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
+    folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
     kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
-    loaded = load(asked.source, [*recipe, *_placed(strategy, count), *kept])
+    loaded = load(request.source, [*recipe, *_placement_overrides(strategy, count), *kept])
     if (folder / CONFIG).exists():
-        check_recipe(folder, recorded(folder / CONFIG), loaded.config.recipe)
+        check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
     return folder, loaded
 
 
-def _placed(strategy: Strategy, count: int) -> tuple[str, str]:
+def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:
     return f"placement.strategy={flow(strategy)}", f"placement.processes={count}"
 
 
-def _named(strategy: Strategy) -> str:
+def _strategy_label(strategy: Strategy) -> str:
     """Return a strategy's name, with its options if it has some."""
     options = ", ".join(f"{key}={flow(value)}" for key, value in strategy.items() if key != "name")
     return f"{strategy['name']} ({options})" if options else str(strategy["name"])

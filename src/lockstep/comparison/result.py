@@ -29,7 +29,7 @@ _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One placement of one recipe, and its run in `folder`.
 
     `variant` has the overrides by which the recipe differs from the one that was given, `promises` what the strategy
@@ -93,37 +93,37 @@ class Comparison:
     """Placements of a recipe, in the order in which they run; `machine` is where, in words."""
 
     recipe: str
-    rows: tuple[Row, ...]
+    rows: tuple[ResultRow, ...]
     machine: str = ""
 
-    def reference(self, row: Row) -> Row | None:
+    def reference(self, row: ResultRow) -> ResultRow | None:
         """Return one process of the same recipe, with which a row is compared; None where that is not done."""
         found = [each for each in self.rows if each.variant == row.variant and each.strategy == "single"]
         return found[0] if found and found[0].state == "done" else None
 
-    def speed_up(self, row: Row) -> float | None:
+    def speed_up(self, row: ResultRow) -> float | None:
         """Return how many times the throughput of one process a row has."""
         reference = self.reference(row)
         ours, theirs = row.samples_per_s, reference.samples_per_s if reference else None
         return ours / theirs if ours and theirs else None
 
-    def efficiency(self, row: Row) -> float | None:
+    def efficiency(self, row: ResultRow) -> float | None:
         """Return the speed-up for each process."""
         speed_up = self.speed_up(row)
         return None if speed_up is None else speed_up / row.processes
 
-    def same_bits(self, row: Row) -> bool | None:
+    def same_bits(self, row: ResultRow) -> bool | None:
         """Return whether the weights are those of one process; None where one of the two is missing."""
         reference, own = self.reference(row), row.history.weights_sha256
         return own == reference.history.weights_sha256 if reference and own else None
 
     @property
-    def broken(self) -> list[Row]:
+    def broken(self) -> list[ResultRow]:
         """The placements that promise the bits of one process, and have others."""
         return [row for row in self.rows if row.promises == "bits" and self.same_bits(row) is False]
 
     @property
-    def done(self) -> list[Row]:
+    def done(self) -> list[ResultRow]:
         """The placements that were trained to their end."""
         return [row for row in self.rows if row.state == "done"]
 
@@ -133,7 +133,7 @@ class Comparison:
         return next((row.history.monitor for row in self.rows if row.history.started), "loss")
 
     @property
-    def failed(self) -> list[Row]:
+    def failed(self) -> list[ResultRow]:
         """The placements that failed."""
         return [row for row in self.rows if row.state == "failed"]
 
@@ -155,7 +155,7 @@ class Comparison:
 @dataclass(frozen=True)
 class _Column:
     heading: str
-    cell: Callable[[Comparison, Row], str]
+    cell: Callable[[Comparison, ResultRow], str]
 
 
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -170,7 +170,7 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return what the usual script made of the recipe, as headings and the words of each row, where it ran."""
+    """Return the results of the naive DDP script, as headings and the words of each row, where it ran."""
     figure = comparison.figure
     headings = ["usual script", "batch of a step", "updates", "training loss that it prints", "of all ranks"]
     headings += [f"{figure} that it prints", f"{figure} of each sample once", f"{figure} of the recipe"]
@@ -182,15 +182,15 @@ def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             _words(row, f"{PRINTED}loss/train"),
             _words(row, OF_ALL),
             _words(row, f"{PRINTED}{figure}/validation", figure),
-            _words(row, evaluated(figure), figure),
-            _words(comparison.reference(row), evaluated(figure), figure),
+            _words(row, curve_name(figure), figure),
+            _words(comparison.reference(row), curve_name(figure), figure),
         ]
         for row in comparison.done
         if row.strategy == NAIVE
     ]
 
 
-def evaluated(figure: str) -> str:
+def curve_name(figure: str) -> str:
     """Return the curve of a figure of evaluations."""
     return "loss/validation" if figure == "loss" else figure
 
@@ -226,7 +226,7 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
 
 
-def _plain(comparison: Comparison, row: Row) -> dict[str, Any]:
+def _plain(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
     evaluated = {name: points[-1].value for name, points in row.history.curves.items()}
     return {
         "placement": row.placement,
@@ -250,7 +250,7 @@ def _plain(comparison: Comparison, row: Row) -> dict[str, Any]:
     }
 
 
-def state(comparison: Comparison, row: Row) -> str:
+def state(comparison: Comparison, row: ResultRow) -> str:
     """Say how far a row is."""
     if row.state != "running":
         return row.state
@@ -258,29 +258,29 @@ def state(comparison: Comparison, row: Row) -> str:
     return f"step {row.step:,}/{row.steps:,}{left}" if row.steps else "starting"
 
 
-def _same(comparison: Comparison, row: Row) -> str:
+def _same(comparison: Comparison, row: ResultRow) -> str:
     same = comparison.same_bits(row)
     if same is None or row is comparison.reference(row):
         return ""
     return "yes" if same else "no" if row.promises == "bits" else f"no ({row.promises})".replace("none", "not promised")
 
 
-def _loss(_: Comparison, row: Row) -> str:
+def _loss(_: Comparison, row: ResultRow) -> str:
     name = "loss/validation" if "loss/validation" in row.history.curves else "loss/train"
     return "" if row.state != "done" else _number(row.history.last_of(name), "{:.4f}")
 
 
-def _figure(name: str, _: Comparison, row: Row) -> str:
+def _figure(name: str, _: Comparison, row: ResultRow) -> str:
     return _words(row, name, name) if row.state == "done" else ""
 
 
-def _words(row: Row | None, curve: str, figure: str = "") -> str:
+def _words(row: ResultRow | None, curve: str, figure: str = "") -> str:
     """Return where a curve ends; empty where there is none."""
     value = row.history.last_of(curve) if row else None
     return "" if row is None or value is None else wording.figure(value, figure in row.history.fractions)
 
 
-def _memory(_: Comparison, row: Row) -> str:
+def _memory(_: Comparison, row: ResultRow) -> str:
     return f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""
 
 
@@ -288,7 +288,7 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _percent(row: Row, name: str) -> str:
+def _percent(row: ResultRow, name: str) -> str:
     return _number(row.part(name), "{:.0%}")
 
 

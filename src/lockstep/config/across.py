@@ -1,4 +1,4 @@
-"""Problems between keys, found before their types are known to be right: all problems are told at once."""
+"""Problems between keys, found before their types are validated; all are reported together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from lockstep.common.names import choices
-from lockstep.config.document import Path, Place, Problem, locate
+from lockstep.config.document import KeyProblem, Path, SourcePosition, locate
 from lockstep.config.placement import ALIASES
 from lockstep.config.recipe import contradictions, default_microbatches
-from lockstep.config.write import shown
+from lockstep.config.write import format_value
 from lockstep.core.work import too_few
 
 # What others have, and nothing here stands for.
@@ -29,7 +29,7 @@ def strategies() -> list[str]:
     return sorted(each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if each.name != "base")
 
 
-def problems(values: Any, places: dict[Path, Place], shares_steps: bool) -> Iterator[Problem]:
+def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
     """Yield what is wrong between the keys of a configuration as it was typed.
 
     Where the processes share steps, each needs a micro-batch.
@@ -37,7 +37,7 @@ def problems(values: Any, places: dict[Path, Place], shares_steps: bool) -> Iter
     recipe, placement = _mapping(values, "recipe"), _mapping(values, "placement")
     shared = _processes(placement, recipe) if shares_steps else ()
     for path, text in [*_recipe(recipe), *_strategy(placement), *shared]:
-        yield Problem(locate(places, path), path, text)
+        yield KeyProblem(locate(places, path), path, text)
 
 
 def _mapping(values: Any, name: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     name = _name(placement)
     valid = ["auto", *strategies(), *ALIASES]
     if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
-        text = f"no strategy {shown(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
+        text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
         yield ("placement", "strategy", "name"), text
 
 

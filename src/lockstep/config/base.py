@@ -54,7 +54,7 @@ def values(section: Section) -> dict[str, Any]:
     return plain | (section.model_extra or {})
 
 
-def named(value: Any) -> Any:
+def expand_name(value: Any) -> Any:
     """Read a bare name as the section that it stands for."""
     return {"name": value} if isinstance(value, str) else value
 
@@ -65,21 +65,21 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
-def listed(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
     """Read a list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else listed(value)
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 # YAML has lists; a frozen section keeps tuples.
-Floats = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(listed)]
-PositiveFloats = Annotated[tuple[PositiveFloat, ...], BeforeValidator(listed)]
-Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)]
+Floats = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(as_tuple)]
+PositiveFloats = Annotated[tuple[PositiveFloat, ...], BeforeValidator(as_tuple)]
+Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(as_tuple)]
 # Shell patterns over names, as of fnmatch: one, or a list of them.
 Patterns = Annotated[
     tuple[Name, ...], BeforeValidator(_several), Field(description="a pattern such as layer1.*, or a list of them")
 ]
-Paths = Annotated[tuple[Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")], ...], BeforeValidator(listed)]
+Paths = Annotated[tuple[Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")], ...], BeforeValidator(as_tuple)]

@@ -22,7 +22,7 @@ Path = tuple[str | int, ...]
 
 
 class Mark(Enum):
-    """What stands for a value whose problem has been told: an enum, because a copy of it is itself."""
+    """Placeholder of a value whose problem is already reported: an enum, because a copy of it is itself."""
 
     UNREADABLE = "unreadable"
 
@@ -41,7 +41,7 @@ _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?
 _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-class Place(NamedTuple):
+class SourcePosition(NamedTuple):
     """Where a value comes from: a line and column of a file, counted from 1, or no line for an override."""
 
     source: str
@@ -52,15 +52,15 @@ class Place(NamedTuple):
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
 
-class Problem(NamedTuple):
+class KeyProblem(NamedTuple):
     """What is wrong with one key."""
 
-    place: Place
+    place: SourcePosition
     path: Path
     text: str
 
     def __str__(self) -> str:
-        key = dotted(self.path)
+        key = format_key(self.path)
         key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
         return f"{self.place}  {key}: {self.text}" if key else f"{self.place}  {self.text}"
 
@@ -70,16 +70,16 @@ class Document:
     """Values, the place of each key and list item (of the whole: the empty path), and what is unreadable."""
 
     values: Any
-    places: dict[Path, Place]
-    problems: list[Problem]
+    places: dict[Path, SourcePosition]
+    problems: list[KeyProblem]
 
 
-def dotted(path: Path) -> str:
+def format_key(path: Path) -> str:
     """Write a path as the user types it in an override."""
     return ".".join(map(str, path))
 
 
-def locate(places: dict[Path, Place], path: Path) -> Place:
+def locate(places: dict[Path, SourcePosition], path: Path) -> SourcePosition:
     """Return the place of a key, or of the nearest mapping around it."""
     while path not in places:
         path = path[:-1]
@@ -93,15 +93,15 @@ def parse(text: str, source: str) -> Document:
         values = reader.document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = reader.place(mark) if mark else Place(source)
+        place = reader.place(mark) if mark else SourcePosition(source)
         values, text = UNREADABLE, f"not valid YAML: {error.problem or error.context}"
-        reader.problems.append(Problem(place, (), text))
+        reader.problems.append(KeyProblem(place, (), text))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
-        place = Place(source, line, column)
+        place = SourcePosition(source, line, column)
         values = UNREADABLE
-        reader.problems.append(Problem(place, (), f"character {error.character:#04x} is not allowed in YAML"))
+        reader.problems.append(KeyProblem(place, (), f"character {error.character:#04x} is not allowed in YAML"))
     return Document(values, reader.places, reader.problems)
 
 
@@ -137,11 +137,11 @@ class _Reader:
         self._source = source
         self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
         self._read = 0
-        self.places: dict[Path, Place] = {(): Place(source, 1, 1)}
-        self.problems: list[Problem] = []
+        self.places: dict[Path, SourcePosition] = {(): SourcePosition(source, 1, 1)}
+        self.problems: list[KeyProblem] = []
 
-    def place(self, mark: Any) -> Place:
-        return Place(self._source, mark.line + 1, mark.column + 1)
+    def place(self, mark: Any) -> SourcePosition:
+        return SourcePosition(self._source, mark.line + 1, mark.column + 1)
 
     def document(self) -> Any:
         values = None
@@ -216,5 +216,5 @@ class _Reader:
             raise yaml.MarkedYAMLError(problem=f"more than {_MOST:,} keys and values", problem_mark=event.start_mark)
 
     def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
-        self.problems.append(Problem(self.place(event.start_mark), path, text))
+        self.problems.append(KeyProblem(self.place(event.start_mark), path, text))
         return UNREADABLE

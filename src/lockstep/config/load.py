@@ -1,4 +1,4 @@
-"""A configuration from a YAML file or a shipped recipe and overrides; every problem of it is told at once."""
+"""A configuration from a YAML file or a shipped recipe and overrides; all its problems are reported together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.common.names import choices, suggestion
 from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
 from lockstep.config.base import values
-from lockstep.config.document import UNREADABLE, Document, Path, Place, Problem, dotted, parse
+from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
 from lockstep.config.schema import Config
-from lockstep.config.shipped import shipped
+from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
 _LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it as one takes long
@@ -30,7 +30,7 @@ class Loaded:
     """A valid configuration, the name of its recipe, and for each dotted key where its value came from.
 
     An origin is `file:line:column`, `override` or `default`. Keys that are not set have none. `notes` say what an
-    override took away beside what it set.
+    override removed in addition to what it set.
     """
 
     config: Config
@@ -58,11 +58,11 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
 
     Raises ConfigError with all problems, each a line `place  key: what was wrong; what to do`.
     """
-    if recipe := shipped().get(source):
+    if recipe := list_shipped_recipes().get(source):
         label = recipe.file.name
-        document = recipe.varied(_document(_read(recipe.file, label), label))
-        return _loaded(document, source, overrides, shares_steps=True)
-    return _loaded(read(source), FilePath(source).stem, overrides, shares_steps=True)
+        document = recipe.apply_to(_document(_read(recipe.file, label), label))
+        return _load_document(document, source, overrides, shares_steps=True)
+    return _load_document(read(source), FilePath(source).stem, overrides, shares_steps=True)
 
 
 def read(source: str) -> Document:
@@ -75,17 +75,17 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
 
     Where no steps are shared out, as in an evaluation, there may be more processes than micro-batches.
     """
-    return _loaded(_document(text, label), name, overrides, shares_steps)
+    return _load_document(_document(text, label), name, overrides, shares_steps)
 
 
-def _loaded(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
+def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
     notes = drop_foreign(before, document)
     config = _valid(document, shares_steps)
     return Loaded(config, name, _origins(config, document), notes)
 
 
-def recorded(config: FilePath) -> Recipe:
+def read_run_recipe(config: FilePath) -> Recipe:
     """Return the recipe of a run, from the config.yaml in its folder, whatever version began it.
 
     ConfigError where it cannot be read.
@@ -113,14 +113,14 @@ def differences(run: Recipe, now: Recipe) -> list[str]:
     """Return a line for each key in which two recipes differ: `seed: 0 in the run, 1 now`."""
     before, after = ({path: write.flow(value) for path, value in write.leaves(values(recipe))} for recipe in (run, now))
     return [
-        f"{dotted(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
+        f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
         for path in before | after
         if before.get(path) != after.get(path)
     ]
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without those that say where data and first weights lie, which may move."""
+    """Return a recipe's values without the locations of data and first weights, which may move."""
     data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
     model = dict(recipe["model"])
     if "weights" in model:
@@ -144,7 +144,7 @@ def _find(source: str) -> FilePath:
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
         siblings = [str(file.with_name(each.name)) for each in file.parent.glob("*.y*ml")]
         raise ConfigError([f"{source}: no such file{suggestion(source, siblings)}"])
-    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, shipped())}"])
+    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, list_shipped_recipes())}"])
 
 
 def _read(file: FilePath, label: str) -> str:
@@ -158,7 +158,7 @@ def _read(file: FilePath, label: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = Place(
+        place = SourcePosition(
             label,
             content.count(b"\n", 0, error.start) + 1,
             error.start - content.rfind(b"\n", 0, error.start),
@@ -172,9 +172,9 @@ def _document(text: str, label: str) -> Document:
     if isinstance(document.values, dict):
         return document
     if document.values is not UNREADABLE:
-        found = "the file is empty" if document.values is None else f"got {write.shown(document.values)}"
+        found = "the file is empty" if document.values is None else f"got {write.format_value(document.values)}"
         text = f"expected a mapping with the keys recipe, placement and run; {found}"
-        document.problems.append(Problem(document.places[()], (), text))
+        document.problems.append(KeyProblem(document.places[()], (), text))
     return Document({"recipe": UNREADABLE}, document.places, document.problems)
 
 
@@ -190,14 +190,14 @@ def _valid(document: Document, shares_steps: bool) -> Config:
     return config
 
 
-def _position(problem: Problem) -> tuple[bool, int, int]:
+def _position(problem: KeyProblem) -> tuple[bool, int, int]:
     """Sort by line, and overrides last."""
     return not problem.place.line, problem.place.line, problem.place.column
 
 
 def _origins(config: Config, document: Document) -> dict[str, str]:
     leaves = write.leaves(values(config))
-    return {dotted(path): _origin(path, document) for path, _ in leaves}
+    return {format_key(path): _origin(path, document) for path, _ in leaves}
 
 
 def _origin(path: Path, document: Document) -> str:

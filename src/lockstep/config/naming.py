@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from lockstep.config.document import UNREADABLE, Document, Path, dotted
+from lockstep.config.document import UNREADABLE, Document, Path, format_key
 from lockstep.config.overrides import OVERRIDE
 from lockstep.config.wording import section_at
 from lockstep.config.write import flow, leaves
@@ -45,14 +45,14 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
         if new == old and not _elsewhere(before, after, section):
             continue
         foreign = list(_foreign(after, section, kept))
-        said = [
-            f"{dotted(path[len(section) :])}={flow(value)[:60]} ({after.places[path]})"
+        dropped = [
+            f"{format_key(path[len(section) :])}={flow(value)[:60]} ({after.places[path]})"
             for path, value in foreign
             if value not in (_default(path), {})
         ]
-        if said:
+        if dropped:
             names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} of another source"
-            notes.append(f"{dotted(section)} is {names}; dropped what was set for that: {', '.join(said)}")
+            notes.append(f"{format_key(section)} is {names}; dropped what was set for that: {', '.join(dropped)}")
         for path, _ in foreign:
             _remove(after, path)
     return [*notes, *_other_ways(after)]
@@ -67,7 +67,7 @@ def _other_ways(document: Document) -> Iterator[str]:
                 continue
             if (place := document.places[other]) != OVERRIDE:
                 del _at(document, other[:-1])[other[-1]]
-                yield f"{dotted(given)} instead of {dotted(other)}={flow(value)[:60]} ({place})"
+                yield f"{format_key(given)} instead of {format_key(other)}={flow(value)[:60]} ({place})"
 
 
 def _name(document: Document, section: Path) -> Any:

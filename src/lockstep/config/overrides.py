@@ -6,11 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.config.document import DEEPEST, UNREADABLE, Document, Path, Place, Problem, dotted, parse
+from lockstep.config.document import DEEPEST, UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.wording import unknown
-from lockstep.config.write import shown
+from lockstep.config.write import format_value
 
-OVERRIDE: Final = Place("override")
+OVERRIDE: Final = SourcePosition("override")
 
 # Keys whose bare value stands for a mapping with one key: overriding a second key must not lose the first.
 SHORTHAND: Final[dict[Path, str]] = {
@@ -37,10 +37,10 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
         key, equals, text = override.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            text = f"{shown(override)} is not of the form key=value, such as recipe.batch=64"
-            result.problems.append(Problem(OVERRIDE, (), text))
+            text = f"{format_value(override)} is not of the form key=value, such as recipe.batch=64"
+            result.problems.append(KeyProblem(OVERRIDE, (), text))
         elif len(path) > DEEPEST:
-            result.problems.append(Problem(OVERRIDE, path, f"nested more than {DEEPEST} deep"))
+            result.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} deep"))
         elif text.strip():
             _set(result, path, text)
         else:
@@ -50,7 +50,7 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
 
 def _set(document: Document, path: Path, text: str) -> None:
     value = parse(text, "override")
-    document.problems.extend(Problem(OVERRIDE, (*path, *each.path), each.text) for each in value.problems)
+    document.problems.extend(KeyProblem(OVERRIDE, (*path, *each.path), each.text) for each in value.problems)
     section = _enter(document, path[:-1])
     if section is None:
         return
@@ -65,7 +65,7 @@ def _set(document: Document, path: Path, text: str) -> None:
 def _unset(document: Document, path: Path) -> None:
     """Remove a key; no section is made on the way to one that is not there, since `ema: {}` would switch it on."""
     if wrong := unknown(path):
-        document.problems.append(Problem(OVERRIDE, *wrong))
+        document.problems.append(KeyProblem(OVERRIDE, *wrong))
     section = document.values
     for depth, name in enumerate(path[:-1], start=1):
         inner = section.get(str(name))
@@ -102,8 +102,8 @@ def _enter(document: Document, path: Path) -> dict[str, Any] | None:
                 inner = {SHORTHAND[here]: inner}
                 document.places[(*here, SHORTHAND[here])] = found or OVERRIDE
             else:
-                text = f"{shown(inner)} ({found}) has no keys below it; give {dotted(here)} as a whole"
-                document.problems.append(Problem(OVERRIDE, here, text))
+                text = f"{format_value(inner)} ({found}) has no keys below it; give {format_key(here)} as a whole"
+                document.problems.append(KeyProblem(OVERRIDE, here, text))
                 return None
             section[str(name)] = inner
         section = inner

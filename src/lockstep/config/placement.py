@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
-from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, named
+from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, expand_name
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 FOREIGN: Final = ("deepspeed",)  # strategies in the engine of another framework, which is given files of its own
@@ -22,24 +22,24 @@ def _processes(value: Any) -> int | Literal["auto"]:
     raise ValueError("expected a whole number from 1, or auto")
 
 
-def _resolved(name: str) -> str:
+def _resolve_alias(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-class Strategy(Section):
-    """A strategy by name; its own options stand beside the name."""
+class StrategyConfig(Section):
+    """A strategy by name; its own options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    name: Annotated[Name, AfterValidator(_resolved)] = "auto"  # single for one process, ddp for more
+    name: Annotated[Name, AfterValidator(_resolve_alias)] = "auto"  # single for one process, ddp for more
 
 
 class Placement(Section):
     """Everything that may change from one start of a run to the next."""
 
-    strategy: Annotated[Strategy, BeforeValidator(named), Field(description="a name, or a name and its options")] = (
-        Strategy()
-    )
+    strategy: Annotated[
+        StrategyConfig, BeforeValidator(expand_name), Field(description="a name, or a name and its options")
+    ] = StrategyConfig()
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     recompute: Annotated[
         str,
@@ -65,6 +65,6 @@ class Placement(Section):
 
 
 def rendezvous_in(words: Sequence[str]) -> str:
-    """Return where the ranks meet by the words of a command whose other settings may not even be readable."""
-    said = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
-    return said[-1] if said else "env://"
+    """Return the rendezvous that a command's words set; its other settings may not even be readable."""
+    addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
+    return addresses[-1] if addresses else "env://"

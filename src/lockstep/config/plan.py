@@ -7,7 +7,7 @@ from typing import cast
 
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps
-from lockstep.core.rate import Curve, Rate, Shape, scaled
+from lockstep.core.rate import Curve, Rate, Shape, scale_rate
 from lockstep.errors import UsageError
 
 
@@ -25,18 +25,18 @@ def steps(recipe: Recipe, samples: int) -> Steps:
 def base_rate(recipe: Recipe) -> float:
     """Return the learning rate after warm-up and before the schedule lowers it."""
     lr = recipe.optimizer.lr
-    return scaled(lr.value, lr.per_samples, recipe.batch)
+    return scale_rate(lr.value, lr.per_samples, recipe.batch)
 
 
 def rule(recipe: Recipe) -> str:
-    """Say how the base rate follows from the recipe: `0.2 = 0.1 x 256 / 128`."""
+    """Say how the base learning rate follows from the recipe: `0.2 = 0.1 x 256 / 128`."""
     lr = recipe.optimizer.lr
     base = f"{base_rate(recipe):g}"
     return base if lr.per_samples is None else f"{base} = {lr.value:g} x {recipe.batch} / {lr.per_samples}"
 
 
 def warm_up_steps(recipe: Recipe, run: Steps) -> int:
-    """Return how many steps go before the first one at the full rate."""
+    """Return how many steps come before the first one at the full learning rate."""
     if recipe.schedule.warmup_steps is not None:
         return recipe.schedule.warmup_steps
     warmup = recipe.schedule.warmup_epochs

@@ -24,11 +24,11 @@ from lockstep.config.base import (
     Section,
     Sha256,
     Threads,
-    listed,
-    named,
+    as_tuple,
+    expand_name,
 )
 from lockstep.core.order_name import OrderName
-from lockstep.core.precision import Precision, default_static_scale, named_elsewhere
+from lockstep.core.precision import Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
@@ -40,10 +40,10 @@ def _path(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-class Weights(Section):
+class WeightsConfig(Section):
     """First weights from a file, a folder as transformers saves it, or a run of ours, instead of the seed.
 
-    What they are decides the numbers; where they lie does not, and is left out where recipes are compared.
+    Their values decide the numbers; their path does not, and is left out where recipes are compared.
     """
 
     path: Location | None = None
@@ -53,7 +53,7 @@ class Weights(Section):
     ema: bool = False  # of a run of ours: the averaged weights
 
 
-class Lora(Section):
+class LoraConfig(Section):
     """Low-rank adapters by peft: they are trained, and the model's own parameters are not."""
 
     target_modules: Annotated[
@@ -72,14 +72,16 @@ Plan = Annotated[
 ]
 
 
-class Model(Section):
+class ModelConfig(Section):
     """A network by name: ours, timm's, torchvision's or transformers', or `package.module:function`."""
 
     name: Name
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
     pretrained: bool = False
-    weights: Annotated[Weights | None, BeforeValidator(_path), Field(description="a path, or a mapping of keys")] = None
-    lora: Lora | None = None
+    weights: Annotated[
+        WeightsConfig | None, BeforeValidator(_path), Field(description="a path, or a mapping of keys")
+    ] = None
+    lora: LoraConfig | None = None
     freeze: Patterns = ()  # parameters that are not trained, by their names
     chunks: PositiveInt = 1  # parts into which heads and features are cut, which the strategy `tensor` shares out
     plan: Plan = Field(default_factory=dict)
@@ -95,7 +97,7 @@ class Model(Section):
         return self
 
 
-class Augment(Section):
+class AugmentConfig(Section):
     """What is done to training images; each sample's random numbers follow from seed, epoch and sample."""
 
     crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zeros on each side before a crop back to size
@@ -104,15 +106,15 @@ class Augment(Section):
     resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
 
 
-class Data(Section):
-    """A data set by name, or `package.module:function`."""
+class DataConfig(Section):
+    """A dataset by name, or `package.module:function`."""
 
     name: Name
     root: Location = "data"
     download: bool = True
     image_size: Pixels | None = None  # of files and `synthetic`: height and width that the model sees
     resize_size: Pixels | None = None  # of files: the short side before validation's centre crop
-    augment: Augment = Augment()
+    augment: AugmentConfig = AugmentConfig()
     mean: Floats | None = None  # for each channel, of values in [0, 1]; left out: the data set's own
     std: PositiveFloats | None = None
     exif: bool = True  # of files: turn images upright as their EXIF orientation says
@@ -125,8 +127,8 @@ def _rate(value: Any) -> Any:
     return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-class LearningRate(Section):
-    """A rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
+class LearningRateConfig(Section):
+    """A learning rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
 
     value: PositiveFloat
     per_samples: PositiveInt | None = None
@@ -135,11 +137,11 @@ class LearningRate(Section):
 _RATE: Final = "a number, or value and per_samples"
 
 
-class ParameterGroup(Section):
+class ParameterGroupConfig(Section):
     """Parameters by their names, and what the optimizer does otherwise to them; the first group that matches counts."""
 
     match: Annotated[Patterns, Field(min_length=1)]
-    lr: Annotated[LearningRate | None, BeforeValidator(_rate), Field(description=_RATE)] = None
+    lr: Annotated[LearningRateConfig | None, BeforeValidator(_rate), Field(description=_RATE)] = None
     lr_factor: PositiveFloat | None = None  # times the optimizer's rate
     weight_decay: NaturalFloat | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -151,18 +153,18 @@ class ParameterGroup(Section):
         return self
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """`sgd`, `adamw`, `lars`, `lamb`, any other of torch.optim or timm.optim, or `package.module:Class`."""
 
     name: Name = "sgd"
-    lr: Annotated[LearningRate, BeforeValidator(_rate), Field(description=_RATE)]
+    lr: Annotated[LearningRateConfig, BeforeValidator(_rate), Field(description=_RATE)]
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
     decay_bias_and_norm: bool = True  # false: no weight decay for biases and for parameters of one dim
     groups: Annotated[
-        tuple[ParameterGroup, ...],
-        BeforeValidator(listed),
+        tuple[ParameterGroupConfig, ...],
+        BeforeValidator(as_tuple),
         Field(description="a list of mappings of match, lr or lr_factor, weight_decay, options"),
     ] = ()
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # of the rate, from each layer to the one before it
@@ -177,8 +179,8 @@ def _schedule(name: str) -> str:
     )
 
 
-class Schedule(Section):
-    """How the rate goes on from its base (core/rate.py), or `package.module:function`: a factor of it."""
+class ScheduleConfig(Section):
+    """The learning rate schedule (core/rate.py), or `package.module:function`: a factor of the base rate."""
 
     name: Annotated[
         Curve | Name,
@@ -212,10 +214,10 @@ class Schedule(Section):
         return self
 
 
-class Task(Section):
+class TaskConfig(Section):
     """What is learned: `auto` follows from the data, else a shipped task, or `package.module:Class`.
 
-    Its own options stand beside the name.
+    Its own options are keys of the same mapping.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -223,14 +225,14 @@ class Task(Section):
     name: Name = "auto"
 
 
-class Loss(Section):
+class LossConfig(Section):
     """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value a sample."""
 
     name: Name = "cross_entropy"
     label_smoothing: Fraction = 0.0
 
 
-class Mix(Section):
+class MixConfig(Section):
     """Mixup and cutmix inside each micro-batch; a `beta` of 0 switches one off."""
 
     mixup: NaturalFloat = 0.0
@@ -238,7 +240,7 @@ class Mix(Section):
     probability: Fraction = 1.0
 
 
-class Ema(Section):
+class EmaConfig(Section):
     """An exponential moving average of the weights, updated at every step; evaluation uses it."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
@@ -250,7 +252,7 @@ def _scale(value: Any) -> Any:
     return {"static": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-class LossScale(Section):
+class LossScaleConfig(Section):
     """The scale of the loss in fp16: `dynamic`, or a number for one that is `static`."""
 
     initial: PositiveFloat = 65536.0
@@ -264,12 +266,12 @@ class LossScale(Section):
         return self
 
 
-def default_loss_scale(precision: object) -> LossScale:
+def default_loss_scale(precision: object) -> LossScaleConfig:
     """Return the loss scale of a recipe that gives none."""
-    return LossScale(static=default_static_scale(precision))
+    return LossScaleConfig(static=default_static_scale(precision))
 
 
-class Start(Section):
+class StartingPoint(Section):
     """What `run.start_from` found in another run, and this one begins from; written down, not typed."""
 
     weights_sha256: Sha256
@@ -282,15 +284,15 @@ def default_microbatches(batch: int) -> int:
     return min(_MICROBATCHES, batch)
 
 
-_BY_NAME: Final = BeforeValidator(named)
+_BY_NAME: Final = BeforeValidator(expand_name)
 
 
 class Recipe(Section):
     """Everything that decides the trained weights."""
 
-    task: Annotated[Task, _BY_NAME, Field(description="a name, or a name and its options")] = Task()
-    model: Annotated[Model, _BY_NAME, Field(description="a name, or a mapping of keys")]
-    data: Annotated[Data, _BY_NAME, Field(description="a name, or a mapping of keys")]
+    task: Annotated[TaskConfig, _BY_NAME, Field(description="a name, or a name and its options")] = TaskConfig()
+    model: Annotated[ModelConfig, _BY_NAME, Field(description="a name, or a mapping of keys")]
+    data: Annotated[DataConfig, _BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"])
@@ -300,23 +302,23 @@ class Recipe(Section):
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
     order: OrderName = "bijection"  # of the samples in an epoch; argsort: as version 0.1 shuffled
-    optimizer: Annotated[Optimizer, _BY_NAME, Field(description="a name, or a mapping of keys")]
-    schedule: Annotated[Schedule, _BY_NAME, Field(description="a name, or a mapping of keys")] = Schedule()
-    loss: Annotated[Loss, _BY_NAME, Field(description="a name, or a mapping of keys")] = Loss()
+    optimizer: Annotated[OptimizerConfig, _BY_NAME, Field(description="a name, or a mapping of keys")]
+    schedule: Annotated[ScheduleConfig, _BY_NAME, Field(description="a name, or a mapping of keys")] = ScheduleConfig()
+    loss: Annotated[LossConfig, _BY_NAME, Field(description="a name, or a mapping of keys")] = LossConfig()
     metrics: Annotated[Paths, Field(description="a list of import paths")] = ()
-    mix: Mix = Mix()
-    ema: Ema | None = None
+    mix: MixConfig = MixConfig()
+    ema: EmaConfig | None = None
     clip_norm: PositiveFloat | None = None
-    precision: Annotated[Precision, BeforeValidator(named_elsewhere)] = "fp32"
+    precision: Annotated[Precision, BeforeValidator(translate_precision)] = "fp32"
     loss_scale: Annotated[
-        LossScale, BeforeValidator(_scale), Field(description="a number, `dynamic`, or a mapping of keys")
+        LossScaleConfig, BeforeValidator(_scale), Field(description="a number, `dynamic`, or a mapping of keys")
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
     batchnorm: Literal["local", "sync", "frozen"] = "local"  # over a micro-batch, a step, or by running statistics
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
-    start: Start | None = None
+    start: StartingPoint | None = None
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
     threads: Threads = 1  # of each process: on CPU their number changes the bits
 

@@ -11,33 +11,28 @@ from typing import Any, Final, NamedTuple
 
 from lockstep.common import plainfile, schemas
 from lockstep.common.text import printable_line
-from lockstep.config.document import dotted, parse
+from lockstep.config.document import format_key, parse
 from lockstep.config.write import flow, leaves
 
 _LARGEST: Final = 1 << 18  # bytes
 _WHERE: Final = ("data.root", "data.download", "model.weights.path")  # where things lie makes no other run
 
 
-class Recorded(NamedTuple):
+class RecordedConfig(NamedTuple):
     """The values of a recipe and of the placement that the last start had, by their dotted keys and fit to print."""
 
     recipe: dict[str, str]
     placement: dict[str, str]
 
 
-def recorded_configuration(file: Path) -> Recorded:
+def read_recorded_config(file: Path) -> RecordedConfig:
     """Return what a config.yaml says; empty where it cannot be read."""
     try:
         values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = _section(values, "recipe"), _section(values, "placement")
-    return Recorded(_printable(schemas.recipe(recipe)) if recipe else {}, _printable(placement))
-
-
-def recorded_placement(file: Path) -> dict[str, str]:
-    """Return the values of the placement that the last start had; empty where the file cannot be read."""
-    return recorded_configuration(file).placement
+    return RecordedConfig(_printable(schemas.recipe(recipe)) if recipe else {}, _printable(placement))
 
 
 def _section(values: object, name: str) -> dict[str, Any]:
@@ -46,5 +41,5 @@ def _section(values: object, name: str) -> dict[str, Any]:
 
 
 def _printable(section: Mapping[str, Any]) -> dict[str, str]:
-    found = [(dotted(path), value) for path, value in leaves(section) if value != {}]
+    found = [(format_key(path), value) for path, value in leaves(section) if value != {}]
     return {printable_line(key): printable_line(flow(value)) for key, value in found if key not in _WHERE}

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.common.names import choices
-from lockstep.config.base import Location, Name, NaturalInt, PositiveInt, Section, named
+from lockstep.config.base import Location, Name, NaturalInt, PositiveInt, Section, expand_name
 
 SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line of each event is always kept
 
 
-class Every(Section):
-    """A rhythm: every so many steps or every so many epochs."""
+class IntervalConfig(Section):
+    """An interval: every so many steps or every so many epochs."""
 
     steps: PositiveInt | None = None
     epochs: PositiveInt | None = None
@@ -29,32 +29,32 @@ def _run(value: Any) -> Any:
     return {"run": value} if isinstance(value, str) else value
 
 
-class StartFrom(Section):
+class StartFromConfig(Section):
     """Another run: its newest checkpoint, or one of its checkpoints; with `optimizer`, its optimizer's state too."""
 
     run: Location
     optimizer: bool = False
 
 
-def _known(name: str) -> str:
+def _check_sink_name(name: str) -> str:
     if name in SINKS or ":" in name:
         return name
     raise ValueError(f"no such sink{choices(name, [*SINKS, 'package.module:Class'])}")
 
 
-class Sink(Section):
-    """Where events go beside the run folder's own files; its options stand beside the name."""
+class SinkConfig(Section):
+    """Where events go in addition to the run folder's files; its options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    name: Annotated[Name, AfterValidator(_known)]
+    name: Annotated[Name, AfterValidator(_check_sink_name)]
 
 
 def _sinks(value: Any) -> Any:
-    return tuple(named(each) for each in value) if isinstance(value, list) else value
+    return tuple(expand_name(each) for each in value) if isinstance(value, list) else value
 
 
-def _once(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:
+def _once(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     names = [sink.name for sink in sinks]
     for name in SINKS:
         if names.count(name) > 1:
@@ -62,23 +62,23 @@ def _once(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:
     return sinks
 
 
-class Run(Section):
+class RunConfig(Section):
     """What is kept. `dir` left out: runs/<recipe>-<model>-<time>."""
 
     dir: Location | None = None
     resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
     start_from: Annotated[
-        StartFrom | None, BeforeValidator(_run), Field(description="a run or a checkpoint, or a mapping of keys")
+        StartFromConfig | None, BeforeValidator(_run), Field(description="a run or a checkpoint, or a mapping of keys")
     ] = None
-    save_every: Every = Every(epochs=1)
-    evaluate_every: Every = Every(epochs=1)
+    save_every: IntervalConfig = IntervalConfig(epochs=1)
+    evaluate_every: IntervalConfig = IntervalConfig(epochs=1)
     key_file: str | None = None  # signs checkpoints, and refuses those that it has not signed
     keep: NaturalInt = 3  # newest checkpoints; latest and best always stay
     save_async: bool = False  # write checkpoints while the next steps compute; takes memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
     tensorboard: bool = True
     sinks: Annotated[
-        tuple[Sink, ...],
+        tuple[SinkConfig, ...],
         BeforeValidator(_sinks),
         AfterValidator(_once),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),

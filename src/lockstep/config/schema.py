@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.config.base import Section
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 
 
 class Config(Section):
@@ -13,4 +13,4 @@ class Config(Section):
 
     recipe: Recipe
     placement: Placement = Placement()
-    run: Run = Run()
+    run: RunConfig = RunConfig()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, Final
 
-from lockstep.config.document import Document, Path, Place
+from lockstep.config.document import Document, Path, SourcePosition
 
 _RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
 _FAMILY: Final = "imagenet"
@@ -29,7 +29,7 @@ _OTHERWISE: Final[dict[str, dict[Path, Any]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class ShippedRecipe:
     """A recipe: its file, what it is, and the values that it has in place of the file's."""
 
     name: str
@@ -37,25 +37,25 @@ class Shipped:
     description: str
     values: Mapping[Path, Any] = field(default_factory=dict)
 
-    def varied(self, document: Document) -> Document:
+    def apply_to(self, document: Document) -> Document:
         """Return the file's document with the values of this recipe, whose place is its name."""
         for path, value in self.values.items():
             section = document.values
             for name in path[:-1]:
                 section = section[name]
             section[path[-1]] = value
-            document.places[path] = Place(self.name)
+            document.places[path] = SourcePosition(self.name)
         return document
 
 
-def shipped() -> dict[str, Shipped]:
+def list_shipped_recipes() -> dict[str, ShippedRecipe]:
     """Return the recipes by name, in the order of their names."""
     files = [file for file in _RECIPES.glob("*.yaml") if file.stem != _FAMILY]
-    found = [Shipped(file.stem, file, _description(file)) for file in files]
+    found = [ShippedRecipe(file.stem, file, _description(file)) for file in files]
     for model, (source, description) in _MODELS.items():
         values = {("recipe", "model", "name"): model, ("recipe", "model", "source"): source}
         name, file = f"{_FAMILY}-{model}", _RECIPES / f"{_FAMILY}.yaml"
-        found.append(Shipped(name, file, description, values | _OTHERWISE.get(model, {})))
+        found.append(ShippedRecipe(name, file, description, values | _OTHERWISE.get(model, {})))
     return {each.name: each for each in sorted(found, key=lambda each: each.name)}
 
 

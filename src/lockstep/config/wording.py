@@ -9,11 +9,11 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lockstep.common.names import choices, listed, nearest, suggestion
+from lockstep.common.names import choices, list_names, nearest, suggestion
 from lockstep.config.base import Section
-from lockstep.config.document import UNREADABLE, Path, Place, Problem, dotted, locate
+from lockstep.config.document import UNREADABLE, KeyProblem, Path, SourcePosition, format_key, locate
 from lockstep.config.schema import Config
-from lockstep.config.write import shown
+from lockstep.config.write import format_value
 
 _EXPECTED: Final = {
     "int_type": "a whole number",
@@ -38,15 +38,15 @@ _EXPECTED: Final = {
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
-def problems(error: ValidationError, places: dict[Path, Place]) -> Iterator[Problem]:
+def problems(error: ValidationError, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """Yield one problem for each thing pydantic found, except where reading the document found one."""
     for found in error.errors(include_url=False):
         if found["input"] is UNREADABLE or found["type"] == "default_factory_not_called":
             continue  # what it follows from has a problem of its own
         if found["type"] == "value_error":
-            yield from _told(found, places)
+            yield from _validator_problems(found, places)
         else:
-            yield Problem(locate(places, found["loc"]), found["loc"], _text(found))
+            yield KeyProblem(locate(places, found["loc"]), found["loc"], _text(found))
 
 
 def unknown(path: Path) -> tuple[Path, str] | None:
@@ -80,15 +80,15 @@ def _section(annotation: Any) -> type[Section] | None:
     return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
 
 
-def _told(found: ErrorDetails, places: dict[Path, Place]) -> Iterator[Problem]:
+def _validator_problems(found: ErrorDetails, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """What our own validators say: a line for each problem, which may begin with the key it is about."""
     path, value = found["loc"], found["input"]
-    given = "" if isinstance(value, dict) else f"; got {shown(value)}"
+    given = "" if isinstance(value, dict) else f"; got {format_value(value)}"
     section = section_at(path)
     for line in str(found["ctx"]["error"]).splitlines():
         name, colon, text = line.partition(": ")
         about = (*path, name) if colon and section and name in section.model_fields else path
-        yield Problem(locate(places, about), about, f"{line if about == path else text}{given}")
+        yield KeyProblem(locate(places, about), about, f"{line if about == path else text}{given}")
 
 
 def _text(found: ErrorDetails) -> str:
@@ -101,11 +101,11 @@ def _text(found: ErrorDetails) -> str:
             return _choice(found)
         case known if known in _EXPECTED:
             expected = _description(found["loc"]) or _EXPECTED[known].format(**_limits(found))
-            return f"expected {expected}; got {shown(found['input'])}{_unquoted(found)}"
-    return f"{found['msg']}; got {shown(found['input'])}"
+            return f"expected {expected}; got {format_value(found['input'])}{_quotes_hint(found)}"
+    return f"{found['msg']}; got {format_value(found['input'])}"
 
 
-def _unquoted(found: ErrorDetails) -> str:
+def _quotes_hint(found: ErrorDetails) -> str:
     """Return what to do where a text would be right without its quotes."""
     text, kind = found["input"], found["type"].partition("_")[0]
     if not isinstance(text, str) or kind not in _PLAIN:
@@ -116,7 +116,7 @@ def _unquoted(found: ErrorDetails) -> str:
 def key_named(name: str) -> str:
     """Return the key of the configuration of this name that stands highest, dotted; "" where there is none."""
     keys = [key for key in _keys() if key[-1] == name]
-    return dotted(min(keys, key=len)) if keys else ""
+    return format_key(min(keys, key=len)) if keys else ""
 
 
 def _limits(found: ErrorDetails) -> dict[str, Any]:
@@ -130,9 +130,9 @@ def _unknown(path: Path) -> str:
     # A model's own options, such as dropout, rather than what some section below it has of that name.
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
-        return f"unknown key; did you mean '{dotted(min(elsewhere, key=len))}'?{listed(valid)}"
+        return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{list_names(valid)}"
     if "options" in valid and not nearest(name, valid):
-        return f"unknown key; did you mean '{dotted(path[:-1])}.options.{name}'?{listed(valid)}"
+        return f"unknown key; did you mean '{format_key(path[:-1])}.options.{name}'?{list_names(valid)}"
     return f"unknown key{choices(name, valid)}"
 
 
@@ -146,7 +146,7 @@ def _keys(path: Path = ()) -> Iterator[Path]:
 def _choice(found: ErrorDetails) -> str:
     names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
     near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
-    return f"expected one of {', '.join(names)}; got {shown(found['input'])}{near}"
+    return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"
 
 
 def _description(path: Path) -> str | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lockstep.config.document import Path, dotted, scalar
+from lockstep.config.document import Path, format_key, scalar
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/][\w./+-]*(:[\w./+-]+)*", re.ASCII)
 _ESCAPES: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
@@ -33,7 +33,7 @@ def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) 
             yield from block(value, origins, here)
         else:
             line = f"{line} {flow(value)}".ljust(_COMMENT_COLUMN)
-            yield f"{line}  # {printable(origins[dotted(here)])}"
+            yield f"{line}  # {printable(origins[format_key(here)])}"
 
 
 def flow(value: Any) -> str:
@@ -43,7 +43,7 @@ def flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        return value if _is_plain(value) else _quoted(value)
+        return value if _is_plain(value) else _quote(value)
     if isinstance(value, float):
         return _float(value)
     if isinstance(value, bool):
@@ -51,7 +51,7 @@ def flow(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Write a value for an error message: text in quotes, the rest as YAML, and not much of either."""
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
@@ -63,11 +63,11 @@ def _is_plain(text: str) -> bool:
     return _PLAIN.fullmatch(text) is not None and isinstance(scalar(text), str)
 
 
-def _quoted(text: str) -> str:
-    return f'"{"".join(map(_escaped, text))}"'
+def _quote(text: str) -> str:
+    return f'"{"".join(map(_escape, text))}"'
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     if character in _ESCAPES:
         return _ESCAPES[character]
     return character if character.isprintable() else f"\\U{ord(character):08X}"

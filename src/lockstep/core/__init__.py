@@ -1,1 +1,1 @@
-"""Arithmetic: order, randomness, trees and rates. No torch.distributed, files, clocks or logging."""
+"""Arithmetic: order, randomness, trees and learning rates. No torch.distributed, files, clocks or logging."""

@@ -21,15 +21,15 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def mapped(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` made to each of its tensors; what is no tensor stays."""
+def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """Return the batch with `change` applied to each of its tensors; what is no tensor stays."""
     return pytree.tree_map_only(Tensor, change, batch)
 
 
 def like(batch: Batch, tensors: list[Tensor]) -> Batch:
     """Return `tensors` in the shape of `batch`, in place of its own ones."""
     remaining = iter(tensors)
-    return mapped(lambda _: next(remaining), batch)
+    return map_tensors(lambda _: next(remaining), batch)
 
 
 def with_paths(batch: Batch) -> list[tuple[str, Any]]:
@@ -38,8 +38,8 @@ def with_paths(batch: Batch) -> list[tuple[str, Any]]:
     return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
-def mapped_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` made to each of its leaves, of which it is told the place; see `with_paths`."""
+def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
+    """Return the batch with `change`, which receives the path, applied to each of its leaves; see `with_paths`."""
     return pytree.tree_map_with_path(lambda path, leaf: change(pytree.keystr(path), leaf), batch)
 
 

@@ -12,16 +12,16 @@ SHARING: Final = "placement.backend=gloo, which lets processes share a device"
 SLOWLY: Final = "gloo carries what they exchange through the host's memory: the same bits, at another speed"
 
 
-def resolved_backend(asked: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
+def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
     """Return what carries tensors between ranks; NCCL without a CUDA device raises UsageError."""
-    if asked == "nccl" and not on_gpu:
+    if backend == "nccl" and not on_gpu:
         raise UsageError(
             "placement.backend: nccl asked for, but this run is on the CPU, whose tensors NCCL does not carry; "
             "use auto or gloo"
         )
-    if asked == "auto":
+    if backend == "auto":
         return "nccl" if on_gpu else "gloo"
-    return asked
+    return backend
 
 
 def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
@@ -53,7 +53,7 @@ def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, 
     )
 
 
-def shared(owners: dict[int, str]) -> list[list[int]]:
+def find_shared_devices(owners: dict[int, str]) -> list[list[int]]:
     """Return the ranks that have one device between them; `owners` has a name for each rank's device."""
     by_device: dict[str, list[int]] = {}
     for rank, device in sorted(owners.items()):

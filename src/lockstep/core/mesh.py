@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from lockstep.core.order import part
-from lockstep.core.tree import Block, blocks
+from lockstep.core.tree import LeafBlock, blocks
 
 Axis = Literal["replicate", "pipe", "shard", "expert", "context", "tensor"]
 
@@ -115,7 +115,7 @@ class DataRank(NamedTuple):
         firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
-    def held(self, leaves: int, chunks: int = 1) -> list[Block]:
+    def own_blocks(self, leaves: int, chunks: int = 1) -> list[LeafBlock]:
         """Return the blocks of the tree (core/tree.py) that this rank is left with once it has added what it can.
 
         Where sequences are cut into `chunks`, the leaves are chunk 0 of all micro-batches, then chunk 1 of all: so a
@@ -126,7 +126,7 @@ class DataRank(NamedTuple):
         own = part(chunks, self.seats, self.seat)
         if self.members > 1:
             [chunk] = own  # which members compute one at a time
-            return [Block(chunk * microbatches + leaf, 1) for leaf in ours[self.member :: self.members]]
+            return [LeafBlock(chunk * microbatches + leaf, 1) for leaf in ours[self.member :: self.members]]
         ours = range(ours.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
         if len(ours) == microbatches:
             return blocks(range(own.start * microbatches, own.stop * microbatches))

@@ -1,7 +1,7 @@
 """The norm of a gradient, in an order that sharding does not change.
 
 Each row of dim 0 gets its own norm; the rows of all parameters, in the model's order, then make one vector, whose
-norm is taken in float64. A row is never cut, so whoever holds which rows, the same numbers are added in
+norm is taken in float64. A row is never cut, so wherever rows are held, the same numbers are added in
 the same order.
 """
 

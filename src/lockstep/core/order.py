@@ -92,7 +92,7 @@ class Steps:
         return self[self.total].samples_seen
 
     def __getitem__(self, number: int) -> Step:
-        """Return step `number`; the number one past the last tells where the run ends."""
+        """Return step `number`; the number one past the last marks the end of the run."""
         epoch, within = divmod(number, self.per_epoch)
         first = within * self.batch
         last = within == self.per_epoch - 1

@@ -34,7 +34,7 @@ _REFUSED: Final = {
 }
 
 
-def named_elsewhere(name: object) -> object:
+def translate_precision(name: object) -> object:
     """Return what a recipe names: of one of apex's levels the precision that it is.
 
     ValueError where it is the name of another framework, or cannot be had here.

@@ -33,10 +33,10 @@ _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 def key(*words: int) -> int:
     """Fold integers (a stream, a seed, an epoch, a step, ...) into one 64-bit key; their order matters."""
-    return extended(0, *words)
+    return extend_key(0, *words)
 
 
-def extended(key: int, *words: int) -> int:
+def extend_key(key: int, *words: int) -> int:
     """Fold further integers into a key: extended(key(a), b) is key(a, b)."""
     for word in words:
         key = _mix((key + _WEYL + word) & _MASK)

@@ -38,7 +38,7 @@ class Rate:
     each: Literal["step", "epoch"] = "step"
 
     def at(self, samples_seen: int) -> float:
-        """Return the rate for the update that follows `samples_seen` samples."""
+        """Return the learning rate for the update that follows `samples_seen` samples."""
         epoch = samples_seen / self.samples_per_epoch
         if self.each == "epoch":
             epoch = math.floor(epoch)
@@ -68,6 +68,6 @@ class Rate:
         return self.warmup_factor * (1.0 - done) + done
 
 
-def scaled(value: float, per_samples: int | None, batch: int) -> float:
-    """Return the base rate: `value`, or by the linear scaling rule `value` for each `per_samples` of the batch."""
+def scale_rate(value: float, per_samples: int | None, batch: int) -> float:
+    """Return the base learning rate: `value`, or by linear scaling `value` for each `per_samples` of the batch."""
     return value if per_samples is None else value * batch / per_samples

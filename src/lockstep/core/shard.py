@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Elements that follow each other in a shard and in the whole, both in row-major order."""
 
     at: int  # where they begin in the whole
@@ -36,12 +36,12 @@ class Chunked(NamedTuple):
         """Whether the tensor has one dim."""
         return len(self.shape) == 1
 
-    def rearranged(self, whole: Tensor) -> Tensor:
+    def to_rows(self, whole: Tensor) -> Tensor:
         """Return the tensor with its chunks as rows: a copy, unless it is in this order already."""
         moved = whole.reshape(self.view).movedim(self.dim, 0)
         return moved.reshape(-1) if self.flat else moved.reshape(-1, self.view[-1])
 
-    def restored(self, tensor: Tensor) -> Tensor:
+    def from_rows(self, tensor: Tensor) -> Tensor:
         """Return what `rearranged` was given."""
         first = self.view[self.dim]
         others = [length for dim, length in enumerate(self.view) if dim != self.dim]
@@ -69,20 +69,20 @@ class Shard:
     primary: bool = True
     chunked: Chunked | None = None
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Segment]:
         """Yield the runs of the rows, in their order."""
         elements = self.tensor.numel()
         if not elements:
             return
         if self.chunked is None or self.chunked.dim == 0:  # rows in the order of the whole
             width = self.shape[1:].numel() if self.chunked is None else elements // len(self.tensor)
-            yield Run(self.first * width, 0, elements)
+            yield Segment(self.first * width, 0, elements)
             return
         starts = self.chunked.starts(slice(self.first, self.first + len(self.tensor)))
         width = elements // len(self.tensor)
         breaks = [0, *(np.flatnonzero(np.diff(starts) != width) + 1).tolist(), len(starts)]
         for begin, end in pairwise(breaks):
-            yield Run(int(starts[begin]), begin * width, (end - begin) * width)
+            yield Segment(int(starts[begin]), begin * width, (end - begin) * width)
 
 
 MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is whole, on every rank
@@ -104,15 +104,15 @@ def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
     """Return those rows of `whole` that `like` holds: a view, unless they are rearranged."""
     if not isinstance(like, Shard) or not like.shape:
         return whole
-    rows = whole if like.chunked is None else like.chunked.rearranged(whole)
+    rows = whole if like.chunked is None else like.chunked.to_rows(whole)
     return rows[like.first : like.first + len(like.tensor)]
 
 
-def sharded_as(tensor: Tensor, held: MaybeSharded) -> MaybeSharded:
+def shard_like(tensor: Tensor, held: MaybeSharded) -> MaybeSharded:
     """Return `tensor`, which has the shape of what is held, as the same rows of a whole."""
     return replace(held, tensor=tensor) if isinstance(held, Shard) else tensor
 
 
-def unsharded(tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
+def whole_tensors(tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
     """Return those of the tensors that are not cut."""
     return {name: held for name, held in tensors.items() if not isinstance(held, Shard)}

@@ -56,12 +56,12 @@ class Network:
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number at each position, which are from 0 to `length` - 1: int64 of the same shape."""
-        numbers = self._moved(positions.astype(np.uint64))
+        numbers = self._permute(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(numbers >= self.length)):
-            numbers.flat[outside] = self._moved(numbers.flat[outside])
+            numbers.flat[outside] = self._permute(numbers.flat[outside])
         return numbers.astype(np.int64)
 
-    def _moved(self, numbers: UInt64) -> UInt64:
+    def _permute(self, numbers: UInt64) -> UInt64:
         rows, columns = np.divmod(numbers, np.uint64(self._columns))
         for across, down in self.keys:
             columns = _around(columns, random.below(across, rows, self._columns), self._columns)

@@ -46,11 +46,11 @@ def likely(roundoff: float, length: int) -> float:
     return math.expm1(exponent) if exponent < 1 else math.inf
 
 
-def sent_tolerance(roundoff: float, ranks: int, steps: int) -> float:
+def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
     """Return how much further a run may be from another where ranks send gradients in another precision.
 
     Each rank rounds what it sends, and `ranks` are added: a step's gradient is off by gamma of their number. What that
-    does to the next gradient is less than twice as much while the rate times the curvature is below 2, beyond which no
+    does to the next gradient is less than twice as much while learning rate times curvature is below 2, beyond which no
     training is stable: hence 2 x steps.
     """
     return 2 * steps * worst_case(roundoff, ranks)

@@ -14,11 +14,11 @@ def check_work(processes: int, microbatches: int) -> None:
         raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
 
 
-def check_divides(asked: str, number: int, processes: int) -> None:
-    """Raise UsageError, which begins with `asked`, where such a number does not divide the processes."""
+def check_divides(key: str, number: int, processes: int) -> None:
+    """Raise UsageError, which begins with `key`, where such a number does not divide the processes."""
     if processes % number:
         fitting = ", ".join(map(str, divisors(processes)))
-        raise UsageError(f"{asked} does not divide {processes} processes; use {fitting}")
+        raise UsageError(f"{key} does not divide {processes} processes; use {fitting}")
 
 
 def divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a data set is to Lockstep: two splits, each of which fetches a batch by sample numbers."""
+"""What a dataset is to Lockstep: two splits, each of which fetches a batch by sample numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.core.batch import Batch
 
 
 class Split(Protocol):
-    """The training or the validation part of a data set.
+    """The training or the validation part of a dataset.
 
     `in_memory`: fetching costs no decoding, so that no loader process is worth its start.
     """
@@ -59,7 +59,7 @@ class Request(NamedTuple):
 class DeviceTransforms(Protocol):
     """What is done to a fetched batch before the model sees it, on its device."""
 
-    def prepared(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, fetched: Batch, request: Request) -> Batch:
         """Return what travels to the device of a fetched batch of training."""
         ...
 
@@ -76,7 +76,7 @@ class DeviceTransforms(Protocol):
 class NoTransforms:
     """Does nothing."""
 
-    def prepared(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, fetched: Batch, request: Request) -> Batch:
         """See DeviceTransforms."""
         return fetched
 

@@ -9,47 +9,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.common.kinds import shown
-from lockstep.core.batch import Batch, like, mapped, mapped_with_paths, tensors_of, with_paths
+from lockstep.common.type_name import type_name
+from lockstep.core.batch import Batch, like, map_tensors, map_with_paths, tensors_of, with_paths
 from lockstep.data.images.leaves import tensor, usable
 from lockstep.errors import UsageError
 
 
-def stacked(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
+def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
     """Return samples of one structure as a batch of it, each leaf stacked along a new dim 0.
 
-    A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the data set
+    A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the dataset
     `label`. Raises UsageError that says which sample has what.
     """
     trees = [_tensors(f"{label} sample {number}", each) for number, each in zip(numbers, samples, strict=True)]
     leaves = [dict(with_paths(each)) for each in trees]
     if not leaves[0]:
-        found = shown(samples[0])
+        found = type_name(samples[0])
         raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {found}")
     for number, each in zip(numbers, leaves, strict=True):
         if each.keys() != leaves[0].keys():
             raise UsageError(
-                f"{label}: sample {numbers[0]} has {_listed(leaves[0])}, and sample {number} {_listed(each)}; give all "
-                f"samples one structure, or name a function in recipe.data.collate"
+                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, and sample {number} "
+                f"{_leaf_names(each)}; give all samples one structure, or name a function in recipe.data.collate"
             )
     batch = [_stack(label, _name(path, trees[0]), [each[path] for each in leaves], numbers) for path in leaves[0]]
     return like(trees[0], batch)
 
 
-def checked(label: str, answer: Any, samples: int) -> Batch:
+def check_batch(label: str, answer: Any, samples: int) -> Batch:
     """Return the batch that the user's code made, of so many samples; mappings of other kinds become dicts."""
     batch = _plain(answer)
     if not tensors_of(batch):
-        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {shown(answer)}")
+        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {type_name(answer)}")
     for path, leaf in with_paths(batch):
         where = f"{label}: batch{path}"
         if not isinstance(leaf, Tensor):
-            raise UsageError(f"{where} is {shown(leaf)}; make a tensor of it, or leave it out")
+            raise UsageError(f"{where} is {type_name(leaf)}; make a tensor of it, or leave it out")
         if leaf.ndim == 0 or len(leaf) != samples:
             raise UsageError(
                 f"{where} has shape {list(leaf.shape)} for {samples} samples; samples run along dim 0 of each tensor"
             )
-    return mapped(usable, batch)
+    return map_tensors(usable, batch)
 
 
 def _tensors(label: str, sample: Any) -> Batch:
@@ -64,7 +64,7 @@ def _tensors(label: str, sample: Any) -> Batch:
         is_scalar_count = found.ndim == 0 and not found.is_floating_point() and found.dtype != torch.bool
         return found.long() if is_scalar_count else found  # a target that is a number comes in any width
 
-    return mapped_with_paths(leaf, _plain(sample))
+    return map_with_paths(leaf, _plain(sample))
 
 
 def _stack(label: str, what: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
@@ -102,5 +102,5 @@ def _name(path: str, sample: Any) -> str:
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 
 
-def _listed(leaves: Mapping[str, Any]) -> str:
+def _leaf_names(leaves: Mapping[str, Any]) -> str:
     return ", ".join(path or "one value" for path in leaves) or "nothing"

@@ -61,14 +61,14 @@ class SideStream:
             copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
             done = self._stream.record_event()
 
-        def arrived() -> Batch:
+        def wait() -> Batch:
             computing = torch.cuda.current_stream(self._device)
             computing.wait_event(done)
             for copy in copies:
                 copy.record_stream(computing)
             return like(batch, copies)
 
-        return arrived
+        return wait
 
 
 def copies_to(device: torch.device) -> Copies:
@@ -76,7 +76,7 @@ def copies_to(device: torch.device) -> Copies:
     return SideStream(device) if device.type == "cuda" else NoCopies()
 
 
-def started_ahead(items: Iterator[T], count: int) -> Iterator[T]:
+def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
     """Yield `items`, each when the `count` after it have been made. An error is raised where its item would stand."""
     if not count:
         yield from items

@@ -1,4 +1,4 @@
-"""Data sets from a function of the user's own: any map-style data sets, or a whole DataSet."""
+"""Datasets from a function of the user's own: any map-style datasets, or a whole DataSet."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_object
-from lockstep.common.kinds import shown
 from lockstep.common.own_code import OwnCode
+from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
 from lockstep.data.items import Collate, ImportedSplit, OwnSplit, is_map_style
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import NAMES, found_names, of_targets, skipping
+from lockstep.tasks.facts import NAMES, find_class_names, of_targets, skipping
 
 
-def imported(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
+def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
     """Call `package.module:function` with `options` and return what it gives as a DataSet.
 
     It gives a DataSet, or (train, validation), where validation may be None, of samples by number: any structure of
@@ -36,7 +36,7 @@ def imported(path: str, options: Mapping[str, Any], collate: str | None = None) 
         if isinstance(made, DataSet):
             return _whole(label, made)
         train, validation = _pair(label, made)
-        return mapped_style(label, train, validation, options.get(NAMES), function)
+        return wrap_map_style(label, train, validation, options.get(NAMES), function)
 
 
 def collate_of(path: str | None) -> Collate | None:
@@ -50,14 +50,14 @@ def collate_of(path: str | None) -> Collate | None:
     return collate
 
 
-def mapped_style(
+def wrap_map_style(
     label: str, train: Any, validation: Any | None, given: Any = None, collate: Collate | None = None
 ) -> DataSet:
-    """Return map-style data sets as a DataSet, its facts those of a sample and of the training set.
+    """Return map-style datasets as a DataSet, its facts those of a sample and of the training set.
 
     `given` are the names that tasks/facts.py would else find.
     """
-    names = found_names(label, given, train)
+    names = find_class_names(label, given, train)
     collate = collate or getattr(train, "collate", None)
     split = ImportedSplit(f"{label}: training", train, names, collate)
     batch = split.fetch(np.array([0]), None)
@@ -97,10 +97,10 @@ def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
         raise UsageError(f"{label}: it is of type {type(function).__name__}; name a function")
     with OwnCode(label):
-        return function(**_taken(label, function, options))
+        return function(**_fitting_options(label, function, options))
 
 
-def _taken(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options for the function. Raises UsageError where they do not fit its parameters."""
     signature = inspect.signature(function)
     parameters = signature.parameters
@@ -117,13 +117,13 @@ def _taken(label: str, function: Callable[..., Any], options: Mapping[str, Any])
 
 def _pair(label: str, made: Any) -> tuple[Any, Any]:
     if not isinstance(made, tuple | list) or len(made) != 2:
-        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {shown(made)}")
+        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(made)}")
     for name, dataset in zip(("training", "validation"), made, strict=True):
         if dataset is None and name == "validation":
             continue
         if not is_map_style(dataset):
             raise UsageError(
-                f"{label}: its {name} part is {shown(dataset)}; expected a map-style data set, with a length and "
+                f"{label}: its {name} part is {type_name(dataset)}; expected a map-style data set, with a length and "
                 f"items by number{', or None for no validation' if name == 'validation' else ''}"
             )
         if not len(dataset):

@@ -1,4 +1,4 @@
-"""Data sets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
+"""Datasets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from lockstep.common.own_code import OwnCode
 from lockstep.core import random
-from lockstep.core.batch import Batch, mapped, tensors_of
+from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.data.base import Split
-from lockstep.data.collate import checked, stacked
+from lockstep.data.collate import check_batch, stack_samples
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import check_pair
 
@@ -27,7 +27,7 @@ Collate = Callable[[list[Any]], Batch]
 class Items:
     """The samples of `dataset`, whose items may be anything that `collate` makes a batch of, with samples along dim 0.
 
-    What draws at random in an item follows from the epoch's key and the sample's number, whoever fetches it. Tensors
+    Randomness within an item follows from the epoch's key and the sample's number, whichever rank fetches it. Tensors
     in memory, as a TensorDataset has them, are cut without a collate.
     """
 
@@ -60,7 +60,7 @@ class Items:
 
 @final
 class ImportedSplit:
-    """The samples of a user's data set as batches: by `collate`, else stacked. What is wrong raises UsageError."""
+    """The samples of a user's dataset as batches: by `collate`, else stacked. What is wrong raises UsageError."""
 
     in_memory: bool = False
 
@@ -77,11 +77,11 @@ class ImportedSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         if not len(indices):  # what has no samples still has their structure
-            return mapped(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
+            return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
         samples = [_item(f"{self._label} sample {each}", self.dataset, each, draw) for each in numbers]
         batch = _pair(
-            stacked(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
+            stack_samples(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
         )
         check_pair(self._label, batch, numbers, self._names)
         return batch
@@ -89,9 +89,9 @@ class ImportedSplit:
     def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
         seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
-        label = f"{self._label}: collate of samples {_shown(numbers)}"
+        label = f"{self._label}: collate of samples {_format_numbers(numbers)}"
         with OwnCode(label):
-            return checked(label, self._collate(samples), len(samples))
+            return check_batch(label, self._collate(samples), len(samples))
 
 
 @final
@@ -110,7 +110,7 @@ class OwnSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         with OwnCode(f"{self._label}: fetch"):
-            return _pair(checked(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
+            return _pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
 
 
 def seed_generators(key: int) -> None:
@@ -129,7 +129,7 @@ def seed_python_and_numpy(key: int) -> None:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Say whether a data set has a length and items by number."""
+    """Say whether a dataset has a length and items by number."""
     indexed = all(callable(getattr(type(dataset), name, None)) for name in ("__getitem__", "__len__"))
     return indexed and not isinstance(dataset, IterableDataset | dict)
 
@@ -164,5 +164,5 @@ def _pair(batch: Batch) -> Batch:
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()
 
 
-def _shown(numbers: list[int]) -> str:
+def _format_numbers(numbers: list[int]) -> str:
     return f"{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.core import random
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
-from lockstep.data.copies import Arrival, copies_to, started_ahead
+from lockstep.data.copies import Arrival, copies_to, prefetch
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import MicroBatch
 
@@ -37,7 +37,7 @@ _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
 
 
 class _Planned(NamedTuple):
-    """What an update takes; loader processes are asked for it some updates ahead of its use."""
+    """What an update takes; loader processes fetch it some updates ahead of its use."""
 
     step: Step
     requests: list[tuple[_Cut, Request]]
@@ -71,8 +71,8 @@ class _Sent(NamedTuple):
 class Loader:
     """The batches of a rank, which is `data_rank` among those that share the data.
 
-    `skipped` counts the unreadable samples it met in training, at each time; `unreadable` are their numbers and those
-    of validation. `beside` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
+    `skipped` counts the unreadable samples found in training, at each time; `unreadable` are their numbers and those
+    of validation. `extra` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loader:
         seed: int,
         data_rank: DataRank = ALONE,
         workers: int = 0,
-        beside: Callable[[Step], int | None] | None = None,
+        extra: Callable[[Step], int | None] | None = None,
         weigh: Weigh | None = None,
     ) -> None:
         self.skipped = 0
@@ -99,7 +99,7 @@ class Loader:
         self._copies = copies_to(device)
         self._data_rank = data_rank
         self._workers = workers
-        self._beside = beside
+        self._extra = extra
         self._skipped = data.skipped if data_rank.primary else None
         self._weigh = weigh
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
@@ -108,19 +108,19 @@ class Loader:
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
-        requests = (request for planned in self._planned(first) for _, request in planned.requests)
+        requests = (request for planned in self._plans_from(first) for _, request in planned.requests)
         with _fetching(self._data.train, requests, self._workers, self._device) as fetch:
             copied = (
-                (planned.step, [self._sent(cut, request, fetch(request)) for cut, request in planned.requests])
-                for planned in self._planned(first)
+                (planned.step, [self._send(cut, request, fetch(request)) for cut, request in planned.requests])
+                for planned in self._plans_from(first)
             )
-            for step, sent in started_ahead(copied, self._copies.steps_ahead):
-                yield self._weighed(step, sent), [self._microbatch(step, each) for each in sent]
+            for step, sent in prefetch(copied, self._copies.steps_ahead):
+                yield self._with_weight(step, sent), [self._microbatch(step, each) for each in sent]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch any micro-batch of `step` in this process, as a dummy."""
         [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, dummy=True)])])[0].requests
-        return self._microbatch(step, self._sent(cut, request, self._data.train.fetch(*request)))
+        return self._microbatch(step, self._send(cut, request, self._data.train.fetch(*request)))
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
         """Yield this rank's batches as (number, batch, weight): every rank's together hold each sample once.
@@ -135,8 +135,8 @@ class Loader:
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _fetching(split, requests, self._workers, self._device) as fetch:
-            copied = (self._sent_for_evaluation(request, fetch(request)) for request in requests)
-            sent = started_ahead(copied, self._copies.steps_ahead)
+            copied = (self._send_for_evaluation(request, fetch(request)) for request in requests)
+            sent = prefetch(copied, self._copies.steps_ahead)
             for number, each in zip(numbers, sent, strict=True):
                 batch = self._transforms.for_evaluation(each.arrival())
                 yield number if self._data_rank.first else None, batch, each.weight
@@ -145,7 +145,7 @@ class Loader:
         """Return the number of validation batches over all ranks."""
         return 0 if self._data.validation is None else math.ceil(len(self._data.validation) / batch)
 
-    def _planned(self, first: int) -> Iterator[_Planned]:
+    def _plans_from(self, first: int) -> Iterator[_Planned]:
         """Return the plans from number `first` to the last, worked out some at once, which is several times quicker.
 
         Those of one epoch: an epoch's order is only made when it is wanted, and then once.
@@ -158,8 +158,8 @@ class Loader:
             first = block.stop
 
     def _own(self, step: Step) -> tuple[Step, list[_Cut]]:
-        share, beside = self._share(step.samples), self._beside and self._beside(step)
-        return step, share if beside is None else [self._cut(step.samples, beside, dummy=True), *share]
+        share, extra = self._share(step.samples), self._extra and self._extra(step)
+        return step, share if extra is None else [self._cut(step.samples, extra, dummy=True), *share]
 
     def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
         """Say which samples these cuts of steps of one epoch take: all of them are looked up at once."""
@@ -181,12 +181,12 @@ class Loader:
     def _cut(self, samples: int, index: int, dummy: bool) -> _Cut:
         return _Cut(index, part(samples, min(self._microbatches, samples), index), dummy)
 
-    def _sent(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
+    def _send(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
         skipped = [] if cut.dummy or self._skipped is None else self._unread(request, fetched)
-        arrival = self._copies.start(self._transforms.prepared(fetched, request))
+        arrival = self._copies.start(self._transforms.prepare(fetched, request))
         return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
-    def _sent_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
+    def _send_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
         skipped = self._unread(request, fetched)
         self.unreadable[1].update(skipped)
         return _Sent(
@@ -200,7 +200,7 @@ class Loader:
     def _weight(self, request: Request, fetched: Batch) -> int:
         return len(request.indices) if self._weigh is None else self._weigh.weight(fetched)
 
-    def _weighed(self, step: Step, sent: Sequence[_Sent]) -> Step:
+    def _with_weight(self, step: Step, sent: Sequence[_Sent]) -> Step:
         """Return the step with what it weighs over all ranks: all of them ask, before any computes."""
         if self._weigh is None:
             return step
@@ -217,7 +217,7 @@ class Loader:
 
 
 def damages(split: Split, workers: int) -> Iterator[str]:
-    """Fetch each sample by itself, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
+    """Fetch each sample separately, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
 
     def requests() -> Iterator[Request]:
         return (Request(np.array([number]), None) for number in range(len(split)))
@@ -236,7 +236,7 @@ def damages(split: Split, workers: int) -> Iterator[str]:
 def _fetching(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
-    """Give what answers the requests, which must be asked in their order; leaving ends the loader processes."""
+    """Give what answers the requests, which must come in their order; leaving ends the loader processes."""
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
@@ -257,14 +257,14 @@ def _fetching(
     )
     answers: Any = iter(loader)
     try:
-        yield lambda _: _opened(next(answers))
+        yield lambda _: _unwrap_answer(next(answers))
     finally:
         answers._shutdown_workers()  # else they live until collected
 
 
 @final
 class _Fetches(Dataset[Any]):
-    """A data set whose index is a request. Errors meant for the user come as values: torch would bury their text."""
+    """A dataset whose index is a request. Errors meant for the user come as values: torch would bury their text."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -277,7 +277,7 @@ class _Fetches(Dataset[Any]):
         try:
             # Here, and not when torch sends them: it does that in a thread, whose error is lost, and the trainer
             # would wait for a batch that never comes.
-            return mapped(Tensor.share_memory_, fetched)
+            return map_tensors(Tensor.share_memory_, fetched)
         except RuntimeError as error:
             return _Refused(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}", False)
 
@@ -296,7 +296,7 @@ def _without_workers(reason: str) -> PreflightError:
     )
 
 
-def _opened(answer: Any) -> Batch:
+def _unwrap_answer(answer: Any) -> Batch:
     if isinstance(answer, _Refused):
         raise UsageError(answer.text) if answer.users else TrainingError(answer.text)
     return answer

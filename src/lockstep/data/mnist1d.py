@@ -23,14 +23,14 @@ from lockstep.tasks.facts import facts
 Options = NoOptions
 
 
-def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
+def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """Return 4,000 training and 1,000 validation signals, float32 of [40], as the package makes them by default."""
-    made = _made()
+    made = _generate()
     train, validation = (_split(made, part) for part in ("", "_test"))
     return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))
 
 
-def _made() -> Mapping[str, Any]:
+def _generate() -> Mapping[str, Any]:
     try:
         from mnist1d.data import get_dataset_args, make_dataset
     except ImportError as error:

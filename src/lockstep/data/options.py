@@ -27,7 +27,7 @@ class NoOptions:
     """Of a source that has none."""
 
 
-def refused(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
+def option_errors(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the options given for those that the dataclass `kind` has."""
     valid = {field.name: field for field in fields(kind)}
     for name, value in given.items():
@@ -42,7 +42,7 @@ def refused(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
             yield f"options.{name}: missing; it has no default"
 
 
-def chosen(kind: type[T], given: Mapping[str, Any]) -> T:
+def build_options(kind: type[T], given: Mapping[str, Any]) -> T:
     """Return the options, of which `refused` found nothing to say; an option that is null is left out."""
     return kind(**{name: value for name, value in given.items() if value is not None})
 
@@ -53,11 +53,11 @@ def _wrong(kind: type, name: str, value: Any) -> str:
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:
-        return f"expected {_described(annotation) or error.errors()[0]['msg']}"
+        return f"expected {_description(annotation) or error.errors()[0]['msg']}"
     return ""
 
 
-def _described(annotation: Any) -> str:
+def _description(annotation: Any) -> str:
     """Return what an annotation carries: its description, its choices, or those of its parts."""
     if annotation is bool:
         return "true or false"
@@ -65,4 +65,4 @@ def _described(annotation: Any) -> str:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if descriptions := [each.description for each in get_args(annotation) if isinstance(each, FieldInfo)]:
         return str(descriptions[0])
-    return " or ".join(filter(None, map(_described, get_args(annotation))))
+    return " or ".join(filter(None, map(_description, get_args(annotation))))

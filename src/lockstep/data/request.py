@@ -1,4 +1,4 @@
-"""What a recipe asks of a data set, as its source gets it, and which data sets have a use for what."""
+"""What a recipe requests from a dataset, in the form its source receives, and which datasets support what."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A data set's name and location, and what is to be done to its samples, in the words of the configuration."""
+    """A dataset's name and location, and what is to be done to its samples, in the words of the configuration."""
 
     name: str
     root: str = "data"
@@ -44,21 +44,21 @@ def request_of(data: Mapping[str, Any]) -> DataRequest:
     return DataRequest(**given, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
-def misfits(asked: DataRequest) -> Iterator[str]:
-    """Yield what this data set could only ignore, and what cannot be true together."""
-    if asked.cuts:
-        yield from _contradictions(asked)
+def misfits(request: DataRequest) -> Iterator[str]:
+    """Yield what this dataset could only ignore, and what cannot be true together."""
+    if request.cuts:
+        yield from _contradictions(request)
         return
-    name, only = asked.name, " and ".join(_OF_FILES)
-    if asked.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
-        yield f"image_size: {asked.image_size} cannot be had, {_size(name)}; remove it"
-    if asked.resize_size is not None:
-        yield f"resize_size: {asked.resize_size} is only for data sets {only}; remove it"
-    if asked.resized_crop:
+    name, only = request.name, " and ".join(_OF_FILES)
+    if request.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
+        yield f"image_size: {request.image_size} cannot be had, {_size(name)}; remove it"
+    if request.resize_size is not None:
+        yield f"resize_size: {request.resize_size} is only for data sets {only}; remove it"
+    if request.resized_crop:
         yield f"augment.resized_crop: true is only for data sets {only}; remove it"
-    if not asked.exif:
+    if not request.exif:
         yield f"exif: false is only for data sets {only}; remove it"
-    if asked.on_error == "skip" and ":" in name:
+    if request.on_error == "skip" and ":" in name:
         yield f"on_error: skip is only for data sets {only}; catch the error in your own data set"
 
 
@@ -69,10 +69,10 @@ def _size(name: str) -> str:
     return f"its images are {native}x{native}" if native else "it has no images"
 
 
-def _contradictions(asked: DataRequest) -> Iterator[str]:
-    size, scale = asked.image_size or FILES_SIZE, asked.resized_crop_scale
-    if asked.resize_size is not None and asked.resize_size < size:
-        yield f"resize_size: {asked.resize_size} is less than the image_size {size} to be cut; use at least {size}"
+def _contradictions(request: DataRequest) -> Iterator[str]:
+    size, scale = request.image_size or FILES_SIZE, request.resized_crop_scale
+    if request.resize_size is not None and request.resize_size < size:
+        yield f"resize_size: {request.resize_size} is less than the image_size {size} to be cut; use at least {size}"
     if not 0 < scale[0] <= scale[1] <= 1:
         yield (
             f"augment.resized_crop_scale: {list(scale)} is no range of shares of the area; "

@@ -1,4 +1,4 @@
-"""Which samples are validation's where a data set has none: a share of them, by a hash, so that it stays theirs."""
+"""Which samples are validation's where a dataset has none: a share of them, by a hash, so that it stays theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets by name, or by the import path of the user's own function; a source is imported only when it is named."""
+"""Datasets by name, or by the import path of the user's own function; a source is imported only when it is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """The module of a data set, below lockstep.data, and its training samples where they are always as many."""
+    """The module of a dataset, below lockstep.data, and its training samples where they are always as many."""
 
     module: str
     training_samples: int | None = None
@@ -47,8 +47,8 @@ class Source(Protocol):
 
     Options: type
 
-    def open_data(self, asked: DataRequest, options: Any) -> DataSet:
-        """Return the data set; every rank may call this at once. UsageError where it is not there, or is damaged."""
+    def open_data(self, request: DataRequest, options: Any) -> DataSet:
+        """Return the dataset; every rank may call this at once. UsageError where it is not there, or is damaged."""
         ...
 
 
@@ -58,29 +58,29 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
         samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None
     if name == "folder" and not options.get("validation"):  # a share of them is counted when they are opened
-        from lockstep.data.images.scan import counted
+        from lockstep.data.images.scan import count_images
 
-        return counted(Path(root) / "train") or None
+        return count_images(Path(root) / "train") or None
     return SOURCES[name].training_samples if name in SOURCES else None
 
 
-def open_data(asked: DataRequest) -> DataSet:
-    """Return the data set `asked` names. Raises UsageError where it does not exist or what is asked does not fit it."""
-    if ":" in asked.name:
-        from lockstep.data.imported import imported
+def open_data(request: DataRequest) -> DataSet:
+    """Return the requested dataset. Raises UsageError where it does not exist or the request does not fit it."""
+    if ":" in request.name:
+        from lockstep.data.imported import import_dataset
 
-        _refuse(asked.name, list(misfits(asked)))
-        return imported(asked.name, asked.options, asked.collate)
+        _refuse(request.name, list(misfits(request)))
+        return import_dataset(request.name, request.options, request.collate)
 
-    from lockstep.data.options import chosen, refused
+    from lockstep.data.options import build_options, option_errors
 
-    if asked.name not in SOURCES:
-        raise UsageError(f"data set {asked.name}: no such data set{choices(asked.name, (*SOURCES, _OWN))}")
-    source = cast(Source, import_module(f"lockstep.data.{SOURCES[asked.name].module}"))
-    strange = [f"collate: {asked.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
-    collate = strange if asked.collate and asked.name != _COLLATING else []
-    _refuse(asked.name, [*collate, *misfits(asked), *refused(source.Options, asked.options)])
-    return source.open_data(asked, chosen(source.Options, asked.options))
+    if request.name not in SOURCES:
+        raise UsageError(f"data set {request.name}: no such data set{choices(request.name, (*SOURCES, _OWN))}")
+    source = cast(Source, import_module(f"lockstep.data.{SOURCES[request.name].module}"))
+    strange = [f"collate: {request.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
+    collate = strange if request.collate and request.name != _COLLATING else []
+    _refuse(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
+    return source.open_data(request, build_options(source.Options, request.options))
 
 
 def _refuse(name: str, found: list[str]) -> None:

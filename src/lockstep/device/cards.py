@@ -65,7 +65,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A device as torch numbers it; `reads` are those whose memory it may read by itself."""
+    """A device as torch numbers it; `reads` are those whose memory it may read directly."""
 
     name: str
     uuid: str
@@ -95,7 +95,7 @@ class Evidence:
 
 def look(driver: Driver, root: Path = _ROOT) -> Evidence:
     """Return what `driver` said with all else there is to find. It starts CUDA."""
-    count, raised = _started()
+    count, raised = _start_cuda()
     return Evidence(
         driver=driver,
         libraries=_libraries(),
@@ -135,7 +135,7 @@ def _card(nvml: Any, handle: Any) -> Card:
         except nvml.NVMLError:
             return None
 
-    def uncorrected(counter: int) -> int:
+    def ecc_errors(counter: int) -> int:
         return get("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter) or 0
 
     def watts(question: str) -> float | None:
@@ -160,8 +160,8 @@ def _card(nvml: Any, handle: Any) -> Card:
         mig=bool((get("MigMode") or [0])[0]),
         ecc=None if ecc is None else bool(ecc[0]),
         persistence=None if persistence is None else bool(persistence),
-        uncorrected=uncorrected(nvml.NVML_VOLATILE_ECC),
-        uncorrected_ever=uncorrected(nvml.NVML_AGGREGATE_ECC),
+        uncorrected=ecc_errors(nvml.NVML_VOLATILE_ECC),
+        uncorrected_ever=ecc_errors(nvml.NVML_AGGREGATE_ECC),
         repair=tuple(words for words, is_due in repair.items() if is_due),
         slowed=tuple(
             words for name, words in _SLOWED.items() if held_down & getattr(nvml, f"nvmlClocksEventReason{name}")
@@ -223,7 +223,7 @@ def _library() -> str:
     return ""
 
 
-def _started() -> tuple[int, str]:
+def _start_cuda() -> tuple[int, str]:
     """Start CUDA; return how many devices torch sees, and its message if that failed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it raises what it warned of

@@ -61,7 +61,7 @@ class Clock:
         finally:
             self.turn_to(before)
 
-    def spent(self) -> dict[str, float]:
+    def activity_seconds(self) -> dict[str, float]:
         """Return the seconds so far, by what they went to."""
         self.turn_to(self._activity)
         return dict(self._spent)

@@ -40,7 +40,7 @@ def parse(text: str) -> Cores:
     return frozenset(found)
 
 
-def listed(cores: Iterable[int]) -> str:
+def format_cores(cores: Iterable[int]) -> str:
     """Return the cores as Linux writes them: `0-3,8,10-11`."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
@@ -51,7 +51,7 @@ def listed(cores: Iterable[int]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def bound(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], least: int) -> Binding:
+def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], least: int) -> Binding:
     """Return the cores of `rank` among the `seats` of all ranks; with too few to share, those near its card are shared.
 
     `siblings` has, for each core of its host, the first core of the same physical one: those stay together. `least` is

@@ -123,7 +123,7 @@ def limits() -> dict[str, Any]:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the libraries that compute and exchange, without any that may hold a secret."""
+    """Return the variables of the libraries that compute and communicate, without any that may hold a secret."""
     return {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name) and not _SECRET.search(name)}
 
 

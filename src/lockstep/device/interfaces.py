@@ -48,7 +48,7 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_interface(found: Mapping[str, Any], named: list[str], env: Mapping[str, str]) -> str | None:
-    """Return the interface that gloo takes for a job of several hosts, None where that cannot be told.
+    """Return the interface that gloo takes for a job of several hosts, None where that is unknown.
 
     It is that of GLOO_SOCKET_IFNAME, else the one with the first address of the host's own name that is this host's,
     else loopback (torch, `ProcessGroupGloo::createDefaultDevice`).

@@ -57,7 +57,7 @@ class Exact:
     since: str = OLDEST
 
 
-def refused(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
+def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
     """Return why this call of an operation would not be exact on CUDA; None where it is."""
     named = operation._schema.name.rstrip("_")
     entries = [each for each in REFUSED if each.named == named]
@@ -80,7 +80,7 @@ def _on_floats(call: Call) -> bool:
     return bool(call["self"].is_floating_point())
 
 
-def _weighted(call: Call) -> bool:
+def _has_weights(call: Call) -> bool:
     return call.get("weights") is not None
 
 
@@ -218,7 +218,7 @@ REFUSED: Final = (
         "bincount with weights",
         "the weights are added by whichever thread comes first",
         "use index_add_, which adds in one order here",
-        _weighted,
+        _has_weights,
     ),
     Refused(
         "aten::median", "median along a dim", "which of equal values is returned is open", "use sort", _along_a_dim

@@ -18,8 +18,8 @@ import torch
 from lockstep.common.hashing import hash_seed
 from lockstep.common.platforms import usable_cores
 from lockstep.device.compiler import compiler_facts
+from lockstep.device.env_flags import read_switches
 from lockstep.device.precision import attention
-from lockstep.device.switches import recorded
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries choose their kernels by.
@@ -61,7 +61,7 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
         "device": device.type,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "switches": recorded(device),
+        "switches": read_switches(device),
         "hash_seed": hash_seed(),
     }
     if compiled:

@@ -68,7 +68,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether a loopback address is what was asked for. Debian gives one to a host's own name, for itself alone."""
+    """Whether the address sought is a loopback address. Debian gives one to a host's own name, for itself alone."""
     with suppress(ValueError):
         return _is_loopback(host)
     return host == "localhost"

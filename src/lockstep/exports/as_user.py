@@ -18,13 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 
-def main(name: str, place: str, job: str) -> None:
+def main(name: str, place: str, where: str) -> None:
     """Load what is at `place` by the function of its format, and write what it gives."""
     sys.path[0] = os.getcwd()  # in place of this file's folder
-    folder = Path(job)
-    told = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    torch.set_num_threads(told["threads"])
-    if not told["lockstep"]:
+    folder = Path(where)
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(job["threads"])
+    if not job["lockstep"]:
         sys.modules["lockstep"] = None  # type: ignore[assignment]  # an import of it raises
     tensors = load_file(folder / "inputs.safetensors")
     found: dict[str, Any] = {
@@ -35,11 +35,11 @@ def main(name: str, place: str, job: str) -> None:
         "timm": timm,
     }
     with torch.no_grad():
-        outputs = found[name](Path(place), _nested(told["inputs"], tensors), told)
+        outputs = found[name](Path(place), _nest(job["inputs"], tensors), job)
     save_file({"outputs": outputs.contiguous()}, folder / "outputs.safetensors")
 
 
-def safetensors(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
+def safetensors(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Build the model as the file says, and give it its weights."""
     with safe_open(place, "pt") as file:
         build = json.loads(file.metadata()["build"])
@@ -54,10 +54,10 @@ def safetensors(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
             factory = getattr(factory, part)
         model = factory(*build["arguments"], **build["options"])
     model.load_state_dict(load_file(place))
-    return _single(_called(model.eval(), inputs))
+    return _single(_call(model.eval(), inputs))
 
 
-def program(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
+def program(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load a program of torch.export, whose inputs are by position."""
     module: Any = torch.export.load(place).module()
     by_position = list(inputs.values()) if isinstance(inputs, dict) else inputs
@@ -65,54 +65,54 @@ def program(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
     return outputs
 
 
-def onnx(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
+def onnx(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Run a model by onnxruntime on the CPU."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
-    options.intra_op_num_threads = told["threads"]
+    options.intra_op_num_threads = job["threads"]
     session = runtime.InferenceSession(place, options, providers=["CPUExecutionProvider"])
     arrays = [tensor.numpy() for tensor in _flat(inputs)]
     names = [each.name for each in session.get_inputs()]
     return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
 
 
-def transformers(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
+def transformers(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load a folder by the automatic classes; with a tokenizer, see that it gives the tokens that it should."""
     library = import_module("transformers")
-    if told.get("text") is not None:
-        found = library.AutoTokenizer.from_pretrained(place).encode(told["text"], add_special_tokens=False)
-        if found != told["ids"]:
+    if job.get("text") is not None:
+        found = library.AutoTokenizer.from_pretrained(place).encode(job["text"], add_special_tokens=False)
+        if found != job["ids"]:
             raise SystemExit("the tokenizer gives other tokens than the run's")
-    if told.get("pixels") is not None:
-        _check_processor(library.AutoImageProcessor.from_pretrained(place), told["pixels"])
-    model = getattr(library, told["class"]).from_pretrained(place, dtype=torch.float32)
-    return _single(_called(model.eval(), inputs))
+    if job.get("pixels") is not None:
+        _check_processor(library.AutoImageProcessor.from_pretrained(place), job["pixels"])
+    model = getattr(library, job["class"]).from_pretrained(place, dtype=torch.float32)
+    return _single(_call(model.eval(), inputs))
 
 
-def timm(place: Path, inputs: Any, told: dict[str, Any]) -> torch.Tensor:
+def timm(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Build the model by the folder alone, and see that its labels and its normalisation are the run's."""
     library = import_module("timm")
     model = library.create_model(f"local-dir:{place}", pretrained=True).eval()
     data = library.data.resolve_model_data_config(model)
     for key in ("mean", "std", "input_size"):
-        if told[key] is not None and list(data[key]) != told[key]:
-            raise SystemExit(f"{key} is {data[key]}, and the run's is {told[key]}")
-    if list(model.pretrained_cfg["label_names"] or ()) != told["classes"]:
+        if job[key] is not None and list(data[key]) != job[key]:
+            raise SystemExit(f"{key} is {data[key]}, and the run's is {job[key]}")
+    if list(model.pretrained_cfg["label_names"] or ()) != job["classes"]:
         raise SystemExit("the names of the classes are others than the run's")
-    return _single(_called(model, inputs))
+    return _single(_call(model, inputs))
 
 
-def _check_processor(processor: Any, told: dict[str, Any]) -> None:
-    size = (told["size"], told["size"], 3)
+def _check_processor(processor: Any, job: dict[str, Any]) -> None:
+    size = (job["size"], job["size"], 3)
     picture = torch.arange(size[0] * size[1] * 3, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(size)
     found = processor(picture.numpy(), do_resize=False, return_tensors="pt")["pixel_values"][0]
-    mean, std = (torch.tensor(told[name])[:, None, None] for name in ("mean", "std"))
+    mean, std = (torch.tensor(job[name])[:, None, None] for name in ("mean", "std"))
     wanted = (picture.permute(2, 0, 1).double() / 255 - mean) / std
     if found.shape != wanted.shape or not torch.allclose(found.double(), wanted, atol=1e-5):
         raise SystemExit("the image processor normalises otherwise than the run")
 
 
-def _called(model: Any, inputs: Any) -> Any:
+def _call(model: Any, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
@@ -123,13 +123,13 @@ def _single(outputs: Any) -> torch.Tensor:
     return found
 
 
-def _nested(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _nest(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """Return the inputs: where their structure has a name, the tensor of that name."""
     if isinstance(structure, str):
         return tensors[structure]
     if isinstance(structure, dict):
-        return {name: _nested(each, tensors) for name, each in structure.items()}
-    return [_nested(each, tensors) for each in structure]
+        return {name: _nest(each, tensors) for name, each in structure.items()}
+    return [_nest(each, tensors) for each in structure]
 
 
 def _flat(inputs: Any) -> list[torch.Tensor]:

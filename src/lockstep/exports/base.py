@@ -11,22 +11,22 @@ from torch import nn
 
 from lockstep.core.batch import Inputs
 from lockstep.errors import UsageError
-from lockstep.inference.saved import Saved
+from lockstep.inference.saved import SavedModel
 from lockstep.models.find import origin_of
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A saved run and its model: on the CPU, in evaluation, its adapters merged into the weights they are beside.
+class ExportSource:
+    """A saved run and its model: on the CPU, in evaluation, its adapters merged into the weights.
 
-    `inputs` are those that the export is checked with. `described` is what whoever uses it needs to know beside the
+    `inputs` are those that the export is checked with. `model_card` is what users need to know besides the
     weights, ready for JSON.
     """
 
-    saved: Saved
+    saved: SavedModel
     model: nn.Module
     inputs: Inputs
-    described: Mapping[str, Any]
+    model_card: Mapping[str, Any]
 
 
 class Format(Protocol):
@@ -38,17 +38,17 @@ class Format(Protocol):
     SUFFIX: str  # of the file; "" is a folder
     SAME_KERNELS: bool  # whether whoever loads it computes with the kernels of the run's own model
 
-    def check(self, saved: Saved) -> None:
+    def check(self, saved: SavedModel) -> None:
         """Raise UsageError where a run cannot be written so; called before its model is built."""
         ...
 
-    def write(self, subject: Subject, place: Path) -> str:
+    def write(self, subject: ExportSource, place: Path) -> str:
         """Write it to `place`, which is not there; return what is to be said of it, such as which sizes it takes."""
         ...
 
 
-def check_origin(saved: Saved, library: str) -> None:
+def check_origin(saved: SavedModel, library: str) -> None:
     """Raise UsageError where a run's model is none of a library."""
-    asked = saved.recipe.model
-    if origin_of(asked.name, asked.source) != library:
-        raise UsageError(f"{saved.path}: model {asked.name} is none of {library}; use --to torch or --to safetensors")
+    config = saved.recipe.model
+    if origin_of(config.name, config.source) != library:
+        raise UsageError(f"{saved.path}: model {config.name} is none of {library}; use --to torch or --to safetensors")

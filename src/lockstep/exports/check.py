@@ -24,7 +24,7 @@ from lockstep.exports import as_user
 _MOST_LINES: Final = 6  # of what the other process said
 
 
-class Compared(NamedTuple):
+class Deviation(NamedTuple):
     """How far two outputs are from each other, as a part of the largest magnitude, and how far they may be."""
 
     difference: float
@@ -38,15 +38,15 @@ class Compared(NamedTuple):
         return f"the outputs differ by {self.difference:.2g} of the largest, and may by {self.tolerance:.2g}"
 
 
-def compared(
+def check_export(
     name: str, place: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
-) -> Compared:
+) -> Deviation:
     """Let the format `name` compute `inputs` from what is at `place`, and compare with `outputs`.
 
-    `job` is what the other process is told beside. TrainingError where it cannot load it, or the outputs are further
+    `job` is what else the other process receives. TrainingError where it cannot load it, or the outputs are further
     from each other than they may be: not at all (`exact`), or by the roundings of two forward passes in fp32.
     """
-    found = _computed(name, place, inputs, job)
+    found = _run_export(name, place, inputs, job)
     allowed = 0.0 if exact else _tolerance(model, inputs)
     if found.shape != outputs.shape or found.dtype != outputs.dtype:
         raise TrainingError(
@@ -54,7 +54,7 @@ def compared(
             f"{outputs.dtype} of shape {list(outputs.shape)}; nothing was written"
         )
     if torch.equal(found, outputs):
-        return Compared(0.0, allowed)
+        return Deviation(0.0, allowed)
     scale = max(float(outputs.abs().max()), torch.finfo(torch.float32).tiny)
     difference = float((found.double() - outputs.double()).abs().max()) / scale
     if not difference <= allowed:  # NaN is no difference that may be
@@ -62,12 +62,12 @@ def compared(
             f"export to {name}: loaded back, its outputs differ from those of the run's model by {difference:.2g} of "
             f"the largest, and may by {allowed:.2g}; nothing was written"
         )
-    return Compared(difference, allowed)
+    return Deviation(difference, allowed)
 
 
-def _computed(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
+def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
     with TemporaryDirectory() as folder:
-        tensors, structure = _flattened(inputs)
+        tensors, structure = _flatten(inputs)
         save_file(tensors, Path(folder, "inputs.safetensors"))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}), encoding="utf-8")
         # No hub, whatever a config names: all that is needed is at the place.
@@ -75,28 +75,28 @@ def _computed(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) ->
         words = [sys.executable, as_user.__file__, name, str(place.absolute()), folder]
         done = subprocess.run(words, capture_output=True, text=True, env=environment)
         if done.returncode:
-            said = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
-            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{said}")
+            output = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
+            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 
-def _flattened(inputs: Inputs) -> tuple[dict[str, Tensor], Any]:
+def _flatten(inputs: Inputs) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of inputs by names, and their structure with these names in place of the tensors."""
     tensors: dict[str, Tensor] = {}
     strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
     if strange:
         raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
 
-    def named(value: Any) -> Any:
+    def replace_tensors(value: Any) -> Any:
         if isinstance(value, Tensor):
             name = f"input {len(tensors)}"
             tensors[name] = value.contiguous().clone()
             return name
         if isinstance(value, Mapping):
-            return {key: named(each) for key, each in value.items()}
-        return [named(each) for each in value]
+            return {key: replace_tensors(each) for key, each in value.items()}
+        return [replace_tensors(each) for each in value]
 
-    return tensors, named(inputs)
+    return tensors, replace_tensors(inputs)
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:

@@ -19,14 +19,14 @@ from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Inputs, call
 from lockstep.errors import TrainingError, UsageError
-from lockstep.exports.base import Format, Subject
-from lockstep.exports.check import compared
+from lockstep.exports.base import ExportSource, Format
+from lockstep.exports.check import check_export
 from lockstep.exports.sample import sample_of
-from lockstep.exports.to_safetensors import built_by
-from lockstep.exports.to_transformers import automatic_class, processed
-from lockstep.inference.saved import Saved
+from lockstep.exports.to_safetensors import builder_of
+from lockstep.exports.to_transformers import automatic_class, image_processor
+from lockstep.inference.saved import SavedModel
 from lockstep.inference.text import tokenizer_for
-from lockstep.models.adapters import merged
+from lockstep.models.adapters import merge_adapters
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
@@ -44,7 +44,7 @@ class Exported:
     check: str
 
 
-def export(saved: Saved, to: str, out: Path | None = None) -> Exported:
+def export(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
     """Write a saved run as `to`, one of FORMATS, and check it: load it back in a process without Lockstep, and compare.
 
     `out` left out is in the run's folder `exports`. UsageError where it is there already, or the run does not fit the
@@ -60,26 +60,26 @@ def export(saved: Saved, to: str, out: Path | None = None) -> Exported:
     sample = sample_of(saved)
     model = saved.model()
     outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
-    has_adapters = merged(model)
-    subject = Subject(saved, model, sample.inputs, described(saved))
-    aside = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
+    has_adapters = merge_adapters(model)
+    subject = ExportSource(saved, model, sample.inputs, model_card(saved))
+    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        aside.touch(exist_ok=False)  # what writes it may raise errors of another kind
-        aside.unlink()
-        sizes = chosen.write(subject, aside)
-        found = compared(to, aside, model, sample.inputs, outputs, _job(subject), exact)
-        os.rename(aside, place)
+        temporary.touch(exist_ok=False)  # what writes it may raise errors of another kind
+        temporary.unlink()
+        sizes = chosen.write(subject, temporary)
+        found = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
+        os.rename(temporary, place)
     except OSError as error:
         raise TrainingError(f"{place}: cannot be written: {error.strerror or error}; choose another --out") from error
     finally:
-        _remove(aside)
+        _remove(temporary)
     return Exported(place, sizes, f"with {sample.origin}: {found.words}")
 
 
-def described(saved: Saved) -> dict[str, Any]:
-    """Return what whoever uses the weights needs to know of them, ready for JSON."""
+def model_card(saved: SavedModel) -> dict[str, Any]:
+    """Return what users of the weights need to know of them, ready for JSON."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
     found: Mapping[str, Any] = {
         "model": saved.recipe.model.name,
@@ -100,29 +100,29 @@ def described(saved: Saved) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _place(saved: Saved, suffix: str) -> Path:
+def _place(saved: SavedModel, suffix: str) -> Path:
     run = saved.path.absolute().parent.parent
     with suppress(ValueError):
         run = run.relative_to(Path.cwd())
     return run / FOLDER / f"{saved.path.name}{suffix}"
 
 
-def _outputs(saved: Saved, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
     torch.set_num_threads(saved.recipe.threads)
     with torch.no_grad(), OwnCode(saved.name):
         return predictions(call(model, inputs), saved.name)
 
 
-def _job(subject: Subject) -> dict[str, Any]:
-    """Return what the process that checks is told."""
+def _job(subject: ExportSource) -> dict[str, Any]:
+    """Return what the checking process receives."""
     saved, facts = subject.saved, subject.saved.facts
     job: dict[str, Any] = {
         "threads": saved.recipe.threads,
-        "lockstep": str(built_by(saved, subject.model).get("function", "")).startswith("lockstep."),
+        "lockstep": str(builder_of(saved, subject.model).get("function", "")).startswith("lockstep."),
         "class": automatic_class(saved),
         "classes": facts.classes,
-        "pixels": processed(saved),
-        **{name: subject.described.get(name) for name in ("mean", "std")},
+        "pixels": image_processor(saved),
+        **{name: subject.model_card.get(name) for name in ("mean", "std")},
         "input_size": facts.shape,
     }
     if saved.tokenizer_by:

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError, UsageError
-from lockstep.inference.saved import Saved
+from lockstep.inference.saved import SavedModel
 from lockstep.run.examples import transforms_of
 
 _SAMPLES: Final = 3  # another number than the 2 that a program is traced with
@@ -23,7 +23,7 @@ class Sample(NamedTuple):
     origin: str
 
 
-def sample_of(saved: Saved) -> Sample:
+def sample_of(saved: SavedModel) -> Sample:
     """Return a few samples as evaluation sees them. UsageError where there are none, and nothing says how to make some.
 
     Nothing is downloaded for it.
@@ -31,7 +31,7 @@ def sample_of(saved: Saved) -> Sample:
     try:
         return _of_data(saved)
     except (UsageError, TrainingError) as error:
-        made = _made(saved)
+        made = _synthesize(saved)
         if made is None:
             raise UsageError(
                 f"{saved.path}: nothing to check the export with: the checkpoint does not say what its samples are, "
@@ -40,7 +40,7 @@ def sample_of(saved: Saved) -> Sample:
         return Sample(made, "made samples, since the data is not here")
 
 
-def _of_data(saved: Saved) -> Sample:
+def _of_data(saved: SavedModel) -> Sample:
     data = saved.open_data()
     split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
     count = min(_SAMPLES, len(split))
@@ -49,7 +49,7 @@ def _of_data(saved: Saved) -> Sample:
     return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
 
 
-def _made(saved: Saved) -> Inputs | None:
+def _synthesize(saved: SavedModel) -> Inputs | None:
     facts, generator = saved.facts, torch.Generator().manual_seed(0)
     if facts.vocabulary is not None:
         if facts.classes is not None:

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.exports.base import Subject
-from lockstep.exports.to_torch import sizes_of, traced
-from lockstep.inference.saved import Saved
+from lockstep.exports.base import ExportSource
+from lockstep.exports.to_torch import sizes_of, trace_model
+from lockstep.inference.saved import SavedModel
 
 SUFFIX: Final = ".onnx"
 SAME_KERNELS: Final = False
@@ -21,7 +21,7 @@ _NEEDED: Final = ("onnx", "onnxscript", "onnxruntime")
 _LARGEST: Final = 1 << 31  # bytes of a file in protobuf
 
 
-def check(saved: Saved) -> None:
+def check(saved: SavedModel) -> None:
     """See Format."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -33,11 +33,11 @@ def check(saved: Saved) -> None:
         raise UsageError(f"--to onnx: {size:,} bytes of weights, and a file has room for {_LARGEST:,}; use --to torch")
 
 
-def write(subject: Subject, place: Path) -> str:
+def write(subject: ExportSource, place: Path) -> str:
     """See Format. The names of its metadata are those of the description, its values JSON."""
-    program = traced(subject)
+    program = trace_model(subject)
     made = torch.onnx.export(program, dynamo=True, verbose=False)
     assert made is not None
-    made.model.metadata_props.update({name: json.dumps(each) for name, each in subject.described.items()})
+    made.model.metadata_props.update({name: json.dumps(each) for name, each in subject.model_card.items()})
     made.save(place, external_data=False)
     return sizes_of(program)

@@ -10,31 +10,32 @@ import safetensors.torch
 from torch import nn
 
 from lockstep.common import plainfile
-from lockstep.exports.base import Subject
-from lockstep.inference.saved import Saved
+from lockstep.exports.base import ExportSource
+from lockstep.inference.saved import SavedModel
 from lockstep.models.hugging_face import is_of_transformers
 
 SUFFIX: Final = ".safetensors"
 SAME_KERNELS: Final = True
 
 
-def check(saved: Saved) -> None:
+def check(saved: SavedModel) -> None:
     """See Format: every run can be."""
 
 
-def write(subject: Subject, place: Path) -> str:
+def write(subject: ExportSource, place: Path) -> str:
     """See Format."""
     # Cloned: tied weights are one tensor by two names, which a file cannot hold.
     tensors = {name: each.contiguous().clone() for name, each in subject.model.state_dict().items()}
-    found = {**subject.described, "build": built_by(subject.saved, subject.model)}
+    found = {**subject.model_card, "build": builder_of(subject.saved, subject.model)}
     metadata = {name: each if isinstance(each, str) else json.dumps(each) for name, each in found.items()}
     safetensors.torch.save_file(tensors, place, {**metadata, "format": "pt"})
     return ""
 
 
-def built_by(saved: Saved, model: nn.Module) -> dict[str, Any]:
+def builder_of(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     """Return which function builds a run's model and by which arguments, for transformers its config, as JSON."""
     if is_of_transformers(model):
-        return {"class": type(model).__name__, "config": plainfile.parsed(model.config.to_json_string(use_diff=False))}  # type: ignore[union-attr, operator]
+        config = plainfile.parse_json(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
+        return {"class": type(model).__name__, "config": config}
     made = saved.construction()
     return {"function": made.function, "arguments": made.arguments, "options": made.options}

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import UsageError
-from lockstep.exports.base import Subject, check_origin
-from lockstep.inference.saved import Saved
+from lockstep.exports.base import ExportSource, check_origin
+from lockstep.inference.saved import SavedModel
 
 SUFFIX: Final = ""
 SAME_KERNELS: Final = True
 
 
-def check(saved: Saved) -> None:
+def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "timm")
     facts = saved.facts
@@ -21,20 +21,20 @@ def check(saved: Saved) -> None:
         raise UsageError(f"{saved.path}: timm's models tell classes of images; use --to torch or --to safetensors")
 
 
-def write(subject: Subject, place: Path) -> str:
+def write(subject: ExportSource, place: Path) -> str:
     """See Format."""
     from timm.models import save_for_hf
 
     saved = subject.saved
     options = {name: value for name, value in saved.construction().options.items() if name != "num_classes"}
-    config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": _pretrained(saved)}
+    config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": _preprocessing(saved)}
     if options:
         config["model_args"] = options
     save_for_hf(subject.model, str(place), model_config=config, safe_serialization=True)
     return ""
 
 
-def _pretrained(saved: Saved) -> dict[str, Any]:
+def _preprocessing(saved: SavedModel) -> dict[str, Any]:
     (mean, std), cut = saved.mean_and_std, saved.cut
     size = {
         "input_size": list(saved.facts.shape or ()),

@@ -9,11 +9,11 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.common.own_code import described
-from lockstep.core.batch import mapped
+from lockstep.common.own_code import describe_error
+from lockstep.core.batch import map_tensors
 from lockstep.errors import UsageError
-from lockstep.exports.base import Subject
-from lockstep.inference.saved import Saved
+from lockstep.exports.base import ExportSource
+from lockstep.inference.saved import SavedModel
 from lockstep.tasks.batches import predictions
 
 SUFFIX: Final = ".pt2"
@@ -23,19 +23,19 @@ _TRACED: Final = 2  # samples: with one, torch would take it for the only number
 _FACTS: Final = "lockstep.json"  # the file in the program that has what is described
 
 
-def check(saved: Saved) -> None:
+def check(saved: SavedModel) -> None:
     """See Format: whether a model can be traced is seen as it is."""
 
 
-def write(subject: Subject, place: Path) -> str:
+def write(subject: ExportSource, place: Path) -> str:
     """See Format."""
-    program = traced(subject)
+    program = trace_model(subject)
     program.example_inputs = None
-    torch.export.save(program, place, extra_files={_FACTS: json.dumps(subject.described)})
+    torch.export.save(program, place, extra_files={_FACTS: json.dumps(subject.model_card)})
     return sizes_of(program)
 
 
-def traced(subject: Subject) -> torch.export.ExportedProgram:
+def trace_model(subject: ExportSource) -> torch.export.ExportedProgram:
     """Return the model as a program of any number of samples and, of tokens, positions, where it allows that.
 
     UsageError where it cannot be traced.
@@ -43,14 +43,14 @@ def traced(subject: Subject) -> torch.export.ExportedProgram:
     inputs = subject.inputs
     by_position = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
     # Of the shapes of samples alone: a program keeps what it was traced with, and these may be anybody's.
-    zeros = mapped(lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED, *tensor.shape[1:]).clone(), by_position)
+    zeros = map_tensors(lambda each: torch.zeros_like(each[:1]).expand(_TRACED, *each.shape[1:]).clone(), by_position)
     of_tokens = subject.saved.facts.vocabulary is not None
-    shapes = mapped(lambda tensor: _dims(tensor, of_tokens), by_position)
+    shapes = map_tensors(lambda tensor: _dims(tensor, of_tokens), by_position)
     model = Single(subject.model, list(inputs) if isinstance(inputs, dict) else None).eval()
     try:
         return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
     except Exception as error:  # whatever a model's code and torch's tracer raise
-        first = described(error).splitlines()[0]
+        first = describe_error(error).splitlines()[0]
         raise UsageError(
             f"{subject.saved.name}: it cannot be traced by torch.export: {first}; export its weights, with --to "
             f"safetensors"

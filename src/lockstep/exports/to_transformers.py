@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.exports.base import Subject, check_origin
-from lockstep.inference.saved import Saved
+from lockstep.exports.base import ExportSource, check_origin
+from lockstep.inference.saved import SavedModel
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.hugging_face import kind_of, without_special_tokens
 
@@ -15,14 +15,14 @@ SUFFIX: Final = ""
 SAME_KERNELS: Final = True
 
 
-def check(saved: Saved) -> None:
+def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "transformers")
     if saved.tokenizer_by:
         tokenizer_for(saved)  # its file is there, and the right one
 
 
-def write(subject: Subject, place: Path) -> str:
+def write(subject: ExportSource, place: Path) -> str:
     """See Format."""
     saved, model = subject.saved, subject.model
     config: Any = model.config
@@ -39,12 +39,12 @@ def write(subject: Subject, place: Path) -> str:
         longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
         kind: Any = PreTrainedTokenizerFast
         kind(tokenizer_object=library, **longest).save_pretrained(str(place))
-    if processed(saved):
+    if image_processor(saved):
         _processor(saved).save_pretrained(str(place))
     return ""
 
 
-def processed(saved: Saved) -> dict[str, Any] | None:
+def image_processor(saved: SavedModel) -> dict[str, Any] | None:
     """Return size, mean and std of the run's images, None where it has none of three channels and bytes."""
     (mean, std), shape = saved.mean_and_std, saved.facts.shape or []
     if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
@@ -52,19 +52,19 @@ def processed(saved: Saved) -> dict[str, Any] | None:
     return {"size": shape[1], "mean": mean, "std": std}
 
 
-def automatic_class(saved: Saved) -> str:
+def automatic_class(saved: SavedModel) -> str:
     """Return the name of the automatic class that loads a run's model."""
     return f"AutoModelFor{kind_of(saved.known)}"
 
 
-def _processor(saved: Saved) -> Any:
+def _processor(saved: SavedModel) -> Any:
     from PIL.Image import Resampling
     from transformers import ViTImageProcessor
 
-    told = processed(saved)
-    assert told is not None
-    square = {"height": told["size"], "width": told["size"]}
-    common = {"image_mean": told["mean"], "image_std": told["std"], "resample": int(Resampling.BILINEAR)}
+    processor = image_processor(saved)
+    assert processor is not None
+    square = {"height": processor["size"], "width": processor["size"]}
+    common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
     if saved.cut is None:
         return ViTImageProcessor(size=square, **common)
     from transformers import CLIPImageProcessor  # which cuts the centre out

@@ -15,8 +15,8 @@ from lockstep.inference.confusions import confusions
 from lockstep.inference.mistakes import Mistakes
 from lockstep.inference.perplexity import Perplexity
 from lockstep.inference.residuals import Residuals
-from lockstep.inference.saved import Saved, open_saved
-from lockstep.inference.validation_pass import EvaluatedBatch, Totals, Validation, open_validation
+from lockstep.inference.saved import SavedModel, open_saved
+from lockstep.inference.validation_pass import EvaluatedBatch, RunningTotals, Validation, open_validation
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
@@ -39,7 +39,7 @@ _BY_POSITION: Final = "The mean loss of the validation tokens that have so many 
 
 @dataclass(frozen=True)
 class InspectionOptions:
-    """Which checkpoint of each run is looked at, and at most how many of its validation samples; see also Asked."""
+    """Which checkpoint of each run is looked at, and at most how many of its validation samples."""
 
     samples: int = 10_000
     prefer: Literal["newest", "best"] = "newest"
@@ -54,7 +54,7 @@ class Inspection(NamedTuple):
     problems: list[str]
 
 
-class View(Protocol):
+class InspectionView(Protocol):
     """What is to be seen of a task."""
 
     def add(self, evaluated: EvaluatedBatch) -> None:
@@ -75,7 +75,7 @@ class _One(NamedTuple):
 
 
 def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Callable[[str], None]) -> Inspection:
-    """Evaluate a checkpoint of each run, and return what is to be seen; `tell` gets lines on each.
+    """Evaluate a checkpoint of each run, and return what to show; `tell` gets lines on each.
 
     Code that a run folder names runs only where the options say so (run/evaluation.py), and nothing is downloaded.
     UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.
@@ -107,7 +107,7 @@ def _inspect(folder: str, history: History, options: InspectionOptions, tell: Ca
     validation = open_validation(saved, options.samples)
     task, count, of = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
-    totals, view = Totals(task), _view(folder, saved, validation)
+    totals, view = RunningTotals(task), _view(folder, saved, validation)
     for evaluated in validation.batches():
         totals.add(evaluated)
         view.add(evaluated)
@@ -118,12 +118,12 @@ def _inspect(folder: str, history: History, options: InspectionOptions, tell: Ca
         "weights": saved.weights,
         "samples": f"{count:,} of {of:,}",
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
-        _RECORDED: _compared(saved, history, figures) if count == of else "",
+        _RECORDED: _deviation_from_log(saved, history, figures) if count == of else "",
     }
     return _One(row, view.sections(), view.line() if isinstance(view, Perplexity) else [])
 
 
-def _view(folder: str, saved: Saved, validation: Validation) -> View:
+def _view(folder: str, saved: SavedModel, validation: Validation) -> InspectionView:
     match task := validation.task:
         case Classification():
             return Mistakes(folder, task, validation)
@@ -169,11 +169,11 @@ class Unknown:
 
     def sections(self) -> list[Section]:
         """See View."""
-        told = f"Nothing but its figures: what task {self._task} makes of a model's outputs is known to its code alone."
-        return [Words(self._run, [told])]
+        note = f"Nothing but its figures: what task {self._task} makes of a model's outputs is known to its code alone."
+        return [Words(self._run, [note])]
 
 
-def _compared(saved: Saved, history: History, figures: Mapping[str, float]) -> str:
+def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:
     """Return how far the figures are from what the run logged after the same step; empty where it logged nothing."""
     suffix = "" if saved.weights == "model" else f"/{saved.weights}"
     pairs = [

@@ -99,7 +99,7 @@ class Mistakes:
         if samples.dtype != torch.uint8:
             note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
         tiles = [
-            Tile(source, [name(each.number), *_told(names, each)])
+            Tile(source, [name(each.number), *_captions(names, each)])
             for source, each in zip(thumbnails(samples), worst, strict=True)
         ]
         return Tiles(title, tiles, note)
@@ -116,7 +116,7 @@ def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]
     return tuple(column[counted.cpu()] for column in columns)
 
 
-def _told(names: Sequence[str], mistake: Mistake) -> list[str]:
+def _captions(names: Sequence[str], mistake: Mistake) -> list[str]:
     return [
         f"is {names[mistake.truth]} ({_chance(mistake.of_truth)})",
         f"taken for {names[mistake.guess]} ({_chance(mistake.of_guess)})",

@@ -1,4 +1,4 @@
-"""How well a language model foretells validation text: its loss by the position in the context, and samples of text."""
+"""How well a language model predicts validation text: loss by position in the context, and samples of text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from lockstep.core.batch import tensors_of
 from lockstep.data.text.tokenizer import Tokenizer
 from lockstep.errors import UsageError
-from lockstep.inference.saved import Saved
-from lockstep.inference.text import Sampling, generated, tokenizer_for
+from lockstep.inference.saved import SavedModel
+from lockstep.inference.text import Sampling, generate_tokens, tokenizer_for
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.batches import predictions
@@ -35,7 +35,7 @@ _NOTE: Final = (
 class Perplexity:
     """A View of a language model: its loss by position, and samples of text."""
 
-    def __init__(self, run: str, task: Language, validation: Validation, saved: Saved) -> None:
+    def __init__(self, run: str, task: Language, validation: Validation, saved: SavedModel) -> None:
         self._run = run
         self._task = task
         self._validation = validation
@@ -79,7 +79,7 @@ class Perplexity:
             return outputs[0, -1, : words.vocabulary]
 
         text = words.decode(
-            np.array([*given, *generated(scores, given, replace(_SAMPLING, seed=number), self._saved.facts.context)])
+            np.array(given + generate_tokens(scores, given, replace(_SAMPLING, seed=number), self._saved.facts.context))
         )
         known = words.decode(np.array(given))
         return Passage(self._validation.name(number), known, text.removeprefix(known))

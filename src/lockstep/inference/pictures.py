@@ -16,10 +16,10 @@ from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
-from lockstep.data.images.pictures import Cut, as_sample, part
+from lockstep.data.images.pictures import CropSettings, as_sample, part
 from lockstep.data.images.scan import images
 from lockstep.errors import UsageError
-from lockstep.inference.saved import Computing, Saved
+from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
 _SHAPES: Final = (1, 3)  # channels
@@ -28,7 +28,7 @@ _MOST_MASKED: Final = 256  # classes, each a value of a byte
 Row = dict[str, Any]  # ready for JSON
 
 
-class Ranked(NamedTuple):
+class TopClasses(NamedTuple):
     """The classes that are the likeliest, and how likely each is."""
 
     numbers: list[int]
@@ -45,11 +45,11 @@ class Seen(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class View:
+class ImagePreprocessing:
     """How a picture becomes a sample of `shape`: what `cut` leaves of it, or without one all of it, resized."""
 
     shape: tuple[int, int, int]
-    cut: Cut | None
+    cut: CropSettings | None
     exif: bool
 
     def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
@@ -67,7 +67,7 @@ class View:
         return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size
 
 
-def view_of(saved: Saved) -> View:
+def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     """Return how this run's evaluation sees pictures. UsageError where its samples are none that are known here."""
     facts, data = saved.facts, saved.recipe.data
     shape = tuple(facts.shape or ())
@@ -81,7 +81,7 @@ def view_of(saved: Saved) -> View:
             f"{saved.path}: data set {data.name} gives its pictures as floats of its own making, and how is not known "
             f"here; let it give bytes (uint8), which Lockstep normalises by recipe.data.mean and std"
         )
-    return View((shape[0], shape[1], shape[2]), saved.cut, data.exif)
+    return ImagePreprocessing((shape[0], shape[1], shape[2]), saved.cut, data.exif)
 
 
 def files_of(inputs: Sequence[str]) -> list[Path]:
@@ -98,24 +98,24 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
     return found
 
 
-def classified(saved: Saved, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
+def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
     """Yield for each picture its `top` likeliest classes, the likeliest first."""
     names = saved.facts.classes or []
 
     def row(outputs: Tensor, seen: Seen) -> Row:
-        found = ranked(outputs, min(top, len(names)))
+        found = top_classes(outputs, min(top, len(names)))
         pairs = zip(found.numbers, found.probabilities, strict=True)
         return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
 
     return _rows(saved, computing, inputs, row)
 
 
-def measured(saved: Saved, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
+def regress(saved: SavedModel, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
     """Yield for each picture the numbers that a regression gives."""
     return _rows(saved, computing, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
 
 
-def masked(saved: Saved, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
+def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
     """Write for each picture a mask of its size into `folder`; yield what of it each class has.
 
     A mask is a grey PNG of the picture's name, whose values are the numbers of the classes.
@@ -145,20 +145,20 @@ def masked(saved: Saved, computing: Computing, inputs: Sequence[str], folder: Pa
     return _rows(saved, computing, inputs, row)
 
 
-def ranked(outputs: Tensor, top: int) -> Ranked:
+def top_classes(outputs: Tensor, top: int) -> TopClasses:
     """Return the `top` likeliest of scores, floats of shape [classes], by their softmax."""
     probabilities = outputs.double().softmax(0)
     order = probabilities.argsort(descending=True, stable=True)[:top]
-    return Ranked(order.tolist(), probabilities[order].tolist())
+    return TopClasses(order.tolist(), probabilities[order].tolist())
 
 
 def _rows(
-    saved: Saved, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
+    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
 ) -> Iterator[Row]:
     """Yield for each picture what `row` makes of the model's outputs, on the CPU; what cannot be decoded is `skipped`,
     with the reason, if that was so in training.
     """
-    view, files = view_of(saved), files_of(inputs)
+    view, files = preprocessing_of(saved), files_of(inputs)
     skips = saved.recipe.data.on_error == "skip"
     change = device_transforms(values(saved.recipe), saved.known, computing.device)
     assert change is not None

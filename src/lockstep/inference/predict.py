@@ -13,17 +13,17 @@ from rich.text import Text
 
 from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row, classified, files_of, masked, measured, view_of
-from lockstep.inference.saved import Saved
-from lockstep.inference.table import predicted
-from lockstep.inference.text import Sampling, continued, tokenizer_for
+from lockstep.inference.pictures import Row, classify, files_of, preprocessing_of, regress, write_masks
+from lockstep.inference.saved import SavedModel
+from lockstep.inference.table import predict_rows
+from lockstep.inference.text import Sampling, continue_prompt, tokenizer_for
 
 Kind = Literal["pictures", "masks", "values", "table", "text"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may say beside the inputs; None is left out, and its default stands in the command's help."""
+    """What a user may set besides the inputs; None is left out, and its default is in the command's help."""
 
     top: int | None = None
     out: Path | None = None
@@ -50,7 +50,7 @@ _NAMES: Final[Mapping[Kind, str]] = {
 }
 
 
-def kind_of(saved: Saved) -> Kind:
+def kind_of(saved: SavedModel) -> Kind:
     """Return what a run predicts from what. UsageError where that is known only to code of its user."""
     facts, task = saved.facts, saved.recipe.task.name
     if ":" in task:
@@ -69,10 +69,10 @@ def kind_of(saved: Saved) -> Kind:
     return "values"
 
 
-def predict(saved: Saved, inputs: Sequence[str], options: Options | None = None) -> Iterator[Row]:
+def predict(saved: SavedModel, inputs: Sequence[str], options: Options | None = None) -> Iterator[Row]:
     """Yield what a saved run predicts, a mapping ready for JSON for each picture, row or prompt, in their order.
 
-    All that can be wrong with what is asked raises UsageError before the first one; a picture that cannot be read does
+    All that can be wrong with the request raises UsageError before the first one; a picture that cannot be read does
     in its turn, or is `skipped` where it would have been in training.
     """
     options = options or Options()
@@ -81,34 +81,34 @@ def predict(saved: Saved, inputs: Sequence[str], options: Options | None = None)
     computing = saved.computing()
     match kind:
         case "pictures":
-            return classified(saved, computing, inputs, 5 if options.top is None else options.top)
+            return classify(saved, computing, inputs, 5 if options.top is None else options.top)
         case "values":
-            return measured(saved, computing, inputs)
+            return regress(saved, computing, inputs)
         case "masks":
             assert options.out is not None
-            return masked(saved, computing, inputs, options.out)
+            return write_masks(saved, computing, inputs, options.out)
         case "table":
-            return predicted(saved, computing, Path(inputs[0]), options.out)
+            return predict_rows(saved, computing, Path(inputs[0]), options.out)
     assert options.prompt is not None
     given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
     sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
-    return continued(saved, computing, options.prompt, sampling, options.tokenizer)
+    return continue_prompt(saved, computing, options.prompt, sampling, options.tokenizer)
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predictions as a table: a line for each of an input's classes, the input beside the first."""
+    """Return predictions as a table: a line for each of an input's classes, the input in the first."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _lines(row)]
     for name in lines[0]:
         numeric = all(isinstance(line[name], int | float) for line in lines if line[name] != "")
         table.add_column(printable_line(name), justify="right" if numeric else "left", overflow="fold")
     for line in lines:
-        table.add_row(*(Text(_shown(name, value)) for name, value in line.items()))
+        table.add_row(*(Text(_format_cell(name, value)) for name, value in line.items()))
     return table
 
 
-def _check(saved: Saved, kind: Kind, inputs: Sequence[str], options: Options) -> None:
-    """Raise UsageError where what is asked does not fit the run."""
+def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
+    """Raise UsageError where the request does not fit the run."""
     wanted = f"{saved.path}: this run takes {_NAMES[kind]}"
     foreign = [each.name for each in fields(Options) if getattr(options, each.name) is not None]
     foreign = [name for name in foreign if name not in _TAKEN[kind]]
@@ -134,7 +134,7 @@ def _check(saved: Saved, kind: Kind, inputs: Sequence[str], options: Options) ->
         if len(inputs) > 1:
             raise UsageError(f"{wanted}; {len(inputs)} were given")
         return
-    view_of(saved)
+    preprocessing_of(saved)
     files_of(inputs)
     if kind == "masks" and options.out is None:
         raise UsageError(f"{wanted}; give the folder for them with --out")
@@ -149,7 +149,7 @@ def _lines(row: Row) -> list[dict[str, Any]]:
     return [{**(blank if number else others), **each} for number, each in enumerate(parts)]
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if name in ("probability", "share"):
         return f"{value:.4f}"
     show: Callable[[Any], str] = "{:.6g}".format if isinstance(value, float) else str

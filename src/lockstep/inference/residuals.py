@@ -1,4 +1,4 @@
-"""What a regression gives beside what is true, for each of its numbers, and the samples it is furthest off for."""
+"""What a regression predicts against what is true, for each of its numbers, and the samples it is furthest off for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.charts import dots
 from lockstep.reporting.page import Section, Table
-from lockstep.tasks.regression import Regression, paired
+from lockstep.tasks.regression import Regression, match_shapes
 
 _MOST_CHARTS: Final = 4  # numbers of a sample
 _MOST_DOTS: Final = 2_000  # samples in a chart
@@ -31,14 +31,14 @@ class Residuals:
 
     def add(self, evaluated: EvaluatedBatch) -> None:
         """See View."""
-        found, true = paired(self._task.model_name, evaluated.outputs, evaluated.batch, columns=True)
+        found, true = match_shapes(self._task.model_name, evaluated.outputs, evaluated.batch, columns=True)
         self._pairs.append(tuple(each.double().cpu().flatten(1) for each in (true, found)))
 
     def sections(self) -> list[Section]:
         """Return a chart of each number, predicted over true, and a table of the samples with the largest errors."""
         true, found = (torch.cat(column) for column in zip(*self._pairs, strict=True))
         count = true.shape[1]
-        names = self._targets if len(self._targets) == count else _numbered(count)
+        names = self._targets if len(self._targets) == count else _default_names(count)
         some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
         notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
         notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
@@ -55,7 +55,7 @@ class Residuals:
         return [*charts, _largest(self._run, self._validation, names, true, found)]
 
 
-def _numbered(count: int) -> list[str]:
+def _default_names(count: int) -> list[str]:
     return [""] if count == 1 else [f"number {number}" for number in range(count)]
 
 

@@ -17,16 +17,16 @@ from lockstep.common.rank import ALONE
 from lockstep.config.base import values
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, Inputs, call, mapped
+from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.core.shard import local_tensor
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import Cut, cut_of
+from lockstep.data.images.pictures import CropSettings, crop_settings
 from lockstep.data.request import request_of
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.models.find import Construction, construction
+from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
-from lockstep.models.tuned import tuned
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.adapters import tuning_of
 from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model
@@ -43,7 +43,7 @@ _SHOWN: Final = 3  # wrong facts
 
 
 class Facts(BaseModel):
-    """What a checkpoint says of its run's data, as far as it is read here; whoever wrote the folder wrote it."""
+    """What a checkpoint says of its run's data, as far as it is read here; the folder may come from anybody."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -61,7 +61,7 @@ class Facts(BaseModel):
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModel:
     """A checkpoint after `step` updates, with the weights that `weights` says: the model's own, or their average.
 
     `known` has all that the checkpoint says of its data, and `facts` what of it is read here. `notes` and `problems`
@@ -103,10 +103,10 @@ class Saved:
         return list(mean) if mean else None, list(std) if std else None
 
     @property
-    def cut(self) -> Cut | None:
+    def cut(self) -> CropSettings | None:
         """What validation sees of images of any size; None where its samples are not cut from such."""
         asked = request_of(values(self.recipe.data))
-        return cut_of(asked) if asked.cuts else None
+        return crop_settings(asked) if asked.cuts else None
 
     @property
     def tokenizer_by(self) -> str | None:
@@ -137,7 +137,7 @@ class Saved:
         recipe = self.recipe
         # Without pretrained weights: the checkpoint has them all.
         plain = plain_model(recipe, self.known)
-        model = initialise(partial(tuned, plain, tuning_of(recipe)), recipe.seed)
+        model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)
@@ -170,20 +170,20 @@ class Computing:
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
         """Return what the model gives for inputs, which are brought to its device."""
-        placed = mapped(lambda tensor: tensor.to(self.device), inputs)
+        placed = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, OwnCode(self._name):
             outputs = call(self._model, self._numerics.prepare_inputs(placed))
         return self._numerics.prepare_outputs(outputs)
 
 
-def open_saved(asked: EvalRequest, weights: Weights | None = None) -> Saved:
+def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel:
     """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
 
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
-    none and they are asked for.
+    none and they are required.
     """
     found, loaded = open_checkpoint(asked)
-    state = saved_state.parsed(found.path, found.snapshot.state)
+    state = saved_state.parse_state(found.path, found.snapshot.state)
     recipe, average = loaded.config.recipe, found.snapshot.ema
     chosen: Weights = weights or ("model" if average is None else "ema")
     if chosen == "ema" and average is None:
@@ -192,7 +192,7 @@ def open_saved(asked: EvalRequest, weights: Weights | None = None) -> Saved:
     known = state.facts
     if known is None:  # up to 0.1 checkpoints did not have them
         known = open_recipe_data(recipe).facts
-    return Saved(
+    return SavedModel(
         path=found.path,
         step=state.progress.step,
         weights=chosen,

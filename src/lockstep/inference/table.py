@@ -9,21 +9,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.data.tables.columns import Number, check_numbers, known_column
+from lockstep.data.tables.columns import Number, check_numbers, restore_column
 from lockstep.data.tables.files import read
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row, ranked
-from lockstep.inference.saved import Computing, Saved
+from lockstep.inference.pictures import Row, top_classes
+from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
 _WRITTEN: Final = (".csv", ".parquet")
 
 
-def predicted(saved: Saved, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
+def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
     """Yield for each row of a .csv or .parquet file what is predicted for it: a class, or the numbers of the targets.
 
-    With `out` the whole table is written there too, with these as columns beside its own. Columns that the run did not
+    With `out` the whole table is written there too, with these as additional columns. Columns that the run did not
     learn from may be missing.
     """
     table = read(file)
@@ -35,16 +35,16 @@ def predicted(saved: Saved, computing: Computing, file: Path, out: Path | None =
         numbers = np.arange(first, min(first + computing.batch, len(rows)))
         outputs = predictions(computing(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
         for number, found in zip(numbers.tolist(), outputs, strict=True):
-            row = _predicted(saved, found)
+            row = _prediction(saved, found)
             kept += [row] if out is not None else []
             yield {"row": number, **row}
     if out is not None:
         _write(out, table, kept)
 
 
-def _rows(saved: Saved, table: Any) -> Rows:
+def _rows(saved: SavedModel, table: Any) -> Rows:
     options: Mapping[str, Any] = saved.recipe.data.options
-    columns = [known_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
+    columns = [restore_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
     missing = [each.name for each in columns if each.name not in table.column_names]
     if missing:
         raise UsageError(f"the table lacks {len(missing)} of the columns that were learned from: {', '.join(missing)}")
@@ -55,10 +55,10 @@ def _rows(saved: Saved, table: Any) -> Rows:
     return Rows(columns, [table[each.name] for each in columns], unknown, bool(options.get("codes")))
 
 
-def _predicted(saved: Saved, found: torch.Tensor) -> Row:
+def _prediction(saved: SavedModel, found: torch.Tensor) -> Row:
     facts = saved.facts
     if facts.classes:
-        best = ranked(found, 1)
+        best = top_classes(found, 1)
         return {"predicted": facts.classes[best.numbers[0]], "probability": best.probabilities[0]}
     numbers = found.double().flatten().tolist()
     targets = facts.targets or []

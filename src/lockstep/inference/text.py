@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.data.text.tokenizer import FromFile, Tokenizer, tokenizer_of
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row
-from lockstep.inference.saved import Computing, Saved
+from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
 
@@ -25,8 +25,8 @@ class Sampling:
     seed: int = 0
 
 
-def continued(
-    saved: Saved, computing: Computing, prompt: str, sampling: Sampling, tokenizer: str | None = None
+def continue_prompt(
+    saved: SavedModel, computing: Computing, prompt: str, sampling: Sampling, tokenizer: str | None = None
 ) -> Iterator[Row]:
     """Yield the prompt, the text that follows it, and how many tokens were given and made.
 
@@ -41,14 +41,14 @@ def continued(
         outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
         return outputs[0, -1, : words.vocabulary]  # a model may know more than its tokenizer
 
-    made = generated(scores, given, sampling, saved.facts.context)
+    made = generate_tokens(scores, given, sampling, saved.facts.context)
     text = words.decode(np.array(given + made))
     # Of a tokenizer by bytes the prompt's last token may be half a character, so the whole is decoded at once.
     known = words.decode(np.array(given))
     yield {"prompt": known, "text": text.removeprefix(known), "tokens": len(given), "new_tokens": len(made)}
 
 
-def generated(
+def generate_tokens(
     scores: Callable[[list[int]], Tensor], given: list[int], sampling: Sampling, context: int | None
 ) -> list[int]:
     """Return the tokens that follow those `given`; the model sees the last `context` of what there is.
@@ -67,7 +67,7 @@ def generated(
     return ids[len(given) :]
 
 
-def tokenizer_for(saved: Saved, file: str | None = None) -> Tokenizer:
+def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run, or that of a file. UsageError where neither is known, or it is another one."""
     by = saved.tokenizer_by
     place = file or saved.recipe.data.options.get("tokenizer")

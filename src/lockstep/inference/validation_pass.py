@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
-from lockstep.inference.saved import Computing, Saved
+from lockstep.inference.saved import Computing, SavedModel
 from lockstep.run.data_facts import check_facts
 from lockstep.run.examples import examples, transforms_of
 from lockstep.tasks.base import Task
@@ -47,7 +47,7 @@ class Validation:
         """Compute each sample once, in the batches of an evaluation where all are looked at."""
         for first in range(0, len(self.numbers), self.computing.batch):
             numbers = self.numbers[first : first + self.computing.batch]
-            arrived = mapped(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
+            arrived = map_tensors(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
             batch = self.transforms.for_evaluation(arrived)
             yield EvaluatedBatch(numbers, batch, self.computing(self.task.inputs(batch)))
 
@@ -58,7 +58,7 @@ class Validation:
 
 
 @final
-class Totals:
+class RunningTotals:
     """The sums of an evaluation, added as the run adds them: whole numbers exactly, others rounded once."""
 
     def __init__(self, task: Task) -> None:
@@ -78,7 +78,7 @@ class Totals:
         return figures_of(self._task, self._added.total(alone, self._count))
 
 
-def open_validation(saved: Saved, most: int) -> Validation:
+def open_validation(saved: SavedModel, most: int) -> Validation:
     """Open the validation data of a saved run, and choose at most so many of its samples.
 
     Nothing is downloaded. UsageError where the data is not here, is not what the run learned from, or has no

@@ -205,6 +205,6 @@ def _result(job: Job) -> dict[str, Any]:
         return {}
     with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
         folder = _run_folder(job.words)
-        found = plainfile.parsed(Path(folder, RESULT).read_bytes()) if folder else {}
+        found = plainfile.parse_json(Path(folder, RESULT).read_bytes()) if folder else {}
         return found if isinstance(found, dict) else {}
     return {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lockstep.common.text import printable_line
-from lockstep.config.recorded import Recorded, recorded_configuration
+from lockstep.config.recorded import RecordedConfig, read_recorded_config
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import queue_states
 from lockstep.reporting import jsonl
@@ -39,7 +39,7 @@ class RunReader:
         self.folder = folder
         self._strict = strict
         self._submitted: Submitted | None = None
-        self._configuration = Recorded({}, {})
+        self._configuration = RecordedConfig({}, {})
         self.problem = ""
         self._begin()
 
@@ -75,7 +75,7 @@ class RunReader:
         while self._tail.problems:
             self._warn(self._tail.problems.popleft())
         if not self._configuration.recipe:
-            self._configuration = recorded_configuration(self.folder / CONFIG)
+            self._configuration = read_recorded_config(self.folder / CONFIG)
 
     def view(self, queue: Queue) -> RunView:
         """Return the run by what was read so far; `queue` has the state of its job and the reason."""
@@ -116,7 +116,7 @@ class RunReader:
             self._warn(f"an event of no known form is left out ({error!r})")
             return
         if event.get("event") == "started":
-            self._configuration = Recorded({}, {})  # read anew: this start may have another placement
+            self._configuration = RecordedConfig({}, {})  # read anew: this start may have another placement
         if (found := notice(event, self._log.fractions)) is not None:
             self._note(found)
 

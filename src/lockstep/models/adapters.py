@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: the model's own weights stay, and small matrices beside some layers are trained.
+"""Low-rank adapters by peft: the model's own weights stay, and small matrices parallel to some layers are trained.
 
 Hu et al. 2021, "LoRA: Low-rank adaptation of large language models".
 """
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lockstep.common.patterns import selected
+from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
 
@@ -23,7 +23,7 @@ _PARTS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters there are: of rank `r`, beside the modules that end in one of the names, as peft reads them.
+    """What adapters there are: of rank `r`, at the modules that end in one of the names, as peft reads them.
 
     What an adapter adds is scaled by `alpha / r`, or with `rslora` by `alpha / sqrt(r)`. `train` are patterns of
     parameters that are trained too, such as those of a new head.
@@ -50,7 +50,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if lora.train:
-        for name in selected(f"{_KEY}.train", lora.train, list(parameters)):
+        for name in select(f"{_KEY}.train", lora.train, list(parameters)):
             parameters[name].requires_grad_(True)
     layers = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:
@@ -58,8 +58,8 @@ def adapt(model: nn.Module, lora: Lora) -> None:
             keep_in_evaluation(layer)
 
 
-def merged(model: nn.Module) -> bool:
-    """Add adapters to the weights that they are beside, and take them out; say whether there were any."""
+def merge_adapters(model: nn.Module) -> bool:
+    """Merge adapters into the weights of their layers and remove them; return whether there were any."""
     places = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
     places += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
     for place in places:
@@ -91,13 +91,13 @@ def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 
 
 def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
-    """Return the adapters of a model's state, and the modules that were trained beside them, by the names of peft's
+    """Return the adapters of a model's state, and the modules that were trained with them, by the names of peft's
     files."""
     adapters = {
         name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters({name: each})
     }
-    beside = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
-    return {f"base_model.model.{name}": each for name, each in {**adapters, **beside}.items()}
+    fully_trained = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
+    return {f"base_model.model.{name}": each for name, each in {**adapters, **fully_trained}.items()}
 
 
 def _peft() -> Any:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.common.own_code import OwnCode, described, place
-from lockstep.core.batch import Inputs, call, length, mapped, tensors_of
+from lockstep.common.own_code import OwnCode, describe_error, place
+from lockstep.core.batch import Inputs, call, length, map_tensors, tensors_of
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.flops import FlopCounter, backward_flops
 
@@ -28,12 +28,12 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def averaged(self) -> Form:
+    def as_average(self) -> Form:
         """Return the form of an average of such tensors over time (parallel/ema.py)."""
         wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, wide)
 
-    def stored(self, dtype: torch.dtype | None) -> Form:
+    def cast(self, dtype: torch.dtype | None) -> Form:
         """Return the form of a parameter that is trained in `dtype`, where one is given (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
@@ -113,14 +113,14 @@ def check_dtype(
             with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
                 call(
                     model,
-                    mapped(lambda each: each.to("meta", dtype if each.is_floating_point() else each.dtype), inputs),
+                    map_tensors(lambda of: of.to("meta", dtype if of.is_floating_point() else of.dtype), inputs),
                 )
         except RuntimeError as error:
             if "dtype" in str(error):
                 raise UsageError(
                     f"model {name}: recipe.precision: with weights in {dtype} its forward mixes dtypes: "
-                    f"{described(error)}; convert what is made there, such as a buffer, to the dtype of the input, or "
-                    f"use precision bf16, under which torch converts"
+                    f"{describe_error(error)}; convert what is made there, such as a buffer, to the dtype of the "
+                    f"input, or use precision bf16, under which torch converts"
                 ) from error
 
 
@@ -191,11 +191,11 @@ def _trial(
         check_weights(name, model)
         model.eval()
         with torch.no_grad():
-            evaluated = _outputs(model, name, mapped(lambda each: each.to(device), evaluation))
+            evaluated = _outputs(model, name, map_tensors(lambda each: each.to(device), evaluation))
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            trained = _outputs(model, name, mapped(lambda each: each.to(device), training))
+            trained = _outputs(model, name, map_tensors(lambda each: each.to(device), training))
         flops = backward_flops(counter, trained) if device == "meta" else None
     parameters = list(model.parameters())
     dims = tuple(sorted({parameter.ndim for parameter in parameters}))
@@ -228,14 +228,14 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
         raise
     except BaseException as error:  # a stranger's model may raise anything, and may even exit
         fitting = "an image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
-        told = described(error, "" if place(error) else f"choose a model and {fitting} that fit each other")
-        if "Expected more than 1 value per channel" in told:
+        message = describe_error(error, "" if place(error) else f"choose a model and {fitting} that fit each other")
+        if "Expected more than 1 value per channel" in message:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "
                 f"choose batch and microbatches so that every micro-batch, the last step's of an epoch too, "
                 f"has at least 2 samples, or set last_batch: drop"
             ) from error
-        raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {told}") from error
+        raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {message}") from error
 
 
 def _forms(inputs: Inputs) -> str:

@@ -2,7 +2,7 @@
 
 With ZeRO's stages 1 and 2 one file has the model, whole, and torch reads it with `weights_only`. What has the
 optimizer's state, and with stage 3 or 16 bits the weights too, are pickles of DeepSpeed's classes, which could run code
-when they are read: they are left to DeepSpeed's own program, which lies beside them.
+when they are read: they are left to DeepSpeed's own program in the same folder.
 """
 
 from __future__ import annotations

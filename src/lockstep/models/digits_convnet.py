@@ -31,7 +31,7 @@ def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32,
 
 @final
 class _Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut (He et al. 2015, figure 2)."""
+    """Two 3x3 convolutions and a shortcut (He et al. 2015, figure 2)."""
 
     def __init__(self, channels: int, out_channels: int, stride: int) -> None:
         super().__init__()

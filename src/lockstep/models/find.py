@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.common.importing import import_object
 from lockstep.common.names import suggestion
-from lockstep.common.own_code import OwnCode, described
+from lockstep.common.own_code import OwnCode, describe_error
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
 from lockstep.models.pretrained import fetching, with_fitting_weights
@@ -68,7 +68,7 @@ def build_model(
     factory = _factory(origin, name, pretrained, facts)
     given = dict(options or {})
     arguments = {"options": given} if origin == "transformers" else _from_data(origin, name, factory, facts) | given
-    with _explained(name, arguments), fetching(name) if pretrained else nullcontext():
+    with _report_arguments(name, arguments), fetching(name) if pretrained else nullcontext():
         fit = pretrained and origin == "torchvision"
         model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
     if not isinstance(model, nn.Module):
@@ -187,13 +187,13 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
         case "path":
             with OwnCode(f"model {name}"):  # a signature is what its object says it is
                 named = {key: facts[key] for key in ("shape", "outputs") if key in facts}
-                return _taken(factory, sizes) | _taken(factory, named, open_ended=False)
+                return _filter_arguments(factory, sizes) | _filter_arguments(factory, named, open_ended=False)
         case _:
             of_images = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
-            return _taken(factory, sizes | of_images)
+            return _filter_arguments(factory, sizes | of_images)
 
 
-def _taken(factory: Factory, arguments: dict[str, Any], open_ended: bool = True) -> dict[str, Any]:
+def _filter_arguments(factory: Factory, arguments: dict[str, Any], open_ended: bool = True) -> dict[str, Any]:
     """Return those of the arguments that the function has a parameter for, or **kwargs where that counts too."""
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -206,7 +206,7 @@ def _taken(factory: Factory, arguments: dict[str, Any], open_ended: bool = True)
 
 
 @contextmanager
-def _explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Say of any error while a model is built which arguments it was given: they come from the recipe."""
     try:
         yield
@@ -214,5 +214,5 @@ def _explained(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
         raise
     except BaseException as error:  # a stranger's function may raise anything, and may even exit
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
-        told = described(error, "correct recipe.model.options or the function")
-        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {told}") from error
+        message = describe_error(error, "correct recipe.model.options or the function")
+        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {message}") from error

@@ -1,7 +1,7 @@
 """What a model computes for a sample: its floating-point operations, forward and backward.
 
 Those of products count: of matrices, convolutions and so of attention, which the meta device computes as products. A
-multiplication and an addition are 2. What is element by element does not count, as is usual for model FLOPs.
+multiplication and an addition are 2. Elementwise operations are not counted, as is customary for model FLOPs.
 
 torch.utils.flop_counter has formulas too, and a table of modules, but imports Triton, which takes a third of a second;
 and torch 2.15 counts the weight's gradient of a convolution in groups as often as there are groups.

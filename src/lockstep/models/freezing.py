@@ -8,20 +8,20 @@ from typing import Final
 
 from torch import nn
 
-from lockstep.common.patterns import matches, selected
+from lockstep.common.patterns import matches, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.freeze"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let no gradient be asked for what fits a pattern; UsageError where a pattern fits nothing, or all is frozen.
+    """Freeze parameters that match a pattern; UsageError where a pattern fits nothing, or all is frozen.
 
     A BatchNorm layer all of whose parameters are frozen, or that has none and whose running statistics fit a pattern,
     stays in evaluation: it normalises with its running statistics, and these do not move. Dropout stays active.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    frozen = selected(_KEY, patterns, list(parameters))
+    frozen = select(_KEY, patterns, list(parameters))
     for name in frozen:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

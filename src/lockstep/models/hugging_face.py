@@ -50,7 +50,7 @@ def transformers_model(
             f"model {name}: attn_implementation is {attention!r}, whose kernels need not give the same bits each time; "
             f"use sdpa, the default where a model has it, or eager"
         )
-    with _said(name):
+    with _shorten_errors(name):
         config = _config(library, name, options, facts, pretrained)
     auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
     chosen = {} if attention is None else {"attn_implementation": attention}
@@ -60,7 +60,7 @@ def transformers_model(
             f"for; choose a type that has one, such as {_example(kind_of(facts))}"
         )
     if not pretrained:
-        with _said(name):
+        with _shorten_errors(name):
             model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **chosen)
         return model
     check_weights(name)
@@ -80,7 +80,7 @@ def transformers_model(
 def check_weights(name: str) -> None:
     """Raise UsageError where `name` leads to no weights, or to a folder in which they are damaged.
 
-    Those of a name on the hub are fetched, and looked at, when they are asked for.
+    Those of a name on the hub are fetched, and inspected, on demand.
     """
     if _is_type(_library(name), name):
         raise UsageError(
@@ -105,7 +105,7 @@ def check_weights(name: str) -> None:
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
-    """Return what a model must do: with classes it tells them, of images or of tokens, without it continues text."""
+    """Return what a model must do: with classes, classify images or tokens; without, generate text."""
     if "classes" not in facts:
         return "CausalLM"
     return "SequenceClassification" if "vocabulary" in facts else "ImageClassification"
@@ -117,9 +117,9 @@ def is_transformers_folder(name: str) -> bool:
 
 
 def without_special_tokens(model: nn.Module) -> None:
-    """Take back a type's usual ids of special tokens: in a vocabulary that has none they are any tokens.
+    """Remove a type's default ids of special tokens: in a vocabulary that has none they are ordinary tokens.
 
-    Whoever generates text would end it at one of them.
+    Text generation would end at one of them.
     """
     for settings in (model.config, getattr(model, "generation_config", None)):
         for name in _SPECIAL:
@@ -133,7 +133,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _said(name: str) -> Iterator[None]:
+def _shorten_errors(name: str) -> Iterator[None]:
     """Say in one line what transformers finds wrong with a config: its own errors run over several."""
     try:
         yield
@@ -142,10 +142,10 @@ def _said(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and not is_transformers_folder(name):
             raise  # it is the network's
-        told = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        told = f"there is no {told}" if isinstance(error, KeyError) else told
+        message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        message = f"there is no {message}" if isinstance(error, KeyError) else message
         where = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
-        raise UsageError(f"model {name}: {told}; correct {where}") from error
+        raise UsageError(f"model {name}: {message}; correct {where}") from error
 
 
 def _library(name: str) -> Any:
@@ -212,7 +212,7 @@ def _check_written(name: str, kind: str, known: Collection[str]) -> None:
     Others that are unknown pass, since files of older versions and other programs have many.
     """
     try:
-        written = plainfile.parsed(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
+        written = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
     except (OSError, ValueError):  # transformers has read it
         return
     for key in written:

@@ -13,7 +13,7 @@ from lockstep.core import random
 
 
 def initialise(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build the model on the CPU with every usual generator seeded by `seed`.
+    """Build the model on the CPU with the generators of Python, NumPy and torch seeded by `seed`.
 
     The model is moved afterwards: a GPU would draw other numbers. The generators stay as the build leaves
     them; training seeds them again for each micro-batch.

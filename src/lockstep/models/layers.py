@@ -1,7 +1,7 @@
-"""What the layers of a model are, for rates that fall from each to the one before it.
+"""What the layers of a model are, for learning rates that fall from each to the one before it.
 
 Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT", have the idea; of models that say what their
-layers are, timm's own function is asked.
+layers are, timm's own function decides.
 """
 
 from __future__ import annotations

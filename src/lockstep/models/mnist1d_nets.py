@@ -18,7 +18,7 @@ def mnist1d_logistic(num_classes: int = 10) -> nn.Module:
 
 
 def mnist1d_mlp(num_classes: int = 10, width: int = 100) -> nn.Module:
-    """Return a perceptron with two hidden layers, the second beside a shortcut."""
+    """Return a perceptron with two hidden layers, the second with a shortcut."""
     return nn.Sequential(nn.Linear(_LENGTH, width), nn.ReLU(), _Residual(width), nn.Linear(width, num_classes))
 
 

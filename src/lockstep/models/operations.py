@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.core.batch import Batch, Inputs, call, mapped
-from lockstep.device.kernels import RNN_DROPOUT, Refused, refused
+from lockstep.core.batch import Batch, Inputs, call, map_tensors
+from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
@@ -49,8 +49,8 @@ class Refusal:
         )
 
 
-def refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
-    """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in the order it is met.
+def find_refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
+    """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in order of occurrence.
 
     `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
     left alone. What fails here returns nothing: the first step of the run fails in the same way, with the reason.
@@ -65,13 +65,13 @@ def refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -
 
 
 def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
-    model = _built(build)
+    model = _build_without_memory(build)
     with _fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
-        return _seen(model.train(), mapped(to_cuda, inputs), mapped(to_cuda, batch), loss, cuda=True)
+        return _record_step(model.train(), map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch), loss, cuda=True)
 
 
-def _built(build: Build) -> nn.Module:
+def _build_without_memory(build: Build) -> nn.Module:
     """Return the model, without memory where it can be built so."""
     try:
         with torch.device("meta"):
@@ -81,7 +81,7 @@ def _built(build: Build) -> nn.Module:
 
 
 def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
-    return _seen(build().train(), inputs, batch, loss, cuda=False)
+    return _record_step(build().train(), inputs, batch, loss, cuda=False)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-def _seen(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
+def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
     """Run forward and backward, and return what was refused on the way."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.enable_grad():
@@ -128,7 +128,7 @@ def _seen(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool
 def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
-            yield Refusal(RNN_DROPOUT, _described(path, module))
+            yield Refusal(RNN_DROPOUT, _module_label(path, module))
 
 
 @final
@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Refusal] = []
         self._cuda = cuda
-        self._names = {module: _described(path, module) for path, module in model.named_modules()}
+        self._names = {module: _module_label(path, module) for path, module in model.named_modules()}
         self._stack = [_LOSS]
         # Nodes of the graph are numbered as they are made: where a module began or ended, and whose nodes follow.
         self._numbers, self._modules = [0], [_LOSS]
@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        kernel = refused(func, args, options)
+        kernel = find_refusal(func, args, options)
         if kernel and (self._cuda or not kernel.is_avoided()):
             self.found.append(Refusal(kernel, self._module()))
         return func(*args, **options)
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._modules[bisect_right(self._numbers, self.node._sequence_nr()) - 1]
 
 
-def _described(path: str, module: nn.Module) -> str:
+def _module_label(path: str, module: nn.Module) -> str:
     return f"{path or 'the model'} ({type(module).__name__})"
 
 
@@ -197,7 +197,7 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
     while waiting:
         node = heapq.heappop(waiting)[-1]
         recorder.node = node
-        for (behind, slot), gradient in zip(node.next_functions, _called(node, gradients.pop(node)), strict=False):
+        for (behind, slot), gradient in zip(node.next_functions, _call_node(node, gradients.pop(node)), strict=False):
             if behind is None or gradient is None or behind.name().endswith(_LEAF):
                 continue
             if behind not in gradients:
@@ -208,7 +208,7 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
             gradients[behind][slot] = fitted if before is None else before + fitted
 
 
-def _called(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients of a node's inputs."""
     forms = node._input_metadata
     if isinstance(node, BackwardCFunction):  # written in Python, which is given zeros where there is no gradient

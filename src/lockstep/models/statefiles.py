@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.common import plainfile
 from lockstep.common.names import suggestion
-from lockstep.common.patterns import shortened
+from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError
 from lockstep.models.deepspeed_folders import check_whole, model_file
 
@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     raise UsageError(f"{path}: of unknown kind; give a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
 
 
-def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
+def strip_prefix(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, without it.
 
     Without a prefix, one that a wrapper has put before all names goes: `module.` and `_orig_mod.`.
@@ -62,7 +62,7 @@ def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str,
         found = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         if not found:
             near = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
-            raise UsageError(f"{place}: no name begins with {prefix!r}{near}; there are {shortened([*tensors])}")
+            raise UsageError(f"{place}: no name begins with {prefix!r}{near}; there are {list_some([*tensors])}")
         return found
     found = dict(tensors)
     while wrapper := next((each for each in _WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
@@ -72,7 +72,7 @@ def renamed(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str,
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _INDEX).is_file():
-        return _sharded(folder)
+        return _read_shards(folder)
     for name in _WHOLE:
         if (folder / name).is_file():
             return read_tensors(folder / name)
@@ -87,10 +87,10 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     )
 
 
-def _sharded(folder: Path) -> dict[str, Tensor]:
+def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
     try:
-        files = plainfile.parsed(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
+        files = plainfile.parse_json(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
         places = {str(name): str(file) for name, file in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index}: not an index of weights: {error}; download it again") from error
@@ -100,7 +100,7 @@ def _sharded(folder: Path) -> dict[str, Tensor]:
     parts = {file: read_tensors(folder / file) for file in sorted(set(places.values()))}
     lost = [name for name, file in places.items() if name not in parts[file]]
     if lost:
-        raise UsageError(f"{index}: not in the files that it names: {shortened(lost)}; download them again")
+        raise UsageError(f"{index}: not in the files that it names: {list_some(lost)}; download them again")
     return {name: parts[file][name] for name, file in places.items()}
 
 
@@ -134,5 +134,5 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     for each in (content, *nested):
         if isinstance(each, dict) and each and all(isinstance(value, Tensor) for value in each.values()):
             return {str(name): value for name, value in each.items()}
-    found = f"the entries {shortened(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
+    found = f"the entries {list_some(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
     raise UsageError(f"{path}: no state_dict; it holds {found}; save the tensors alone, by their names")

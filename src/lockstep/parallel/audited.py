@@ -3,7 +3,7 @@
 A micro-batch gives the same bits on every rank. So now and then each rank repeats one of another rank's, and digests
 (core/digest.py) of what both found are compared, together with those of all that ranks hold alike. Where anything
 differs, the step is done again, all ranks repeat the micro-batches in question, and who differs from what most found is
-named (core/vote.py).
+named (core/majority.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.common import plainfile
+from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.digest import Digests
+from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
-from lockstep.core.rota import Rota
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
-from lockstep.core.vote import odd_ones
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
 from lockstep.tasks.base import MicroBatch
@@ -45,23 +45,25 @@ Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which 
 
 @final
 class AuditedEngine:
-    """An engine whose steps are audited when `rota` says so; it changes no number.
+    """An engine whose steps are audited when `schedule` says so; it changes no number.
 
     A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
     results the ranks do not agree raises TrainingError on all of them. `audited` counts the others.
     """
 
-    def __init__(self, engine: Auditable, world: World, rota: Rota, fetch: Callable[[Step, int], MicroBatch]) -> None:
+    def __init__(
+        self, engine: Auditable, world: World, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch]
+    ) -> None:
         self.audited = 0
         self._engine = engine
         self._world = world
-        self._rota = rota
+        self._schedule = schedule
         self._fetch = fetch
         self._digests = Digests()
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        if not self._rota.due(step):
+        if not self._schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         repeated, *own = microbatches
         # With one rank nobody else holds the same.
@@ -103,7 +105,7 @@ class AuditedEngine:
     ) -> tuple[Sums, Findings]:
         """Do a step, and note what other ranks have results for, causes first."""
         findings = [self._repeat(step, repeated)]
-        watched, seen = self._rota.watched(self._world.rank, step), self._new_notes()
+        watched, seen = self._schedule.target(self._world.rank, step), self._new_notes()
         sums = self._engine.forward_backward(
             [replace(each, note=seen.note) if each.index == watched else each for each in own], step, observe
         )
@@ -146,7 +148,7 @@ class AuditedEngine:
         own = [[*subject, _hash(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, text in enumerate(self._world.all_tell(json.dumps(own))):
-            for kind, rows, found in plainfile.parsed(text):
+            for kind, rows, found in plainfile.parse_json(text):
                 opinions.setdefault(Subject(kind, rows), []).append((rank, found))
         return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
 
@@ -155,7 +157,7 @@ class AuditedEngine:
     ) -> str:
         """Get further opinions, and return who is wrong about what. All ranks call it, and get the same."""
         findings += self._compute(step, repeated, own)[1]
-        for index in range(self._rota.microbatches):
+        for index in range(self._schedule.microbatches):
             if _microbatch(index) in disputed:
                 findings.append(self._repeat(step, self._fetch(step, index)))
         disputed = self._find_disputes(findings)
@@ -164,7 +166,7 @@ class AuditedEngine:
         # What the fewest ranks have wrong is nearest to the fault: rows of a weight, not what a replica makes of them.
         subject = min(decided or disputed, key=lambda each: len(named[each]))
         told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
-        ranks = [plainfile.parsed(text) for text in self._world.all_tell(json.dumps(told))]
+        ranks = [plainfile.parse_json(text) for text in self._world.all_tell(json.dumps(told))]
         return _verdict(step, subject, disputed[subject], ranks)
 
     def _new_notes(self) -> _DigestNotes:

@@ -12,7 +12,7 @@ from typing import Final, final
 
 from torch import Tensor, nn
 
-from lockstep.common.own_code import refused
+from lockstep.common.own_code import refusal
 
 _ADVICE: Final = (
     "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "
@@ -47,7 +47,7 @@ class BufferGuard:
                 kind = type(module)
                 if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
                     kind = kind.__bases__[1]  # fully_shard derives a class of its own from the user's
-                raise refused(
+                raise refusal(
                     f"the forward moves buffer {full} of {kind.__name__}, which each process would move by its "
                     f"own micro-batches",
                     _ADVICE,

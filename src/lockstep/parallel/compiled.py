@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import torch
 from torch import nn
 
-from lockstep.common.own_code import located
+from lockstep.common.own_code import location
 from lockstep.device.compiler import OPTIONS, prepare
 from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
@@ -66,6 +66,6 @@ def _refuse(name: str, code: CodeType, error: Exception) -> NoReturn:
     words, _, output = str(error).strip().partition("\nOutput:\n")  # of a compiler
     lines = [text.strip().partition("\n")[0][:_LONGEST] for text in (words, output) if text]
     raise UsageError(
-        f"recipe.compile: torch cannot compile {name} ({located(*place)}): {': '.join(lines)}; change the code there, "
-        f"keep it out by torch.compiler.disable, or set recipe.compile to false"
+        f"recipe.compile: torch cannot compile {name} ({location(*place)}): {': '.join(lines)}; change the code "
+        f"there, keep it out by torch.compiler.disable, or set recipe.compile to false"
     ) from error

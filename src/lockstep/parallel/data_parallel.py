@@ -37,7 +37,7 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as, slice_of
+from lockstep.core.shard import MaybeSharded, local_tensor, shard_like, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
@@ -158,7 +158,7 @@ class DataParallelEngine:
     def forward(self, microbatch: MicroBatch, step: Step) -> Iterator[None]:
         """Enter what a micro-batch's forward and loss are computed in: its random numbers, precision, BatchNorm."""
         self._running.before_forward()
-        seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
+        seed = random.torch_seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
         alone = self._step_sums is None and self._leaves.count == 1
@@ -258,7 +258,7 @@ class DataParallelEngine:
         return State(
             model=model,
             optimizer={name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()},
-            ema={name: sharded_as(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
+            ema={name: shard_like(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
             feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
         )

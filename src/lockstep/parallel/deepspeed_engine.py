@@ -28,7 +28,7 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, piece, sharded_as, slice_of
+from lockstep.core.shard import MaybeSharded, local_tensor, piece, shard_like, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
@@ -172,7 +172,7 @@ class DeepSpeedEngine:
         return State(
             model=model,
             optimizer=tensors,
-            ema=None if ema is None else {name: sharded_as(tensor, model[name]) for name, tensor in ema.items()},
+            ema=None if ema is None else {name: shard_like(tensor, model[name]) for name, tensor in ema.items()},
             scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
         )
 
@@ -203,7 +203,7 @@ class DeepSpeedEngine:
         self._running.before_forward()
         if self._buffer_guard is not None:
             self._buffer_guard.note()
-        seed = random.torch_seed(random.extended(self._forward_key, step.number, microbatch.index))
+        seed = random.torch_seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         for generator in self._generators:
             generator.manual_seed(seed)
         inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import Sum
 from lockstep.comm.stream import CommStream
-from lockstep.core.tree import Block, Counter, total
+from lockstep.core.tree import Counter, LeafBlock, total
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, Note
 
@@ -150,7 +150,7 @@ class Gradients:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._note(f"gradient of {self._names[parameter]}", gradient)
 
-    def _sum(self, bucket: _Bucket, pieces: Mapping[Block, Parts]) -> Tensor:
+    def _sum(self, bucket: _Bucket, pieces: Mapping[LeafBlock, Parts]) -> Tensor:
         flat = {block: flatten(parts, bucket.parameters) for block, parts in pieces.items()}
         return bucket.add(flat, self._leaves, empty_sum(bucket.parameters))
 

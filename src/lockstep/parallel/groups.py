@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lockstep.common.patterns import selected
+from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 
 SCALE: Final = "lr_scale"  # of a parameter group: timm's name for it, and a checkpoint keeps it
@@ -38,7 +38,7 @@ def settings(
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
         place = f"{_KEY}[{number}].match"
-        found = selected(place, group.patterns, names, "trained parameter")
+        found = select(place, group.patterns, names, "trained parameter")
         taken = {name: group for name in names if name in found and name not in group_of}
         if not taken:
             raise UsageError(

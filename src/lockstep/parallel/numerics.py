@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.core.batch import Inputs, mapped
+from lockstep.core.batch import Inputs, map_tensors
 from lockstep.core.precision import Precision
 from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
@@ -76,12 +76,12 @@ class Numerics:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""
         if self.dtype is None and not self.channels_last:
             return inputs
-        prepared: Inputs = mapped(self._prepare_tensor, inputs)
+        prepared: Inputs = map_tensors(self._prepare_tensor, inputs)
         return prepared
 
     def prepare_outputs(self, outputs: Any) -> Any:
         """Return what the model gave as the loss takes it: added up in 16 bits it would not be worth much."""
-        return outputs if self.dtype is None else mapped(_widen, outputs)
+        return outputs if self.dtype is None else map_tensors(_widen, outputs)
 
     def _prepare_tensor(self, tensor: Tensor) -> Tensor:
         if self.dtype is not None and tensor.is_floating_point():

@@ -202,7 +202,7 @@ def _after_steps(
             tensors, scalars = optimizer_state(trained, optimizer)
             kept = {name: tensor.clone() for name, tensor in tensors.items()}
             optimizer = make(trained)
-            load_optimizer_state(trained, optimizer, kept, plainfile.parsed(json.dumps(scalars)))
+            load_optimizer_state(trained, optimizer, kept, plainfile.parse_json(json.dumps(scalars)))
         if rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = rate / (number + 1)

@@ -29,7 +29,7 @@ from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
-from lockstep.core.tree import Block
+from lockstep.core.tree import LeafBlock
 from lockstep.parallel.gradients import Gradients, unflatten
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.optimizer_state import Named
@@ -91,7 +91,7 @@ class PowerSgd:
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # those of a step that has not moved the weights yet
 
     def add(
-        self, parameters: Sequence[nn.Parameter], pieces: Mapping[Block, Tensor], leaves: int, like: Tensor
+        self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
     ) -> Tensor:
         """Add a bucket's flat vectors, as CanonicalSum does, but for what is left out."""
         flat = own_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
@@ -157,7 +157,7 @@ class PowerSgd:
 
     def _factor(self, number: int, matrix: Tensor) -> Tensor:
         if number not in self._factors:
-            generator = torch.Generator().manual_seed(random.torch_seed(random.extended(self._key, number)))
+            generator = torch.Generator().manual_seed(random.torch_seed(random.extend_key(self._key, number)))
             drawn = torch.randn(matrix.shape[1], self._columns, generator=generator, dtype=matrix.dtype)
             self._factors[number] = drawn.to(matrix.device)
         return self._factors[number]

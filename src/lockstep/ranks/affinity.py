@@ -19,7 +19,7 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.common import plainfile
-from lockstep.device.cores import Cores, Seat, bound, listed, parse
+from lockstep.device.cores import Cores, Seat, choose_cores, format_cores, parse
 
 _SYSFS: Final = Path("/sys")
 _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -31,10 +31,10 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
         return []
     seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
     seats = [_read(text) for text in world.all_tell(_to_json(seat))]
-    binding = bound(world.rank, seats, siblings(seat.usable, sysfs), threads)
+    binding = choose_cores(world.rank, seats, siblings(seat.usable, sysfs), threads)
     if binding.cores != seat.usable:
         _bind_threads(binding.cores)
-    return world.all_tell(f"{listed(binding.cores)}: {binding.why}")
+    return world.all_tell(f"{format_cores(binding.cores)}: {binding.why}")
 
 
 def pci_address(device: torch.device) -> str:
@@ -72,11 +72,11 @@ def _text(file: Path) -> str:
 
 
 def _to_json(seat: Seat) -> str:
-    return json.dumps([seat.host, listed(seat.near), listed(seat.usable), seat.limited])
+    return json.dumps([seat.host, format_cores(seat.near), format_cores(seat.usable), seat.limited])
 
 
 def _read(text: str) -> Seat:
-    host, near, usable, limited = plainfile.parsed(text)
+    host, near, usable, limited = plainfile.parse_json(text)
     return Seat(host, parse(near), parse(usable), limited)
 
 

@@ -14,7 +14,7 @@ from lockstep.common import plainfile
 from lockstep.common.own_code import own_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
-from lockstep.device.limits import over_files
+from lockstep.device.ulimits import too_many_files
 from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, with_rank
@@ -67,7 +67,7 @@ class Failure:
 
 def from_json(text: str | bytes) -> Failure:
     """Return the failure that `to_json` wrote; raise ValueError for any other text."""
-    return parse_failure(plainfile.parsed(text))
+    return parse_failure(plainfile.parse_json(text))
 
 
 def parse_failure(value: Any) -> Failure:
@@ -83,7 +83,7 @@ def parse_failure(value: Any) -> Failure:
 
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
     """Return the failure that an error is. Of a lost peer or a limit only the log has the traceback."""
-    known = over_files(error) or lost_peer(error)
+    known = too_many_files(error) or lost_peer(error)
     if known is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known

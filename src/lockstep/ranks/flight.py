@@ -17,7 +17,7 @@ def write(path: Path, nccl: bool) -> bool:
         from torch._C import _distributed_c10d as c10d
 
         text = c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        record = plainfile.parsed(text)
+        record = plainfile.parse_json(text)
     except (ImportError, AttributeError, ValueError):  # another torch, or one without a record
         return False
     if not record.get("entries"):

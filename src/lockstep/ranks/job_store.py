@@ -133,7 +133,7 @@ class JobStore:
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
             raise UntrustedError(key, f"is not signed with the secret of this job; {_SAME_SECRET}")
         try:
-            return parse(plainfile.parsed(text))
+            return parse(plainfile.parse_json(text))
         except ValueError as error:
             raise UntrustedError(key, "has not the form in which ranks of this version write it") from error
 

@@ -27,7 +27,7 @@ from typing import Final, Literal, NoReturn, final
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import RankInfo
 from lockstep.device import ports
-from lockstep.device.limits import over_files, refused
+from lockstep.device.ulimits import limit_error, too_many_files
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, from_json
@@ -117,8 +117,8 @@ def check_loopback(timing: Timing = TIMING) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             socket.create_connection(listening.getsockname(), timeout=timing.loopback_s).close()
     except OSError as error:
-        if over_files(error):
-            raise refused("connect to itself", error) from error
+        if too_many_files(error):
+            raise limit_error("connect to itself", error) from error
         raise PreflightError(
             f"the loopback interface does not work ({error.strerror or error}), and the processes of a run on one "
             f"machine talk over it; switch it on (ip link set {ports.loopback()} up)"
@@ -156,7 +156,7 @@ class _Started:
                 process.start()
                 self._workers.append(_Process(process, _ending(process), words))
         except OSError as error:
-            raise refused(f"start rank {rank}", error) from error
+            raise limit_error(f"start rank {rank}", error) from error
 
     def watch(self) -> list[End]:
         """Return how the workers ended: all of them, or, where one fails, those that have ended when that is clear."""
@@ -296,7 +296,7 @@ def _nameless_file() -> Iterator[str]:
             yield f"file://{folder}/store"
         return
     except OSError as error:
-        raise refused("open a file in memory", error) from error
+        raise limit_error("open a file in memory", error) from error
     try:
         yield f"file:///proc/{os.getpid()}/fd/{descriptor}"
     finally:

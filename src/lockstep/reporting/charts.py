@@ -1,4 +1,4 @@
-"""Charts as plotly's figures in plain values: what is drawn, and nothing of the colours of a page."""
+"""Plots as plotly's figures in plain values, without the colours of a page."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def bars(
 ) -> Chart:
     """Return horizontal bars, one for each of `of`, the first on top; `parts` are their lengths, by name.
 
-    With `stacked` the parts make one bar, else they lie below each other.
+    With `stacked` the parts make one bar, else they are stacked below each other.
     """
     data = [
         {
@@ -106,7 +106,7 @@ def matrix(
 ) -> Chart:
     """Return a square of `counts`, a row for each y; a cell is the darker, the more of its row's it has.
 
-    The diagonal has a colour of its own, and cells of nothing have none, so that few beside many can be seen.
+    The diagonal has a colour of its own, and cells of nothing have none, so that few among many can be seen.
     """
     places = list(range(len(names)))
     shares = [[count / max(sum(row), 1) for count in row] for row in counts]
@@ -162,7 +162,7 @@ def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, n
 
 
 def plain(text: str) -> str:
-    """Return text that plotly draws as it stands: in what it is given it heeds some of HTML's tags."""
+    """Return text that plotly draws literally: it interprets some of HTML's tags."""
     return html.escape(text, quote=False)
 
 
@@ -197,7 +197,7 @@ def _trace(name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str,
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Return how the line of this number is drawn; no two of the first 32 are alike."""
+    """Return the style of the line of this number; no two of the first 32 are alike."""
     return {"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
 
 

@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes to `stream`; `terminal` says whether it is one, left out it is asked.
+    """Writes to `stream`; `terminal` says whether it is one; by default the stream decides.
 
     `rate_rule` is the line that says where the learning rate comes from. What is printed stays; on a terminal
     the steps are drawn over one another instead, and `close` clears that drawing, after an error too.
@@ -45,18 +45,18 @@ class Console:
             case Stepped():
                 self._step(event, time)
             case Evaluated():
-                self._line(wording.evaluated(event))
+                self._line(wording.evaluation_line(event))
                 self._evaluated = wording.of_task(event.figures, event.fractions)
             case Logged():
-                self._line(wording.logged(event))
+                self._line(wording.log_line(event))
             case Skipped():
-                for line in wording.skipped(event):
+                for line in wording.skip_lines(event):
                     self._line(line)
             case Saved():
-                self._line(wording.saved(event))
+                self._line(wording.save_line(event))
             case Stopped():
                 self.close()
-                self._line(wording.stopped(event, self._run_dir))
+                self._line(wording.stop_line(event, self._run_dir))
             case Done():
                 self.close()
                 self._finish(event)
@@ -69,7 +69,7 @@ class Console:
     def _start(self, event: Started, time: float) -> None:
         self.close()
         self._run = event
-        for line in wording.started(event, self._rate_rule):
+        for line in wording.start_lines(event, self._rate_rule):
             self._line(line)
         if self._moving:
             self._began, self._drawn, self._evaluated = time, -float("inf"), ""
@@ -95,7 +95,7 @@ class Console:
             if self._moving:
                 self._rich.print(_table(rows))
             else:
-                for line in wording.aligned(rows):
+                for line in wording.align(rows):
                     self._line(line)
         self._line(wording.fingerprint(event))
 

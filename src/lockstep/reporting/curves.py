@@ -1,4 +1,4 @@
-"""Which figures of an event are drawn against the step, under one name in every sink."""
+"""Which figures of an event are plotted against the step, under one name in every sink."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _finite(value: Any) -> Any:
 def _json(line: bytes) -> Any:
     """Return what a line holds, None where it is not JSON, or nested so deeply that Python gives up."""
     try:
-        return plainfile.parsed(line)
+        return plainfile.parse_json(line)
     except ValueError:
         return None
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lockstep.reporting.overview import ago
-from lockstep.reporting.run_view import STYLES, RunView, clock, figures, headline, joined, latest, left, line, place
+from lockstep.reporting.run_view import STYLES, RunView, clock, eta, figures, headline, join, latest, line, place
 from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
 from lockstep.reporting.text_curve import text_curve
 
@@ -26,7 +26,7 @@ _BEFORE: Final = 5  # notices of a run that were there when the watch began, in 
 
 @final
 class LiveView:
-    """Shows runs on `stream`; `terminal` says whether it is one, left out it is asked.
+    """Shows runs on `stream`; `terminal` says whether it is one; by default the stream decides.
 
     `show` draws the view, in a terminal in the place of the one before, and in a pipe writes lines on what is new;
     `close` clears the drawing.
@@ -68,7 +68,7 @@ class LiveView:
         first = seen is None or run.noticed < seen  # the second where another run began in its folder
         fresh = _BEFORE if first else run.noticed - (seen or 0)
         found = [headline(run)] if first else []
-        found += [joined(run.name, clock(each.time), each.words) for each in run.notices[-fresh:] if fresh]
+        found += [join(run.name, clock(each.time), each.words) for each in run.notices[-fresh:] if fresh]
         written, before = self._lines.get(run.name, (0.0, ""))
         words = line(run)
         if words != before and place(run) and now - written >= _LINE_S and run.state == "running":
@@ -84,7 +84,7 @@ def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves
     for run in runs:
         parts += _run(run, now, width, _HEIGHT if alone else 1, curves)
     for name, notice in latest(runs, min(_NOTICES, max(height - len(parts) - 2, 0))):
-        words = joined(clock(notice.time), "" if alone else name, notice.words)
+        words = join(clock(notice.time), "" if alone else name, notice.words)
         parts.append(Text(_fitting(words, width), _KINDS[notice.kind]))
     return Group(*parts)
 
@@ -98,7 +98,7 @@ def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> lis
     elif status.step is not None:
         last = f"last event {ago(now - status.time)}" if status.time is not None else ""
         total = max(status.steps or status.step, 1)
-        parts.append(progress_line(place(run), status.step, total, joined(left(run), last)))
+        parts.append(progress_line(place(run), status.step, total, join(eta(run), last)))
         parts.append(Text(_fitting(figures(run), width)))
     if run.failure:
         parts.append(Text(run.failure, "red"))

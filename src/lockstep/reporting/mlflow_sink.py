@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep.reporting.kept_id import keep_id, kept_id
+from lockstep.reporting.tracker_id import read_id, write_id
 
 OPTIONS = ("uri", "experiment", "name")
 _LONGEST: Final = 500  # characters of a parameter
@@ -51,16 +51,16 @@ def open_remote(folder: Path, options: Mapping[str, Any], recipe: Mapping[str, A
         place.mkdir(exist_ok=True)
         uri = f"sqlite:///{place / 'mlflow.db'}"
     client = MlflowClient(tracking_uri=uri)
-    number = kept_id(folder, "mlflow")
+    number = read_id(folder, "mlflow")
     if number:
         client.update_run(number, status="RUNNING")
     else:
-        number = _created(client, place if "mlflow.db" in uri else None, options, folder.name, recipe)
-        keep_id(folder, "mlflow", number)
+        number = _create(client, place if "mlflow.db" in uri else None, options, folder.name, recipe)
+        write_id(folder, "mlflow", number)
     return Mlflow(client, number)
 
 
-def _created(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:
+def _create(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:
     from mlflow.entities import Param
 
     title = options.get("experiment", "lockstep")

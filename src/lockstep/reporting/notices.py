@@ -1,4 +1,4 @@
-"""What a person who watches a run is told beside its figures: starts, evaluations, checkpoints, warnings, the end."""
+"""What a person who watches a run sees besides its figures: starts, evaluations, checkpoints, warnings, the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Notice:
 
 
 def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
-    """Return what there is to tell of an event, None for a report of a step; `fractions` are shares of one."""
+    """Return what there is to report of an event, None for a report of a step; `fractions` are shares of one."""
     found = _words(event, fractions)
     if found is None:
         return None
@@ -41,7 +41,7 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
     match event.get("event"):
         case "started":
             where = f"{text(event, 'strategy')} on {count(event, 'processes') or '?'}, {text(event, 'device')}"
-            return "start", f"started: {where}" if event.get("resumed_from") is None else _resumed(event, where)
+            return "start", f"started: {where}" if event.get("resumed_from") is None else _resume_notice(event, where)
         case "warning":
             return "warning", f"warning: {text(event, 'text')}"
         case "skipped":
@@ -61,7 +61,7 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
     return None
 
 
-def _resumed(event: Mapping[str, Any], where: str) -> str:
+def _resume_notice(event: Mapping[str, Any], where: str) -> str:
     again = count(event, "again")
     lost = f", {again:,} later steps are recomputed" if again else ""
     return f"resumed after step {count(event, 'step') or 0:,}: {where}{lost}"

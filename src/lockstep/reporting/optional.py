@@ -23,14 +23,14 @@ class Optional:
 
     def write(self, event: Event, time: float) -> None:
         if (sink := self._sink) is not None:
-            self._tried(lambda: sink.write(event, time))
+            self._try(lambda: sink.write(event, time))
 
     def close(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            self._tried(sink.close)
+            self._try(sink.close)
 
-    def _tried(self, call: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], None]) -> None:
         try:
             with OwnCode(self._label):
                 call()

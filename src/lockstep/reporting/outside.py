@@ -119,7 +119,7 @@ class Outside:
         if output.closed or not select.select([output], [], [], timeout_s)[0]:
             return {}
         line = output.readline()
-        return plainfile.parsed(line) if line else {"error": "its process has ended; see its log"}
+        return plainfile.parse_json(line) if line else {"error": "its process has ended; see its log"}
 
     def _kill(self) -> None:
         self._process.kill()
@@ -133,13 +133,13 @@ def main(name: str) -> int:
     """Be the process: open the sink, pass on what comes, and finish when nothing more does."""
     lines, answers = _apart()
     try:
-        opening = plainfile.parsed(lines.readline())
+        opening = plainfile.parse_json(lines.readline())
         module: Any = import_module(f"lockstep.reporting.{name}_sink")
         remote: Remote = module.open_remote(Path(opening["folder"]), opening["options"], opening["recipe"])
         print(json.dumps({"ready": True}), file=answers, flush=True)
         end = "failed"
         for line in lines:
-            message = plainfile.parsed(line)
+            message = plainfile.parse_json(line)
             end = message.get("end", "failed")
             if message["figures"]:
                 remote.log(message["step"], message["figures"], message["time"])

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import Status
+from lockstep.reporting.run_log import RunStatus
 from lockstep.reporting.run_view import NO_REASON, STYLES, RunView, differing
 from lockstep.reporting.terminal import terminal_on
 
@@ -25,7 +25,7 @@ _WIDEST: Final = 24  # of such a column
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
-    """Write a table of the runs, in their order; `now` is in seconds since 1970. `terminal` left out, it is asked.
+    """Write a table of the runs, in their order; `now` is in seconds since 1970. Without `terminal` the stream decides.
 
     Columns in which nothing stands are left out; so are some, and it is said, where a terminal is too narrow.
     """
@@ -36,7 +36,7 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     headings = _headings(keys[:_MOST_KEYS])
     columns[2:2] = [_Column(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
     shown = [column for column in columns if any(column.cells)]
-    left_out = _narrowed(shown, console.width, [*headings.values()]) if console.is_terminal else []
+    left_out = _drop_columns(shown, console.width, [*headings.values()]) if console.is_terminal else []
     console.print(_line(shown, None, "bold"), soft_wrap=True)
     for number, run in enumerate(runs):
         console.print(_line(shown, number, STYLES.get(run.state, "")), soft_wrap=True)
@@ -75,7 +75,7 @@ def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]
     return merged, [*differing(recipes), *differing(placements)]
 
 
-def _figures(status: Status) -> dict[str, Any]:
+def _figures(status: RunStatus) -> dict[str, Any]:
     """Return what an event log holds, the figure of the last evaluation by its name."""
     figures = asdict(status)
     del figures["figure"]
@@ -121,7 +121,7 @@ class _Column:
     def width(self) -> int:
         return max(map(cell_len, (self.heading, *self.cells)))
 
-    def padded(self, number: int | None) -> str:
+    def pad(self, number: int | None) -> str:
         """Return the cell of a line, or the heading, as wide as the column."""
         text = self.heading if number is None else self.cells[number]
         space = " " * (self.width - cell_len(text))
@@ -139,7 +139,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
-def _narrowed(columns: list[_Column], width: int, of_keys: Sequence[str]) -> list[str]:
+def _drop_columns(columns: list[_Column], width: int, of_keys: Sequence[str]) -> list[str]:
     """Take columns away until the rest fits, and return the headings of those; those of keys go last."""
     taken = []
     for heading in (*_LEFT_OUT, *reversed(of_keys)):
@@ -156,7 +156,7 @@ def _line(columns: Sequence[_Column], number: int | None, style: str) -> Text:
     text = Text()
     for column in columns:
         plain = number is not None and column.heading != "state"
-        text.append(column.padded(number), "" if plain else style)
+        text.append(column.pad(number), "" if plain else style)
         text.append(_GAP)
     text.rstrip()
     return text

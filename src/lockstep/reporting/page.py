@@ -49,7 +49,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles beside each other, with a heading."""
+    """Tiles in a row, with a heading."""
 
     title: str
     tiles: Sequence[Tile]
@@ -58,7 +58,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text that stands for itself, line by line; what it was `given` is set apart from what `follows`."""
+    """A text that stands for itself, line by line; what was `given` is distinguished from what `follows`."""
 
     name: str
     given: str
@@ -75,7 +75,7 @@ class Passages:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressBar:
     """How far something is, `done` of `total`, with lines of words."""
 
     title: str
@@ -84,7 +84,7 @@ class Progress:
     lines: Sequence[str]
 
 
-Section = Table | Chart | Words | Tiles | Passages | Progress
+Section = Table | Chart | Words | Tiles | Passages | ProgressBar
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
@@ -95,7 +95,7 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def live_page(title: str, every_ms: int) -> str:
-    """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` beside it."""
+    """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` in the same folder."""
     below = f'<p class=note id="note" role="status"></p>\n{_SWITCH}<div id="sections" data-every="{every_ms}"></div>'
     no_icon = '<link rel="icon" href="data:,">\n'  # which a browser asks a server for
     return _document(title, below, _part("page.js") + _part("page_live.js"), "; connect-src 'self'", no_icon)
@@ -121,12 +121,12 @@ def _document(title: str, body: str, script: str, policy: str = "", icon: str = 
 <meta http-equiv="Content-Security-Policy" content="{_POLICY.format(scripts=allowed)}{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-{icon}<title>{_escaped(title)}</title>
+{icon}<title>{_escape(title)}</title>
 <style>{_part("page.css")}</style>
 </head>
 <body>
 <main>
-<h1>{_escaped(title)}</h1>
+<h1>{_escape(title)}</h1>
 {body}
 </main>
 <script>{plotly}</script>
@@ -138,7 +138,7 @@ def _document(title: str, body: str, script: str, policy: str = "", icon: str = 
 
 @cache
 def _part(name: str) -> str:
-    """Return the text of a file beside this one."""
+    """Return the text of a file in this folder."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
@@ -156,21 +156,21 @@ def _section(number: int, section: Section) -> str:
 
 
 def _inner(number: int, section: Section) -> str:
-    heading = f"<h2>{_escaped(section.title)}</h2>\n" if section.title else ""
+    heading = f"<h2>{_escape(section.title)}</h2>\n" if section.title else ""
     match section:
         case Words():
-            inner = "\n".join(f"<p>{_escaped(each)}</p>" for each in section.paragraphs)
+            inner = "\n".join(f"<p>{_escape(each)}</p>" for each in section.paragraphs)
         case Table():
             inner = _table(section) + _note(section.note)
         case Tiles():
             inner = f'<div class="tiles">{"".join(map(_tile, section.tiles))}</div>' + _note(section.note)
         case Passages():
             inner = "\n".join(map(_passage, section.passages)) + _note(section.note)
-        case Progress():
+        case ProgressBar():
             bar = f'<progress max="{section.total}" value="{section.done}"></progress>'
-            inner = "\n".join([bar, *(f"<p>{_escaped(each)}</p>" for each in section.lines)])
+            inner = "\n".join([bar, *(f"<p>{_escape(each)}</p>" for each in section.lines)])
         case Chart():
-            label = _escaped(section.title)
+            label = _escape(section.title)
             inner = f'<div class="chart" id="chart-{number}" role="img" aria-label="{label}"></div>'
             inner += _note(section.note)
     return heading + inner
@@ -181,9 +181,9 @@ def _figure(section: Section) -> dict[str, Any] | None:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th scope=col>{_escaped(each)}</th>" for each in table.columns)
+    head = "".join(f"<th scope=col>{_escape(each)}</th>" for each in table.columns)
     rows = "\n".join(
-        f"<tr><th scope=row>{_escaped(row[0])}</th>{''.join(f'<td>{_escaped(each)}</td>' for each in row[1:])}</tr>"
+        f"<tr><th scope=row>{_escape(row[0])}</th>{''.join(f'<td>{_escape(each)}</td>' for each in row[1:])}</tr>"
         for row in table.rows
     )
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div>'
@@ -192,21 +192,21 @@ def _table(table: Table) -> str:
 def _tile(tile: Tile) -> str:
     if not tile.source.startswith("data:"):  # all else would be loaded
         raise ValueError(f"a tile of {tile.source[:40]}")
-    name, below = _escaped(tile.lines[0]), "<br>".join(map(_escaped, tile.lines))
-    return f'<figure><img src="{_escaped(tile.source)}" alt="{name}"><figcaption>{below}</figcaption></figure>'
+    name, below = _escape(tile.lines[0]), "<br>".join(map(_escape, tile.lines))
+    return f'<figure><img src="{_escape(tile.source)}" alt="{name}"><figcaption>{below}</figcaption></figure>'
 
 
 def _passage(passage: Passage) -> str:
-    text = f"<span>{_escaped(passage.given)}</span>{_escaped(passage.follows)}"
+    text = f"<span>{_escape(passage.given)}</span>{_escape(passage.follows)}"
     # HTML drops a line end that is the first of a <pre>.
-    return f"<p class=note>{_escaped(passage.name)}</p>\n<pre>\n{text}</pre>"
+    return f"<p class=note>{_escape(passage.name)}</p>\n<pre>\n{text}</pre>"
 
 
 def _note(text: str) -> str:
-    return f"\n<p class=note>{_escaped(text)}</p>" if text else ""
+    return f"\n<p class=note>{_escape(text)}</p>" if text else ""
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(printable(text))
 
 

@@ -94,7 +94,7 @@ class PageServer:
                 self._runs, self._over, self._data = runs, over, None
 
     def answer(self, path: str, host: str, tag: str) -> Answer:
-        """Return the answer to GET: `host` is the name that was asked, `tag` the answer that is known there."""
+        """Return the answer to GET: `host` is the name in the request, `tag` the answer that is known there."""
         if not is_own(host, self._host):
             return Answer(HTTPStatus.FORBIDDEN, body=b"this name is not one of this machine")
         match path.partition("?")[0]:
@@ -116,9 +116,9 @@ class PageServer:
             return self._data
 
 
-def is_own(asked: str, host: str) -> bool:
-    """Say whether `asked`, the header Host, is an address or names this machine, of which `host` is a name."""
-    name = asked.rpartition(":")[0] if asked.rpartition(":")[2].isdecimal() else asked
+def is_own(header: str, host: str) -> bool:
+    """Say whether `header`, the header Host, is an address or names this machine, of which `host` is a name."""
+    name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.removeprefix("[").removesuffix("]").lower()
     try:
         ipaddress.ip_address(name)

@@ -1,4 +1,4 @@
-"""Charts as PNG files, drawn by the Chromium or Chrome of this machine, without a network."""
+"""Plots as PNG files, rendered by the Chromium or Chrome of this machine, without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALE: Final = 2
 
 
 def check_png() -> None:
-    """Raise UsageError where kaleido or a browser is missing, which draw them."""
+    """Raise UsageError where kaleido or a browser is missing, which render them."""
     if find_spec("kaleido") is None:
         raise UsageError("--png needs kaleido, not installed; pip install 'lockstep-train[png]'")
     if not _browser():

@@ -21,7 +21,7 @@ _MOST_CURVES: Final = 100  # of one run; a log of ours has some ten
 _REPORTS: Final = 20  # of steps, over which speed is measured: an evaluation now and then is in, former hours are not
 
 
-class Report(NamedTuple):
+class SpeedSample(NamedTuple):
     """A start, or a report of a step: what speed is measured by."""
 
     time: float
@@ -38,7 +38,7 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """A start of the run, at `step`; `again` are the steps that it recomputes, `seconds` its place on the time axis."""
 
     step: int
@@ -62,7 +62,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RunStatus:
     """How far a run is; None is what its log does not hold.
 
     `last` is the name of its last event and `time` that event's, in seconds since 1970. `epoch` is the number of the
@@ -91,13 +91,13 @@ class History:
     the later figures count, and the seconds of both. `seconds` are those of all starts together.
     """
 
-    starts: list[Start] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
     curves: dict[str, list[Point]] = field(default_factory=dict)
     saves: list[Save] = field(default_factory=list)
     started: Mapping[str, Any] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    status: Status = field(default_factory=Status)
+    status: RunStatus = field(default_factory=RunStatus)
 
     @property
     def fractions(self) -> frozenset[str]:
@@ -139,14 +139,14 @@ class RunLog:
     """Takes the events of a log one by one; `history` is what they hold so far."""
 
     def __init__(self) -> None:
-        self._starts: list[Start] = []
+        self._starts: list[RunStart] = []
         self._curves: dict[str, Thinned] = {}
         self._saves: list[Save] = []
         self._started: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
         self._loss: float | None = None
         self._figure: Figure | None = None
-        self._reports: deque[Report] = deque(maxlen=_REPORTS + 1)  # since the last start, its own first
+        self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # since the last start, its own first
         self._began: float | None = None  # when this start did
         self._before = self._now = 0.0  # the seconds of the former ones, and the time of the last event
 
@@ -155,7 +155,7 @@ class RunLog:
         _check(event)
         self._last, kind = event, event.get("event")
         if kind == "evaluated":
-            self._figure = self._monitored(event)
+            self._figure = self._monitor_figure(event)
         time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
             return
@@ -168,7 +168,7 @@ class RunLog:
             self._reports.clear()
             self._starts.append(_start(event, step, self._before))
         if kind in ("started", "step"):
-            self._reports.append(Report(time, step, samples))
+            self._reports.append(SpeedSample(time, step, samples))
             self._loss = _figure(event.get("loss")) if kind == "step" else self._loss
         self._now = time
         seconds = self._seconds
@@ -185,13 +185,13 @@ class RunLog:
         starts, saves = [*self._starts], [*self._saves]
         return History(starts, curves, saves, self._started, self._last, self._seconds, self.status())
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """Return how far the run is by the events so far."""
         event, started = self._last, self._started
         step, steps = count(event, "step"), count(started, "steps")
         per_epoch, epochs = count(started, "steps_per_epoch"), _number(started, "epochs")
         steps_per_s, samples_per_s = _speed(self._reports)
-        return Status(
+        return RunStatus(
             last=event.get("event"),
             time=_number(event, "time"),
             reason=event.get("reason") if event.get("event") == "stopped" else None,
@@ -214,7 +214,7 @@ class RunLog:
     def _seconds(self) -> float:
         return self._before + max(0.0, self._now - (self._began or 0.0))
 
-    def _monitored(self, event: Mapping[str, Any]) -> Figure | None:
+    def _monitor_figure(self, event: Mapping[str, Any]) -> Figure | None:
         """Return the figure of an evaluation that says which is the best; None where that is its loss."""
         name = History(started=self._started).monitor
         value = None if name == "loss" else _figure(event.get(name))
@@ -291,8 +291,8 @@ def _is_figure(value: Any) -> bool:
     return _figure(value) is not None
 
 
-def _start(event: Mapping[str, Any], step: int, seconds: float) -> Start:
-    return Start(
+def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
+    return RunStart(
         step=step,
         seconds=seconds,
         again=count(event, "again") or 0,
@@ -303,7 +303,7 @@ def _start(event: Mapping[str, Any], step: int, seconds: float) -> Start:
     )
 
 
-def _speed(reports: Sequence[Report]) -> tuple[float | None, float | None]:
+def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
     """Return steps and samples a second."""
     if len(reports) < 2 or reports[-1].time <= reports[0].time:
         return None, None

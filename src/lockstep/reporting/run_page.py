@@ -7,9 +7,9 @@ from typing import Final
 
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, curves
-from lockstep.reporting.page import Progress, Section, Table, Words
+from lockstep.reporting.page import ProgressBar, Section, Table, Words
 from lockstep.reporting.run_log import History
-from lockstep.reporting.run_view import RunView, clock, differing, figures, headline, joined, latest, left, place
+from lockstep.reporting.run_view import RunView, clock, differing, eta, figures, headline, join, latest, place
 
 _FIRST: Final = ("loss/train", "loss/validation")  # of the charts; then the task's figures, and how fast it went
 _LAST: Final = ("samples_per_s", "lr", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
@@ -59,12 +59,12 @@ def chart(name: str, histories: dict[str, History]) -> Chart:
     return curves(name, lines, name, percent=any(each.is_share(name) for each in histories.values()))
 
 
-def _progress(run: RunView) -> Progress:
+def _progress(run: RunView) -> ProgressBar:
     status = run.status
     last = "" if status.time is None else f"last event at {clock(status.time)}"
-    lines = ["" if run.is_whole else "reading its log", joined(place(run), left(run), last), figures(run)]
+    lines = ["" if run.is_whole else "reading its log", join(place(run), eta(run), last), figures(run)]
     total = max(status.steps or 0, status.step or 0, 1)
-    return Progress(headline(run), status.step or 0, total, [line for line in lines if line])
+    return ProgressBar(headline(run), status.step or 0, total, [line for line in lines if line])
 
 
 def _runs(runs: Sequence[RunView]) -> Table:

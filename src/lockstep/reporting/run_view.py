@@ -11,7 +11,7 @@ from lockstep.common.text import printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from lockstep.reporting import wording
 from lockstep.reporting.notices import Notice
-from lockstep.reporting.run_log import History, Status
+from lockstep.reporting.run_log import History, RunStatus
 
 State = Literal["queued", "running", "saved", "done", "died", "unreadable"]
 
@@ -48,7 +48,7 @@ class RunView:
     is_whole: bool = True
 
     @property
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """How far it is."""
         return self.history.status
 
@@ -63,11 +63,11 @@ class RunView:
         return self.state in _ACTIVE
 
 
-def state(status: Status, held: bool, submitted: float | None = None, job: str | None = None) -> State:
+def state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
     """Return the state of a run whose log could be read.
 
     `held` says whether a process holds the lock of its folder, `submitted` when it was last given to Slurm, and `job`
-    Slurm's state of that job: empty where Slurm does not know it any more, None where nobody could be asked.
+    Slurm's state of that job: empty where Slurm does not know it any more, None where Slurm is not available.
     """
     if status.last == "done":
         return "done"
@@ -103,7 +103,7 @@ def headline(run: RunView) -> str:
     state = "not there yet" if not run.is_whole and not starts else run.state
     where = [f"{each.strategy} on {each.processes or '?'}, {each.device}" for each in starts]
     job = [f"job {run.job} {run.queued}".strip()] if run.job is not None else []
-    return joined(run.name, state, *where, *job)
+    return join(run.name, state, *where, *job)
 
 
 def place(run: RunView) -> str:
@@ -112,10 +112,10 @@ def place(run: RunView) -> str:
     if status.step is None:
         return ""
     epoch = "" if status.epoch is None or status.epochs is None else f"epoch {status.epoch:,}/{status.epochs:,}"
-    return joined(epoch, f"step {wording.of(status.step, status.steps)}")
+    return join(epoch, f"step {wording.of(status.step, status.steps)}")
 
 
-def left(run: RunView) -> str:
+def eta(run: RunView) -> str:
     """Say how long a run takes from its last event on; empty where that is not known, or it is over."""
     seconds = run.status.left_s
     return "" if seconds is None or not run.is_active else f"{wording.duration(seconds)} left"
@@ -127,12 +127,12 @@ def figures(run: RunView) -> str:
     names = [name for name in history.curves if name not in (*_NOT_SHOWN, *_SHOWN)]
     names += [name for name in _SHOWN if name in history.curves]
     words = [f"{name} {_figure(name, history)}" for name in names[:_MOST]]
-    return joined("" if speed is None else f"{speed:,.0f} samples/s", *words)
+    return join("" if speed is None else f"{speed:,.0f} samples/s", *words)
 
 
 def line(run: RunView) -> str:
     """Give a run in one line."""
-    return joined(run.name, place(run), figures(run), left(run))
+    return join(run.name, place(run), figures(run), eta(run))
 
 
 def ending(run: RunView) -> str:
@@ -147,7 +147,7 @@ def ending(run: RunView) -> str:
         case "saved":
             return f"{run.name} {last or 'stopped'}; another start resumes there"
         case "done":
-            done = joined(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
+            done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
             return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
     return f"{run.name} is {run.state}"
 
@@ -159,12 +159,12 @@ def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
 
 
 def clock(seconds: float | None) -> str:
-    """Return the time of day, as the clock of whoever looks has it; empty for None."""
+    """Return the time of day, in the viewer's time zone; empty for None."""
     return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def joined(*words: str) -> str:
-    """Give those words that are not empty, apart."""
+def join(*words: str) -> str:
+    """Join those words that are not empty."""
     return "  ".join(word for word in words if word)
 
 

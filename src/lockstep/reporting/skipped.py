@@ -12,7 +12,7 @@ from lockstep.training.events import Event, Skipped
 
 @final
 class SkippedFiles:
-    """Adds to the file `path`, made with the first line; a file that an earlier start of the run met stays one line."""
+    """Appends to the file `path`, made with the first line; what an earlier start of the run listed stays one line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

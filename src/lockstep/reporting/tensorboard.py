@@ -19,7 +19,7 @@ class TensorBoard:
     """Writes the curves of one run into `folder`, from its `Started` event on; a point is with the kernel at once.
 
     torch's SummaryWriter writes on a thread, which ends with a traceback of its own when the folder is removed, and
-    then keeps whoever closes it waiting for ever.
+    then blocks its close for ever.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 def terminal_on(stream: TextIO, terminal: bool | None = None) -> Console:
-    """Return a console that writes text as it stands; `terminal` says whether it is one, left out the stream is asked.
+    """Return a console that writes text unchanged; `terminal` says whether it is one; by default the stream decides.
 
     Said outright, because rich would take an environment variable about colours for a terminal.
     """

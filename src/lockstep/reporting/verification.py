@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.reporting.wording import counted
+from lockstep.reporting.wording import format_count
 
 Verdict = Literal["identical", "within tolerance", "differs", "failed", "not possible"]
 
@@ -24,8 +24,8 @@ class Mismatch:
     """The first thing on which a placement and the reference disagree, with the likely cause in words.
 
     `step` is the number of the step in the run, from 1 on; None after the last one. `ranks` are those that saw `found`;
-    empty where it cannot be told. `reference` and `found` are the two values as text, for a tensor the pair that lies
-    farthest apart, at `index`.
+    empty where it is unknown. `reference` and `found` are the two values as text, for a tensor the pair with
+    the largest difference, at `index`.
     """
 
     step: int | None
@@ -41,7 +41,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Row:
+class VerdictRow:
     """One placement. `largest` is its largest difference as a part of `tolerance`'s scale; None where none was seen."""
 
     strategy: str
@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CodeFinding:
     """Something about the user's own code. A `fault` makes results depend on the placement; the others are notes."""
 
     culprit: str
@@ -82,8 +82,8 @@ class Verification:
     microbatches: int
     evaluated: int
     validation_samples: int
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...] = ()
+    rows: tuple[VerdictRow, ...]
+    findings: tuple[CodeFinding, ...] = ()
 
     @property
     def agree(self) -> bool:
@@ -108,33 +108,33 @@ def draw(verification: Verification, console: Console) -> None:
         console.print(Text(f"{kind}: {finding.text}", style="bold red" if finding.fault else ""), soft_wrap=True)
     for row in verification.rows:
         if not row.good:
-            console.print(Text("\n".join(explained(row, verification.findings))), soft_wrap=True)
+            console.print(Text("\n".join(explain_row(row, verification.findings))), soft_wrap=True)
     console.print(Text(conclusion(verification), style="bold"), soft_wrap=True)
 
 
 def against(verification: Verification) -> str:
-    """Return what speaks against the placements, as `draw` prints it: the faults, who disagrees, and the end."""
+    """Return what counts against the placements, as `draw` prints it: the faults, who disagrees, and the end."""
     lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
-    lines += [line for row in verification.rows if not row.good for line in explained(row, verification.findings)]
+    lines += [line for row in verification.rows if not row.good for line in explain_row(row, verification.findings)]
     return "\n".join([*lines, conclusion(verification)])
 
 
-def explained(row: Row, findings: Sequence[Finding]) -> Iterator[str]:
+def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[str]:
     """Yield the lines on how a placement disagrees; a cause among `findings` is not repeated."""
-    where = f"{row.strategy} on {counted(row.processes, 'process')}"
+    where = f"{row.strategy} on {format_count(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
         return
     departure = row.departure
-    yield f"{where}: the first difference{departure.after}: {placed(departure)}"
+    yield f"{where}: the first difference{departure.after}: {describe_location(departure)}"
     yield f"  reference {departure.reference}, here {departure.found}"
     if row.differing > 1:
         yield f"  {row.differing} figures and tensors differ in all"
-    told = [f"{finding.culprit}, see above" for finding in findings if finding.text == departure.cause]
-    yield f"  likely cause: {[*told, departure.cause][0]}"
+    causes = [f"{finding.culprit}, see above" for finding in findings if finding.text == departure.cause]
+    yield f"  likely cause: {[*causes, departure.cause][0]}"
 
 
-def placed(departure: Mismatch) -> str:
+def describe_location(departure: Mismatch) -> str:
     """Return what differs and where: `step 1, gradient of conv.weight[3, 1], rank 1`."""
     name = departure.name + (str(list(departure.index)) if departure.index else "")
     parts = [
@@ -152,13 +152,13 @@ def _heading(verification: Verification) -> str:
     steps = ", ".join(map(str, verification.steps))
     return (
         f"{verification.recipe}: step{'s' if len(verification.steps) > 1 else ''} {steps}, "
-        f"{counted(verification.microbatches, 'micro-batch')}, "
+        f"{format_count(verification.microbatches, 'micro-batch')}, "
         f"{verification.evaluated} of {verification.validation_samples} validation samples; "
         f"reference: single on 1 process"
     )
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[VerdictRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     table.add_column("processes", justify="right", no_wrap=True)
@@ -174,7 +174,7 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _result(row: Row) -> str:
+def _result(row: VerdictRow) -> str:
     if row.largest is None or row.verdict in ("identical", "failed", "not possible"):
         return row.verdict
     if row.verdict == "within tolerance":
@@ -189,14 +189,14 @@ def conclusion(verification: Verification) -> str:
     if verification.agree:
         return (
             f"all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed run of "
-            f"{counted(good, 'placement')}"
+            f"{format_count(good, 'placement')}"
         )
     faults = sum(finding.fault for finding in verification.findings)
     where = "in the recipe's own code"
     if good == len(possible):
-        found = f"{counted(faults, 'fault')} {'was' if faults == 1 else 'were'} found {where}"
+        found = f"{format_count(faults, 'fault')} {'was' if faults == 1 else 'were'} found {where}"
         return f"the placements agree, but {found}" if possible else f"nothing was compared: {found}"
-    found = f"; {counted(faults, 'fault')} {where}" if faults else ""
+    found = f"; {format_count(faults, 'fault')} {where}" if faults else ""
     return f"not the same: {good} of {len(possible)} placements agree{found}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.reporting.kept_id import keep_id, kept_id
+from lockstep.reporting.tracker_id import read_id, write_id
 
 OPTIONS = ("project", "entity", "group", "name", "tags", "mode")
 
@@ -37,7 +37,7 @@ def open_remote(folder: Path, options: Mapping[str, Any], recipe: Mapping[str, A
     """Open the run that the folder keeps the id of, or a new one."""
     import wandb
 
-    number = kept_id(folder, "wandb") or secrets.token_hex(6)
+    number = read_id(folder, "wandb") or secrets.token_hex(6)
     run = wandb.init(
         dir=str(folder),
         id=number,
@@ -51,5 +51,5 @@ def open_remote(folder: Path, options: Mapping[str, Any], recipe: Mapping[str, A
         config=dict(recipe),
         settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
     )
-    keep_id(folder, "wandb", number)
+    write_id(folder, "wandb", number)
     return Wandb(run)

@@ -18,16 +18,16 @@ _RANDOM: Final = (
 )
 
 
-def started(event: Started, rate_rule: str) -> list[str]:
+def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     lines = [
         *([event.task] if event.task else []),
-        f"{counted(event.parameters, 'parameter')}, {counted(event.train_samples, 'training sample')}, "
-        f"{counted(event.validation_samples, 'validation sample')}",
-        f"{counted(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
-        f"batch {event.batch:,} in {counted(event.microbatches, 'micro-batch')}",
-        f"{counted(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
+        f"{format_count(event.parameters, 'parameter')}, {format_count(event.train_samples, 'training sample')}, "
+        f"{format_count(event.validation_samples, 'validation sample')}",
+        f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
+        f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
+        f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device; {SLOWLY}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
         rate_rule,
@@ -37,7 +37,7 @@ def started(event: Started, rate_rule: str) -> list[str]:
         lines.append(f"resuming after step {event.step:,} from {printable_line(event.resumed_from)}")
     if event.again:
         verb = "is" if event.again == 1 else "are"
-        lines.append(f"{counted(event.again, 'later step')}, by the log, {verb} recomputed")
+        lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")
     return lines
 
 
@@ -59,7 +59,7 @@ def figures(event: Stepped, run: Started, last: str = "") -> str:
     if event.loss_scale is not None:
         words.append(f"loss scale {event.loss_scale:g}")
     if event.skipped_steps:
-        words.append(f"{counted(event.skipped_steps, 'step')} skipped")
+        words.append(f"{format_count(event.skipped_steps, 'step')} skipped")
     return "  ".join(word for word in words if word)
 
 
@@ -80,30 +80,30 @@ def figure(value: float, is_fraction: bool) -> str:
     return percent(value) if is_fraction else f"{value:.4g}"
 
 
-def logged(event: Logged) -> str:
+def log_line(event: Logged) -> str:
     """Give the figures of a loop of the user's own."""
     return f"step {event.step}  {of_task(event.figures, ())}"
 
 
-def evaluated(event: Evaluated) -> str:
+def evaluation_line(event: Evaluated) -> str:
     """Give the result of an evaluation, with how many samples it saw of how many there are."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
     figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {event.loss:.4f}") if word)
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 
-def skipped(event: Skipped) -> list[str]:
+def skip_lines(event: Skipped) -> list[str]:
     """Name the files that were skipped."""
     return [f"skipped {printable_line(file)}: cannot be read" for file in event.files]
 
 
-def saved(event: Saved) -> str:
+def save_line(event: Saved) -> str:
     """Name a checkpoint and the beginning of its weights' hash."""
     best = "  best so far" if event.best else ""
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
-def stopped(event: Stopped, run_dir: str) -> str:
+def stop_line(event: Stopped, run_dir: str) -> str:
     """Return why the run ends early, and how to resume it."""
     again = f"start again with run.dir={printable_line(run_dir)} to resume"
     return f"stopped by {event.reason} after step {event.step:,}; {again}"
@@ -129,7 +129,7 @@ def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
     return rows
 
 
-def aligned(rows: Sequence[Row]) -> list[str]:
+def align(rows: Sequence[Row]) -> list[str]:
     """Lay out a table of two columns."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
@@ -162,7 +162,7 @@ def of(number: int | None, total: int | None) -> str:
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Give a number of things."""
     if number == 1:
         return f"1 {noun}"
@@ -170,7 +170,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _of_a_sample(event: Started) -> str:
-    """Say what a sample costs, and what share of the devices' peak cannot be told of."""
+    """Say what a sample costs, and what share of the devices' peak is unknown."""
     if event.flops_per_sample is None:
         return "FLOP of a sample not counted: the model does not run without values, on torch's meta device"
     cost = f"{_flops(event.flops_per_sample)} for each sample, forward and backward"

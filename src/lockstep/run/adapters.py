@@ -14,11 +14,11 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, has_adapters, peft_config, peft_names
-from lockstep.models.tuned import Tuning
+from lockstep.models.finetuning import Tuning
 from lockstep.training.checkpoint import saved_state, store
 
 
-def lora_of(given: config.Lora) -> Lora:
+def lora_of(given: config.LoraConfig) -> Lora:
     """Return what the recipe says of adapters."""
     return Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
 
@@ -36,7 +36,7 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     (`recipe.model.lora.train`) are in it as peft's modules_to_save. UsageError where the run has no adapters.
     """
     found = store.load(Path(run))
-    recipe = _recipe(found.path, saved_state.parsed(found.path, found.snapshot.state).recipe)
+    recipe = _recipe(found.path, saved_state.parse_state(found.path, found.snapshot.state).recipe)
     if recipe.model.lora is None:
         raise UsageError(f"{found.path}: the run has no adapters; its weights are in {store.MODEL}")
     lora = lora_of(recipe.model.lora)

@@ -109,7 +109,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
                 if not receiving.poll(_LOOK_S):
                     ended = not process.is_alive() and not receiving.poll(0)
                     continue
-                message = plainfile.parsed(receiving.recv_bytes())
+                message = plainfile.parse_json(receiving.recv_bytes())
                 if _END not in message:
                     yield message
                     continue

@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shard import Chunked
@@ -29,9 +29,9 @@ from lockstep.device.precision import computing_dtype, stored_dtype
 from lockstep.errors import UsageError
 from lockstep.models.check import Form, Summary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
-from lockstep.models.fitting import Fit
+from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
-from lockstep.models.tuned import tuned
+from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named
@@ -175,7 +175,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     tuning = tuning_of(recipe)
-    uncut = partial(tuned, plain, tuning)
+    uncut = partial(build_finetuned, plain, tuning)
     dtype, stored = computing_dtype(recipe.precision), stored_dtype(recipe.precision)
     check = partial(
         check_model,
@@ -211,13 +211,13 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         check_own(recipe.optimizer.name, optimizer(recipe))
     check_rate(recipe, steps)
     taken = None if first is None else first.into(on_meta(uncut if first.adapted else plain))
-    pretrained = partial(tuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first)
+    pretrained = partial(build_finetuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first)
     whole = in_chunks(pretrained, recipe.model)
     problem = Problem(
         task,
         partial(initialise, whole, recipe.seed),
         name,
-        mapped(lambda tensor: tensor.to("meta"), given),
+        map_tensors(lambda tensor: tensor.to("meta"), given),
     )
     warnings = tuple(few_samples(recipe, steps)) if summary.batchnorm else ()
     if first is not None and taken is not None and (taken.fresh or taken.left_over):
@@ -230,8 +230,8 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         parameters=summary.parameters,
         dims=tuple(dims),
         special=special,
-        tensors={key: each if key in summary.buffers else each.stored(stored) for key, each in summary.tensors.items()},
-        trained={key: each.stored(stored) for key, each in summary.trained.items()},
+        tensors={key: each if key in summary.buffers else each.cast(stored) for key, each in summary.tensors.items()},
+        trained={key: each.cast(stored) for key, each in summary.trained.items()},
         blank=build,
         uncut=partial(initialise, pretrained, recipe.seed),
         buffers=summary.buffers,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
@@ -38,7 +38,7 @@ class Checkpoints:
     def __init__(
         self,
         rank: Rank,
-        run: Run,
+        run: RunConfig,
         engine: Engine,
         decided: Callable[[], dict[str, Any]],
         buffers: frozenset[str] = frozenset(),
@@ -72,7 +72,7 @@ class Checkpoints:
         with rank.during("saving"):
             state = self._engine.state()
             kept = {
-                "progress": rank.progress.kept(),
+                "progress": rank.progress.as_dict(),
                 "engine": state.scalars,
                 "numerics": rank.numerics,
                 "source": dict(rank.source),
@@ -88,7 +88,7 @@ class Checkpoints:
 
     def poll(self) -> list[Saved]:
         """Return the save that has ended since it was last asked for, if one has."""
-        return self._record_sha256(self._saver.finished())
+        return self._record_sha256(self._saver.poll())
 
     def wait(self) -> list[Saved]:
         """Wait for a save that is under way, and return it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from lockstep.config.placement import Placement
-from lockstep.core.devices import resolved_backend
+from lockstep.core.devices import resolve_backend
 from lockstep.core.work import divisors
+from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
-from lockstep.device.switches import check_switches
 from lockstep.errors import UsageError
-from lockstep.models.operations import Refusal, refused_operations
+from lockstep.models.operations import Refusal, find_refused_operations
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.optimizer_trials import check_rows
 from lockstep.parallel.pipeline.state import check_separable
@@ -27,7 +27,7 @@ def check_placement(resolved: Resolved) -> None:
     """Raise UsageError where the strategy cannot work with so many processes, or the device with the recipe."""
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
-    resolved_backend(placement.backend, on_gpu)
+    resolve_backend(placement.backend, on_gpu)
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
     check_strategy(resolved.strategy_name, strategy, resolved.processes, recipe.microbatches)
@@ -165,7 +165,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
 def cuda_refusals(ready: Setup) -> list[Refusal]:
     """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
     example, _ = examples(ready.recipe, ready.data)
-    return refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
+    return find_refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
 
 
 def check_kernels(placement: Placement, ready: Setup) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config.recipe import Model
-from lockstep.core.batch import Batch, mapped, tensors_of
+from lockstep.config.recipe import ModelConfig
+from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError, UsageError
@@ -22,7 +22,7 @@ from lockstep.tasks.base import Task
 Build = Callable[[], nn.Module]
 
 
-def chunk_layouts(build: Build, asked: Model) -> Mapping[str, Chunked]:
+def chunk_layouts(build: Build, asked: ModelConfig) -> Mapping[str, Chunked]:
     """Return how each cut parameter is rearranged, by name; empty with one chunk.
 
     UsageError where the model, or the plan that the recipe has for it, cannot be cut.
@@ -30,12 +30,12 @@ def chunk_layouts(build: Build, asked: Model) -> Mapping[str, Chunked]:
     return {} if asked.chunks == 1 else cut(on_meta(build), asked.chunks, asked.plan, asked.name)
 
 
-def in_chunks(build: Build, asked: Model) -> Build:
+def in_chunks(build: Build, asked: ModelConfig) -> Build:
     """Return what builds the model in chunks; with one chunk, `build`."""
     return build if asked.chunks == 1 else partial(_build_in_chunks, build, asked)
 
 
-def _build_in_chunks(build: Build, asked: Model) -> nn.Module:
+def _build_in_chunks(build: Build, asked: ModelConfig) -> nn.Module:
     model = build()
     cut(model, asked.chunks, asked.plan, asked.name)
     return model
@@ -61,7 +61,7 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
     logits = next((each for each in tensors_of(outputs) if isinstance(each, Logits)), None)
     if logits is None:
         return
-    batch = mapped(lambda each: each.to(logits.device), batch)
+    batch = map_tensors(lambda each: each.to(logits.device), batch)
     for compute in (task.loss, task.sums):
         try:
             compute(outputs, batch)

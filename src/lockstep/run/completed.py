@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable, recorded
+from lockstep.config.load import Loaded, comparable, read_run_recipe
 from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
 from lockstep.run.runs import CONFIG
@@ -27,7 +27,7 @@ def completion_notice(loaded: Loaded) -> str:
         end = jsonl.last(folder / jsonl.EVENTS)
         if end.get("event") != "done":
             return ""
-        before = recorded(folder / CONFIG)
+        before = read_run_recipe(folder / CONFIG)
     except (OSError, UsageError):
         return ""
     same = comparable(values(before)) == comparable(values(loaded.config.recipe))

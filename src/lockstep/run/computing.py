@@ -8,9 +8,9 @@ from lockstep.comm.world import choose_device
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement
 from lockstep.core.precision import Precision
+from lockstep.device.env_flags import check_switches
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
-from lockstep.device.switches import check_switches
 
 
 def computing_device(placement: Placement, info: RankInfo, threads: int, precision: Precision) -> torch.device:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import cast
 
 from lockstep.comm.world import World
-from lockstep.core.rota import Rota
+from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.data.loader import Loader
 from lockstep.models.initialise import initialise
 from lockstep.parallel.audited import AuditedEngine
@@ -33,9 +33,11 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
     own = mesh.data_rank(world.rank)
     if placement.audit_every is None:
         return _with_canonical_state(engine, ready), ready.loader(world, own, placement.workers)
-    rota = Rota(placement.audit_every, mesh, ready.recipe.microbatches)
-    loader = ready.loader(world, own, placement.workers, partial(rota.repeated, world.rank))
-    return _with_canonical_state(AuditedEngine(cast(Auditable, engine), world, rota, loader.microbatch), ready), loader
+    schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
+    loader = ready.loader(world, own, placement.workers, partial(schedule.assignment, world.rank))
+    return _with_canonical_state(
+        AuditedEngine(cast(Auditable, engine), world, schedule, loader.microbatch), ready
+    ), loader
 
 
 def _with_canonical_state(engine: Engine, ready: Setup) -> Engine:

@@ -19,7 +19,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
-from lockstep.config.load import Loaded, comparable, differences, load_text, recorded
+from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
@@ -80,7 +80,7 @@ class EvalResult(NamedTuple):
 
 
 ReportResult = Callable[[EvalResult], None]  # called on rank 0
-Opened = tuple[store.Found, Setup]
+Opened = tuple[store.FoundCheckpoint, Setup]
 
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
@@ -129,7 +129,9 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
     return loaded.config.placement, partial(_evaluate_as, request, report, None)
 
 
-def open_checkpoint(request: EvalRequest, found: store.Found | None = None) -> tuple[store.Found, Loaded]:
+def open_checkpoint(
+    request: EvalRequest, found: store.FoundCheckpoint | None = None
+) -> tuple[store.FoundCheckpoint, Loaded]:
     """Load a checkpoint and the configuration of its evaluation; the run folder knows where its data is."""
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
@@ -141,7 +143,7 @@ def open_checkpoint(request: EvalRequest, found: store.Found | None = None) -> t
     recipe = values(checkpoint_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / CONFIG
     if os.path.lexists(run_config):
-        data = recorded(run_config).data
+        data = read_run_recipe(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
     label, text = str(found.path / store.STATE), json.dumps({"recipe": recipe})
     loaded = load_text(text, label, found.path.name, request.overrides, shares_steps=False)
@@ -182,12 +184,12 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
             raise UsageError(f"{key}: lockstep {request.command} does not use it; leave it out")
 
 
-def _check_run(found: store.Found) -> None:
+def _check_run(found: store.FoundCheckpoint) -> None:
     """Raise UsageError for a checkpoint in the folder of a run of another recipe: it is of a run that was there."""
     config = found.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
-    run, own = recorded(config), checkpoint_recipe(found.path, found.snapshot)
+    run, own = read_run_recipe(config), checkpoint_recipe(found.path, found.snapshot)
     if comparable(values(run)) != comparable(values(own)):
         lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
         raise UsageError(

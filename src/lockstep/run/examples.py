@@ -10,7 +10,7 @@ import torch
 
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, mapped
+from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.order import Step, Steps
 from lockstep.data.base import DataSet, DeviceTransforms, NoTransforms, Request, Split
 from lockstep.data.images.device_transforms import device_transforms
@@ -39,7 +39,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
             f"leave mixup and cutmix out"
         )
     _, validation = _few(data.train if data.validation is None else data.validation)
-    return change.for_training(change.prepared(fetched, request), 0, 0), change.for_evaluation(validation)
+    return change.for_training(change.prepare(fetched, request), 0, 0), change.for_evaluation(validation)
 
 
 def _few(split: Split) -> tuple[Request, Batch]:
@@ -66,7 +66,7 @@ def _readable(split: Split) -> int:
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
-    return mapped(lambda each: each[torch.arange(samples) % len(each)], batch)
+    return map_tensors(lambda each: each[torch.arange(samples) % len(each)], batch)
 
 
 def fewest_samples(recipe: Recipe, steps: Steps) -> int:

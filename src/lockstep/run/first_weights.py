@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from lockstep.config import load as loading
 from lockstep.config.load import Loaded
-from lockstep.config.recipe import Recipe, Start, Weights
-from lockstep.config.run import Run, StartFrom
+from lockstep.config.recipe import Recipe, StartingPoint, WeightsConfig
+from lockstep.config.run import RunConfig, StartFromConfig
 from lockstep.core.shard import local_tensor
 from lockstep.errors import ConfigError, TrainingError, UsageError
 from lockstep.models.adapters import has_adapters
-from lockstep.models.fitting import Fit, fit
-from lockstep.models.statefiles import read_tensors, renamed
+from lockstep.models.match_state import Fit, fit
+from lockstep.models.statefiles import read_tensors, strip_prefix
 from lockstep.run.runs import CONFIG
 from lockstep.tasks.facts import DECIDE_OUTPUTS
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key
-from lockstep.training.checkpoint.store import Found
+from lockstep.training.checkpoint.store import FoundCheckpoint
 
 _WEIGHTS: Final = "recipe.model.weights"
 _START: Final = "run.start_from"
@@ -45,7 +45,7 @@ class First:
     place: str
     tensors: Mapping[str, Tensor]
     fresh: Sequence[str] = ()
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     optimizer: bool = False
 
     def into(self, model: nn.Module) -> Fit:
@@ -60,7 +60,7 @@ class First:
     @property
     def state(self) -> SavedState | None:
         """What else the checkpoint says."""
-        return None if self.found is None else saved_state.parsed(self.found.path, self.found.snapshot.state)
+        return None if self.found is None else saved_state.parse_state(self.found.path, self.found.snapshot.state)
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -103,7 +103,7 @@ def weights_record(recipe: Recipe, first: First | None, taken: Fit | None) -> di
     return {"sha256": sha256, "from": first.place, "as initialised": [*taken.fresh], "not used": [*taken.left_over]}
 
 
-def _from_file(loaded: Loaded, weights: Weights, before: Recipe | None) -> tuple[Loaded, First | None]:
+def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) -> tuple[Loaded, First | None]:
     known = before.model.weights if before is not None else None
     if weights.path is None or not Path(weights.path).exists():
         if known is not None and known.sha256 is not None and weights.path in (None, known.path):
@@ -121,12 +121,12 @@ def _from_file(loaded: Loaded, weights: Weights, before: Recipe | None) -> tuple
             f"{_WEIGHTS}: the tensors of {path} have SHA-256 {sha256}, not {weights.sha256}; give those, or leave "
             f"sha256 out"
         )
-    named = renamed(tensors, str(path), weights.prefix or "")
+    named = strip_prefix(tensors, str(path), weights.prefix or "")
     said = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
     return said, First(str(path), named, weights.fresh, found)
 
 
-def _from_run(loaded: Loaded, asked: StartFrom, before: Recipe | None) -> tuple[Loaded, First | None]:
+def _from_run(loaded: Loaded, asked: StartFromConfig, before: Recipe | None) -> tuple[Loaded, First | None]:
     path, recipe = Path(asked.run), loaded.config.recipe
     if not path.exists() and before is not None and before.start is not None:
         return _with_first_weights(loaded, start=before.start), None
@@ -142,24 +142,24 @@ def _from_run(loaded: Loaded, asked: StartFrom, before: Recipe | None) -> tuple[
     return _with_first_weights(loaded, start=start), first
 
 
-def _start(found: Found, optimizer: bool) -> Start:
+def _start(found: FoundCheckpoint, optimizer: bool) -> StartingPoint:
     snapshot = found.snapshot
     weights = store.weights_sha256(snapshot.model)
     if not optimizer:
-        return Start(weights_sha256=weights)
-    state = saved_state.parsed(found.path, snapshot.state)
+        return StartingPoint(weights_sha256=weights)
+    state = saved_state.parse_state(found.path, snapshot.state)
     before = state.recipe.get("start") or {}
     updates = state.progress.step - state.progress.skipped_steps + int(before.get("updates") or 0)
     parts = [store.weights_sha256(snapshot.optimizer), store.weights_sha256(snapshot.ema or {})]
     digest = hashlib.sha256(json.dumps([*parts, snapshot.state["engine"]], sort_keys=True).encode()).hexdigest()
-    return Start(weights_sha256=weights, optimizer_sha256=digest, updates=updates)
+    return StartingPoint(weights_sha256=weights, optimizer_sha256=digest, updates=updates)
 
 
 def _is_run(path: Path) -> bool:
     return (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
 
 
-def _checkpoint(path: Path, run: Run) -> Found:
+def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
@@ -167,7 +167,7 @@ def _checkpoint(path: Path, run: Run) -> Found:
         raise UsageError(str(error)) from error
 
 
-def _of_run(found: Found, ema: bool) -> dict[str, Tensor]:
+def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
     snapshot = found.snapshot
     if ema and snapshot.ema is None:
         raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")
@@ -182,22 +182,24 @@ def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:
         raise UsageError(f"{path}: cannot be used: {error}; save it in a common dtype") from error
 
 
-def _previous_recipe(run: Run) -> Recipe | None:
+def _previous_recipe(run: RunConfig) -> Recipe | None:
     """Return the recipe of the run that is to be resumed, None where there is none that can be read."""
     if run.dir is None or run.resume == "never":
         return None
     try:
-        return loading.recorded(Path(run.dir) / CONFIG)
+        return loading.read_run_recipe(Path(run.dir) / CONFIG)
     except ConfigError:  # other errors in it are reported when the folder is claimed
         return None
 
 
-def _with_first_weights(loaded: Loaded, weights: Weights | None = None, start: Start | None = None) -> Loaded:
+def _with_first_weights(
+    loaded: Loaded, weights: WeightsConfig | None = None, start: StartingPoint | None = None
+) -> Loaded:
     """Return the configuration with what first weights are in its recipe."""
     config = loaded.config
     model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})
     recipe = config.recipe.model_copy(update={"model": model} if start is None else {"start": start})
-    origins = {f"recipe.start.{name}": "run.start_from" for name in Start.model_fields}
+    origins = {f"recipe.start.{name}": "run.start_from" for name in StartingPoint.model_fields}
     origins |= {"recipe.model.weights.sha256": "its tensors"}
     return replace(
         loaded, config=config.model_copy(update={"recipe": recipe}), origins={**origins, **dict(loaded.origins)}

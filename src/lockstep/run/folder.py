@@ -263,7 +263,7 @@ def fresh(loaded: Loaded) -> Path:
 
 
 def _beginning(
-    loaded: Loaded, folder: Path, other: store.Found | None, key: bytes | None
+    loaded: Loaded, folder: Path, other: store.FoundCheckpoint | None, key: bytes | None
 ) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
     holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
@@ -290,13 +290,13 @@ def _beginning(
     return newest.path, _warnings(newest)
 
 
-def _warnings(found: store.Found) -> list[str]:
+def _warnings(found: store.FoundCheckpoint) -> list[str]:
     return [f"warning: {problem}" for problem in found.problems]
 
 
 def _read_recipe(config: Path) -> Recipe:
     try:
-        return loading.recorded(config)
+        return loading.read_run_recipe(config)
     except ConfigError as error:
         raise UsageError(
             f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"

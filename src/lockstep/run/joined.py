@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm import exchanges
-from lockstep.common.own_code import refused, with_its_line
-from lockstep.common.reserved import OF_ALL, first_taken
+from lockstep.common.own_code import refusal, with_its_line
+from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
@@ -116,7 +116,7 @@ class Run:
         decide the bits, under any strategy. A model that is cut has other parameters than before.
         """
         if self._placed is not None:
-            raise refused("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
+            raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
         with modes_kept(model):
             with with_its_line():
@@ -172,7 +172,7 @@ class Run:
         placed = self._ready("run.each")
         samples = batch or self._evaluated
         if not samples:
-            raise refused("run.each: no batch, and no run.steps before it that has one", "give batch=")
+            raise refusal("run.each: no batch, and no run.steps before it that has one", "give batch=")
         items = Items(dataset, collate)
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
@@ -202,7 +202,7 @@ class Run:
         """Write figures, with the step they are of, to the terminal and the run folder."""
         plain = {name: float(value) for name, value in figures.items()}
         if taken := first_taken(plain, OF_ALL):
-            raise refused(f"run.log: {taken} is written beside the figures", "choose another name")
+            raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
         at = self._rank.progress
         self._rank.write(Logged(step=at.step, epoch=at.epoch, samples=at.samples, figures=plain))
 
@@ -210,7 +210,7 @@ class Run:
         """Save a checkpoint, from which the same script goes on, on any number of ranks."""
         placed = self._ready("run.save")
         if self._checkpoints is None:
-            raise refused("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
+            raise refusal("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
         # First: a run that is killed now goes on after this step, and would not report it again.
         for event in self._report() if self._step is not None and self._step.updated else ():
             self._rank.write(event)
@@ -357,14 +357,14 @@ class Run:
 
     def _here(self, what: str = "run") -> Placed:
         if self._placed is None:
-            raise refused(f"{what}: no model is placed", "call run.place(model, optimizer) first")
+            raise refusal(f"{what}: no model is placed", "call run.place(model, optimizer) first")
         return self._placed
 
     def _between(self, what: str) -> None:
         if self._ended:
-            raise refused(f"{what}: the run has ended", "call lockstep.join again")
+            raise refusal(f"{what}: the run has ended", "call lockstep.join again")
         if self._step is not None and not self._step.updated:
-            raise refused(f"{what}: within step {self._step.number}", "call it after step.update")
+            raise refusal(f"{what}: within step {self._step.number}", "call it after step.update")
         if self._placed is not None:
             self._placed.guard.check()
             self._placed.guard.mark()

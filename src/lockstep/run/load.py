@@ -11,7 +11,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
-from lockstep.models.tuned import tuned
+from lockstep.models.finetuning import build_finetuned
 from lockstep.run.adapters import tuning_of
 from lockstep.run.resume import checkpoint_recipe
 from lockstep.run.user_code import import_paths
@@ -39,8 +39,8 @@ def load(
     return made.eval()
 
 
-def _build_from_recipe(found: store.Found, trust: bool) -> nn.Module:
-    state = saved_state.parsed(found.path, found.snapshot.state)
+def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
+    state = saved_state.parse_state(found.path, found.snapshot.state)
     if "loop" in state.recipe:
         raise UsageError(f"{found.path}: of a loop of one's own, which alone knows its model; give model=")
     recipe = checkpoint_recipe(found.path, found.snapshot)
@@ -57,7 +57,7 @@ def _build_from_recipe(found: store.Found, trust: bool) -> nn.Module:
         chosen = recipe.model
         return build_model(name=chosen.name, source=chosen.source, options=chosen.options, facts=state.facts or {})
 
-    return tuned(plain, tuning_of(recipe))
+    return build_finetuned(plain, tuning_of(recipe))
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:

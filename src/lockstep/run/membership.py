@@ -16,7 +16,7 @@ from lockstep.comm.world import open_world
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement
-from lockstep.config.run import Run as Kept
+from lockstep.config.run import RunConfig as Kept
 from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
@@ -106,7 +106,7 @@ class Member:
             world = open_world(rendezvous, device, placement.backend)
             held.callback(world.close)
             rank = Rank(rendezvous, world, where, machine.numerics(device), source)
-            if warning := hashing.apart(world.all_tell(hashing.probe())):
+            if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded

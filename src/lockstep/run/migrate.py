@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.common import schemas
-from lockstep.config.load import Loaded, recorded
-from lockstep.config.run import Run
+from lockstep.config.load import Loaded, read_run_recipe
+from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.run.runs import CONFIG
 
@@ -22,7 +22,7 @@ def keep_old_defaults(loaded: Loaded) -> Loaded:
     if config is None:
         return loaded
     try:
-        before, now = recorded(config), loaded.config.recipe
+        before, now = read_run_recipe(config), loaded.config.recipe
     except ConfigError:  # which the start reports, if it is of that run at all
         return loaded
     unset = [key for key in schemas.ABSENT if loaded.origins.get(f"recipe.{key}") == "default"]
@@ -38,7 +38,7 @@ def keep_old_defaults(loaded: Loaded) -> Loaded:
     )
 
 
-def _config_files(run: Run) -> Iterator[Path]:
+def _config_files(run: RunConfig) -> Iterator[Path]:
     """Yield candidate paths of the resumed run's configuration: the run, or one of its checkpoints, may be named."""
     if run.resume == "auto":
         yield from [Path(run.dir) / CONFIG] if run.dir else []

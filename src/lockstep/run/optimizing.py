@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lockstep.config import plan as planning
 from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
-from lockstep.core.rate import scaled
+from lockstep.core.rate import scale_rate
 from lockstep.device.meta import on_meta
 from lockstep.models.layers import layer_scales
 from lockstep.parallel.groups import GroupSettings, distinct, settings
@@ -54,9 +54,9 @@ def _always(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 
-def _group(recipe: Recipe, given: config.ParameterGroup) -> GroupSettings:
+def _group(recipe: Recipe, given: config.ParameterGroupConfig) -> GroupSettings:
     factor = given.lr_factor or 1.0
     if given.lr is not None:
-        factor = scaled(given.lr.value, given.lr.per_samples, recipe.batch) / planning.base_rate(recipe)
+        factor = scale_rate(given.lr.value, given.lr.per_samples, recipe.batch) / planning.base_rate(recipe)
     decay = {} if given.weight_decay is None else {"weight_decay": given.weight_decay}
     return GroupSettings(given.match, factor, {**given.options, **decay})

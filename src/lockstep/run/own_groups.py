@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import refused
+from lockstep.common.own_code import refusal
 from lockstep.parallel.groups import SCALE
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
@@ -49,10 +49,10 @@ class Groups:
     def take(self, of_engine: Sequence[Settings], step: int) -> None:
         """Hand what was changed to the engine's groups; UsageError for what cannot be heeded."""
         if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
-            raise refused(f"step {step}: the optimizer's groups were replaced", _OTHER)
+            raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
         for before, was in self._before:
             if before != was:
-                raise refused(
+                raise refusal(
                     f"step {step}: a group that was taken from the optimizer before run.place was changed",
                     "take it from optimizer.param_groups, which has others since then",
                 )
@@ -86,11 +86,11 @@ def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "") -> Non
     if value is before or value == before or (name not in group and name != SCALE):
         return
     if name == "lr":
-        raise refused(f"{at}the optimizer's rate was changed, as a scheduler does", _RATE)
+        raise refusal(f"{at}the optimizer's rate was changed, as a scheduler does", _RATE)
     numbers = (name == SCALE or _is_number(before)) and _is_number(value)
     pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
     if not numbers and not pairs:
-        raise refused(f"{at}{name} of a group of the optimizer was changed", _OTHER)
+        raise refusal(f"{at}{name} of a group of the optimizer was changed", _OTHER)
 
 
 def _may_change(value: Any) -> bool:

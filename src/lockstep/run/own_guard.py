@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._C import TensorBase
 from torch.nn import Parameter
 
-from lockstep.common.own_code import Place, between, is_own, refused
+from lockstep.common.own_code import Place, between, is_own, refusal
 from lockstep.run.own_gradient import Withheld
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
@@ -193,7 +193,7 @@ class Guard:
             raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
-            raise refused(f"{self._at}{name} was given other memory", _ADVICE)
+            raise refusal(f"{self._at}{name} was given other memory", _ADVICE)
 
     def _check_gradients(self, found: Sequence[Tensor | None]) -> None:
         for parameter, one, other in zip(self._trained, found, self._shown, strict=True):
@@ -219,12 +219,12 @@ class Guard:
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
-            return refused(
+            return refusal(
                 f"{self._at}a backward that is not step.backward adds to the gradients of the placed model",
                 "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative alone call "
                 "torch.autograd.grad",
             )
-        return refused(f"{self._at}a gradient of the placed model was written", _GRADIENT)
+        return refusal(f"{self._at}a gradient of the placed model was written", _GRADIENT)
 
     def _check_structure(self) -> None:
         if self._part_ids() != self._identities:
@@ -265,7 +265,7 @@ class Guard:
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (other := self._unknown(module)):
-            raise refused(f"{self._at}{other} is called with other weights, and would be given its own", _CALLED_WITH)
+            raise refusal(f"{self._at}{other} is called with other weights, and would be given its own", _CALLED_WITH)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         self._unknown(module)
@@ -288,17 +288,17 @@ class Guard:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
-                raise refused(f"{self._at}{name} was written in a forward", _ADVICE)
+                raise refusal(f"{self._at}{name} was written in a forward", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise refused(f"{self._at}the loss depends on the rows of {name} that this process has", _IN_LOSS)
+        raise refusal(f"{self._at}the loss depends on the rows of {name} that this process has", _IN_LOSS)
 
     @property
     def _at(self) -> str:
         return f"step {self.step}: " if self.step else ""
 
     def _refusal(self, text: str, advice: str = _ADVICE, since: Place | None = None) -> Exception:
-        return refused(f"{self._at}{text}", advice, between(since or self.last, self._line()))
+        return refusal(f"{self._at}{text}", advice, between(since or self.last, self._line()))
 
     def _line(self) -> Place:
         """Return the line of the user's code that is calling, for less than own_code.calling asks."""

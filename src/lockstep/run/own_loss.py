@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.common.own_code import calling, refused
+from lockstep.common.own_code import calling, refusal
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph
@@ -86,9 +86,9 @@ class LossCheck:
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise refused(f"step {step}: step.backward was given {found}", "give the loss added up, a 0-dim tensor")
+            raise refusal(f"step {step}: step.backward was given {found}", "give the loss added up, a 0-dim tensor")
         if loss.grad_fn is None:
-            raise refused(
+            raise refusal(
                 f"step {step}: the loss has no graph that leads to the model",
                 "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
             )
@@ -96,7 +96,7 @@ class LossCheck:
         means = [part for part in parts if part.mean]
         if means and not _of_one_sample(means, microbatch):
             what = "the loss is a mean" if len(means) == len(parts) else "a part of the loss is a mean"
-            raise refused(
+            raise refusal(
                 f"step {step}: {what}, which micro-batches of other sizes would not add up to",
                 'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
             )
@@ -137,12 +137,12 @@ class LossCheck:
                 for was, count in zip(another, size, strict=True):
                     if was != count and math.isclose(one * was, other * count, rel_tol=_CLOSE):
                         by = f"multiplied by {other:.6g} in a micro-batch of {count}, by {one:.6g} in one of {was}"
-                        raise refused(f"step {step}: the loss is {by}: so it is a mean", _SUM)
+                        raise refusal(f"step {step}: the loss is {by}: so it is a mean", _SUM)
 
 
 def _division_error(step: int, divisor: float, why: str) -> Exception:
     product = f"{1 / divisor:.6g} * loss" if divisor else "a factor times the loss"
-    return refused(
+    return refusal(
         f"step {step}: the loss is divided by {divisor:.6g}{why}", f"{_SUM}; write a factor of your own as {product}"
     )
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.comm import exchanges
 from lockstep.comm.world import World
-from lockstep.common.own_code import Place, described, located, refused
+from lockstep.common.own_code import Place, describe_error, location, refusal
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, OwnCodeError
 from lockstep.parallel.numerics import Numerics
@@ -54,19 +54,19 @@ class Gate:
     @property
     def ended(self) -> str:
         """What became of the micro-batch before."""
-        return f"step.backward{f' at {located(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
+        return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
         """Raise UsageError for an exchange of the user's own within a step."""
         if self.step and name == exchanges.OF_ROWS:
-            raise refused(
+            raise refusal(
                 f"step {self.step}: weights that are in rows are read within the step, which takes an exchange that "
                 f"other ranks may not come to",
                 "compute what the loss has of them, such as a penalty, in the model's forward, or use strategy ddp or "
                 "zero1; read them after step.update",
             )
         if self.step:
-            raise refused(
+            raise refusal(
                 f"step {self.step}: torch.distributed.{name} within the step, which other ranks may not come to: each "
                 f"has micro-batches of its own, and not as many",
                 "add figures up by run.sum over run.each, or exchange after step.update",
@@ -85,12 +85,12 @@ class Gate:
 
     def _call(self, call: Callable[..., Any], number: int, /, *args: Any, **named: Any) -> Any:
         if not self.open and self.step:
-            raise refused(
+            raise refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
                 "call it before step.backward, and give that the sum of all losses of the micro-batch, once",
             )
         if not self.open:
-            raise refused(
+            raise refusal(
                 "the placed model is called outside of a micro-batch",
                 "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`",
             )
@@ -128,7 +128,7 @@ class AlikeCalls:
             [str(rank) for rank, each in zip(self._ranks, over, strict=True) if each is end] for end in (False, True)
         )
         more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
-        raise refused(
+        raise refusal(
             f"{at}ranks call the placed model differently in their micro-batches: "
             f"{more if calling and others else 'in another order, or some of them without gradients'}",
             "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
@@ -161,7 +161,7 @@ class StrayModuleCheck:
             node: Any = waiting.pop()
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
-                raise refused(
+                raise refusal(
                     f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
                     f"placed model, and which nobody trains",
                     "make it a part of the model that run.place is given",
@@ -180,14 +180,14 @@ class StrayModuleCheck:
         kind = type(module).__name__
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             self.close()
-            raise refused(
+            raise refusal(
                 f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
                 "make it a part of the model that run.place is given",
             )
         # A teacher under no_grad may have parameters that want what they cannot get.
         if torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters(recurse=False)):
             self.close()
-            raise refused(
+            raise refusal(
                 f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
                 "make it a part of the model that run.place is given",
             )
@@ -198,7 +198,7 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
     if isinstance(error, LockstepError) or not in_rows or not any(word in str(error) for word in _OF_ROWS):
         return error
-    return OwnCodeError(described(error, _IN_ROWS))
+    return OwnCodeError(describe_error(error, _IN_ROWS))
 
 
 @contextmanager

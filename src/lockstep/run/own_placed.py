@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import refused
-from lockstep.config.placement import Strategy
+from lockstep.common.own_code import refusal
+from lockstep.config.placement import StrategyConfig
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
@@ -49,7 +49,7 @@ class ChunkPlan:
     def cut(self, model: nn.Module) -> dict[str, Chunked]:
         """Cut the model, in place; return how parameters are rearranged. UsageError where it cannot be."""
         if type(self.count) is not int or self.count < 1:
-            raise refused(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
+            raise refusal(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
         if self.count == 1:
             return {}
         try:
@@ -117,7 +117,7 @@ class Placed:
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
         if structure(self.model) != self.structure:
-            raise refused(
+            raise refusal(
                 "the model was changed after run.place: it has other parameters or buffers, or others are trained",
                 "change it before run.place",
             )
@@ -164,21 +164,21 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
     size = member.rank.world.size
     given = member.strategy or (asked if isinstance(asked, str) else dict(asked))
-    strategy = Strategy.model_validate({"name": given} if isinstance(given, str) else given)
+    strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else given)
     placement = member.settings.placement.model_copy(update={"strategy": strategy})
     name, chosen = find_strategy(placement, size)
     if name == "pipeline" or chosen.mesh(size).pipe > 1:
-        raise refused(
+        raise refusal(
             f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
             "use another strategy, or a recipe",
         )
     if isinstance(chosen, ExternalEngine):
-        raise refused(
+        raise refusal(
             f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
             "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
         )
     if chosen.mesh(size).context > 1 or chosen.traits.spreads_sequences:
-        raise refused(
+        raise refusal(
             f"strategy {name}: a loop of your own gives the model whole sequences, which no process computes here",
             "use another strategy, or a recipe with recipe.model.sequence_chunks",
         )

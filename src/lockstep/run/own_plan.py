@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import OwnCode, refused
+from lockstep.common.own_code import OwnCode, refusal
 from lockstep.config.recipe import default_microbatches
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
@@ -18,7 +18,7 @@ from lockstep.data.items import Items
 from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
 from lockstep.run.build import over_ranks
-from lockstep.training.loop import Every, Plan
+from lockstep.training.loop import Interval, Plan
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class OwnPlan:
     def loop_plan(self, log_every: int) -> Plan:
         """Return what the training loop follows: it reports, and saves at the end; the rest is the user's to do."""
         weighs = self.weight is not None
-        return Plan(self.steps, None, weighs=weighs, log=Every(steps=log_every), evaluate=None, save=Every())
+        return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
 
 
 def make_plan(
@@ -62,12 +62,12 @@ def make_plan(
 ) -> OwnPlan:
     """Return the plan; UsageError where it cannot be."""
     if (epochs is None) == (steps is None):
-        raise refused("run.steps: give either epochs or steps", "give one of the two")
+        raise refusal("run.steps: give either epochs or steps", "give one of the two")
     if batch < 1 or (drop_last and batch > len(items)):
-        raise refused(f"run.steps: batch is {batch}, of {len(items)} samples", "take 1 or more, and at most those")
+        raise refusal(f"run.steps: batch is {batch}, of {len(items)} samples", "take 1 or more, and at most those")
     count = default_microbatches(batch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
-        raise refused(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
+        raise refusal(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
     return OwnPlan(items, Steps(len(items), batch, drop_last, epochs, steps), count, weight)
 
 

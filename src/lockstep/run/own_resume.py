@@ -18,7 +18,7 @@ from lockstep.training.checkpoint import saved_state
 def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
     """Read a checkpoint; return it and the loop that it is of. UsageError for one of another run. All ranks call it."""
     manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run))
-    state = saved_state.parsed(path, snapshot.state)
+    state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")

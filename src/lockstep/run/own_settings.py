@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from lockstep.common.own_code import calling
 from lockstep.config.base import Section, Threads
-from lockstep.config.document import Place, dotted
+from lockstep.config.document import SourcePosition, format_key
 from lockstep.config.placement import Placement
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.config.wording import problems
-from lockstep.core.precision import Precision, named_elsewhere
+from lockstep.core.precision import Precision, translate_precision
 from lockstep.errors import ConfigError
 
 # Keys of a configuration that a loop of one's own decides itself, or cannot have.
@@ -33,10 +33,10 @@ class Settings(Section):
     """What a run of a loop of one's own is made with."""
 
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
-    precision: Annotated[Precision, BeforeValidator(named_elsewhere)]
+    precision: Annotated[Precision, BeforeValidator(translate_precision)]
     threads: Threads
     placement: Placement
-    run: Run
+    run: RunConfig
 
 
 def settings(
@@ -51,7 +51,7 @@ def settings(
 
     Keys that nothing here would heed are wrong too.
     """
-    place = Place(calling() or "lockstep.join")
+    place = SourcePosition(calling() or "lockstep.join")
     placed = dict(placement) if isinstance(placement, Mapping) else placement or {}
     kept = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
     given = {"seed": seed, "precision": precision, "threads": threads, "placement": placed, "run": kept}
@@ -61,5 +61,5 @@ def settings(
         raise ConfigError([str(each) for each in problems(error, {(): place})]) from None
     asked = {"placement": found.placement.model_fields_set, "run": found.run.model_fields_set}
     if idle := [key for key in _NOT_HERE if key[1] in asked[key[0]]]:
-        raise ConfigError([f"{place}  {dotted(key)}: not for a loop of your own; {_NOT_HERE[key]}" for key in idle])
+        raise ConfigError([f"{place}  {format_key(key)}: not for a loop of your own; {_NOT_HERE[key]}" for key in idle])
     return found

@@ -9,7 +9,7 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.common.own_code import calling, refused
+from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.items import seed_python_and_numpy
@@ -17,7 +17,7 @@ from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, StrayModuleCheck
 from lockstep.run.own_placed import Placed
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.loop import Every, Turn
+from lockstep.training.loop import Interval, Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -87,7 +87,7 @@ class OwnStep:
     def loss(self) -> Tensor:
         """The loss of the whole step, over its weight: 0-dim, float64, the same on every rank. Once it is updated."""
         if self._turn.sums is None:
-            raise refused(f"step {self.number}: step.loss is known after step.update", "ask for it then")
+            raise refusal(f"step {self.number}: step.loss is known after step.update", "ask for it then")
         return self._turn.sums.loss
 
     @property
@@ -98,13 +98,13 @@ class OwnStep:
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
         """Whether this step is the last of so many epochs, or of so many steps."""
         if (epochs is None) == (steps is None):
-            raise refused("step.every: give either epochs or steps", "give one of the two")
-        return Every(steps, epochs).falls_on(self._turn.step)
+            raise refusal("step.every: give either epochs or steps", "give one of the two")
+        return Interval(steps, epochs).falls_on(self._turn.step)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches, on its device; what is between one and its backward is its forward."""
         if self._done or self._current is not None or self._where:
-            raise refused(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
+            raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
         self._gate.step = self._guard.step = self.number
         try:
             for number, microbatch in enumerate(self._microbatches):
@@ -112,14 +112,14 @@ class OwnStep:
                     self._guard.check(whole=False, modes=True)
                 self._stray_check = self._make_stray_check() if not number else None
                 self._current = microbatch
-                seed_python_and_numpy(random.extended(self._draws, 2, microbatch.index))  # torch's the engine seeds
+                seed_python_and_numpy(random.extend_key(self._draws, 2, microbatch.index))  # torch's the engine seeds
                 self._forward = self._engine.forward(microbatch, self._turn.step)
                 self._forward.__enter__()
                 self._gate.open = True
                 self._guard.mark(modes=not number)
                 yield microbatch.batch
                 if self._current is not None:
-                    raise refused(
+                    raise refusal(
                         f"step {self.number}: no backward for micro-batch {number + 1} of {self._of}",
                         "call step.backward(loss), not loss.backward(), for each",
                     )
@@ -133,7 +133,7 @@ class OwnStep:
         microbatch = self._current
         if microbatch is None:
             what = f"a second backward: {self._gate.ended}" if self._done else "a backward outside of a micro-batch"
-            raise refused(
+            raise refusal(
                 f"step {self.number}: {what}",
                 "call step.backward once for each, within `for batch in step`, with the sum of its losses",
             )
@@ -157,7 +157,7 @@ class OwnStep:
         Left out, `lr` is the rate that the optimizer was made with. Groups keep the ratio of their rates.
         """
         if self.updated:
-            raise refused(f"step {self.number}: a second step.update", "call it once for each step")
+            raise refusal(f"step {self.number}: a second step.update", "call it once for each step")
         if self._done < self._of:
             raise self.unfinished()
         self._guard.check()
@@ -173,12 +173,12 @@ class OwnStep:
     def unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""
         if self._done < self._of:
-            return refused(
+            return refusal(
                 f"step {self.number}: left after {self._done} of its {self._of} micro-batches",
                 "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
                 self._where,
             )
-        return refused(f"step {self.number}: left without step.update", "call step.update once for each step")
+        return refusal(f"step {self.number}: left without step.update", "call step.update once for each step")
 
     def leave(self, early: bool = False) -> None:
         """Leave the forward of a micro-batch, if one is under way: its precision, and what looks at it.
@@ -200,7 +200,7 @@ class OwnStep:
 
     def _seed_between(self, place: int) -> None:
         """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
-        key = random.extended(self._draws, place)
+        key = random.extend_key(self._draws, place)
         seed_python_and_numpy(key)
         for generator in self._placed.world.generators():
             generator.manual_seed(random.torch_seed(key))

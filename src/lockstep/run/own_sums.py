@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import add_over_ranks
 from lockstep.comm.world import World
-from lockstep.common.own_code import refused
+from lockstep.common.own_code import refusal
 from lockstep.core.batch import Batch, Inputs
 from lockstep.tasks.base import LOSS, Monitor
 
@@ -29,14 +29,14 @@ class Pass:
 def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
     """Add values over their batches and all ranks; see `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
-        raise refused(
+        raise refusal(
             f"run.sum: it was given a {type(values).__name__}",
             "give one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
     rows = [_by_name(value) for value in values]
     at = last_pass()
     if len(rows) != len(at.numbers):
-        raise refused(
+        raise refusal(
             f"run.sum: {len(rows)} values, but run.each gave {len(at.numbers)} batches",
             "give one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
@@ -59,7 +59,7 @@ def _by_name(value: Any) -> dict[str, Tensor]:
 
 def _tensor(value: Any) -> Tensor:
     if not isinstance(value, int | float | Tensor):
-        raise refused(f"run.sum: a value is a {type(value).__name__}", "give numbers, tensors, or dicts of them")
+        raise refusal(f"run.sum: a value is a {type(value).__name__}", "give numbers, tensors, or dicts of them")
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_dtype(value))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import refused
+from lockstep.common.own_code import refusal
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
@@ -35,43 +35,43 @@ _NOT_CALLED: Final = {
 def check_pair(model: Any, optimizer: Any) -> None:
     """Raise UsageError where these are no model and an optimizer of just its parameters that has not stepped yet."""
     if not isinstance(model, nn.Module):
-        raise refused(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
+        raise refusal(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
     if synced := [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]:
-        raise refused(
+        raise refusal(
             f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, and the forwards of a loop of your "
             f"own do not reach a layer together",
             "use torch.nn.BatchNorm layers, which normalise by micro-batch, or a recipe with batchnorm: sync",
         )
     if not isinstance(optimizer, Optimizer):
-        raise refused(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
+        raise refusal(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refused(f"run.place: the optimizer has {len(hooked)} hooks of its step", _NO_HOOK)
+        raise refusal(f"run.place: the optimizer has {len(hooked)} hooks of its step", _NO_HOOK)
     if optimizer.state:
-        raise refused("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
+        raise refusal("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
     if "lr" not in optimizer.defaults:
-        raise refused(
+        raise refusal(
             f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"
         )
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [list(each.shape) for each in held if each not in names]
     if foreign:
-        raise refused(
+        raise refusal(
             f"run.place: the optimizer has {len(foreign)} parameters that the model has not, such as one of shape "
             f"{foreign[0]}",
             "put all that is trained in one module, such as an nn.ModuleDict",
         )
     if watched := [names[each] for each in held if each._backward_hooks or each._post_accumulate_grad_hooks]:
-        raise refused(
+        raise refusal(
             f"run.place: {watched[0]} has a hook of its gradient, which strategies keep in other tensors",
             "take it away; compute in the model what changes gradients, and log step.norm",
         )
     frozen = [names[each] for each in held if not each.requires_grad]
     missing = [name for each, name in names.items() if each.requires_grad and each not in set(held)]
     if frozen:
-        raise refused(f"run.place: the optimizer has {frozen[0]}, which wants no gradient", "leave it out")
+        raise refusal(f"run.place: the optimizer has {frozen[0]}, which wants no gradient", "leave it out")
     if missing:
-        raise refused(
+        raise refusal(
             f"run.place: {missing[0]} wants a gradient and is in no group of the optimizer",
             "add it, or freeze it with requires_grad_(False)",
         )
@@ -144,6 +144,6 @@ def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: It
 
 def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(_: Optimizer, given: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
-        raise refused(f"optimizer.{name}() is not this loop's to call", advice)
+        raise refusal(f"optimizer.{name}() is not this loop's to call", advice)
 
     return refuse

@@ -14,7 +14,7 @@ from lockstep.common import plainfile
 from lockstep.common.schemas import SCHEMA
 from lockstep.config import plan as planning
 from lockstep.config.base import values
-from lockstep.config.document import dotted
+from lockstep.config.document import format_key
 from lockstep.config.load import comparable
 from lockstep.config.write import leaves
 from lockstep.core.order import Step
@@ -49,7 +49,7 @@ from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import disagreement
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train
 
 _FILES: Final = 100  # that could not be read, in one event
 
@@ -163,9 +163,9 @@ class RankTraining:
             weighs=not task.counts_samples,
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=recipe.nonfinite == "stop",
-            log=Every(steps=run.log_every),
-            evaluate=None if self.ready.data.validation is None else Every(every.steps, every.epochs),
-            save=Every(run.save_every.steps, run.save_every.epochs),
+            log=Interval(steps=run.log_every),
+            evaluate=None if self.ready.data.validation is None else Interval(every.steps, every.epochs),
+            save=Interval(run.save_every.steps, run.save_every.epochs),
         )
 
     def _warnings(self) -> Iterator[Warned]:
@@ -194,7 +194,7 @@ class RankTraining:
         for number, file in enumerate(self.ready.data.files or ()):
             met, reported = self.loader.unreadable[number], self.reported[number]
             of_all = self.world.all_tell(json.dumps(sorted(met - reported)))
-            new = sorted({each for text in of_all for each in plainfile.parsed(text)} - reported)
+            new = sorted({each for text in of_all for each in plainfile.parse_json(text)} - reported)
             reported.update(new)
             for first in range(0, len(new), _FILES):
                 files = tuple(file(each) for each in new[first : first + _FILES])
@@ -203,8 +203,8 @@ class RankTraining:
 
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
-        spent, peak = self.clock.spent(), Meter(self.world.device).peak_bytes()
-        ranks = [plainfile.parsed(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
+        spent, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
+        ranks = [plainfile.parse_json(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
         progress = self.rank.progress
         return Done(
             step=progress.step,
@@ -228,7 +228,7 @@ class RankTraining:
             return
         folder = self.folder
         recipe, run = self.resolved.recipe, self.resolved.run
-        decided = {dotted(path): value for path, value in leaves(values(recipe))}
+        decided = {format_key(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from lockstep.config.elsewhere.find import Imported, import_file
+from lockstep.config.elsewhere.find import ImportedConfig, import_file
 
 _PROCESSES: Final = "placement.processes="
 
 
-def import_recipe(file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None) -> Imported:
+def import_recipe(
+    file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None
+) -> ImportedConfig:
     """Translate a file; see import_file.
 
     Without `gpus`, it is for as many as there are ranks, or else cards in this machine, at least one.

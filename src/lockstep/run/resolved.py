@@ -10,7 +10,7 @@ from lockstep.common.platforms import usable_cores
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING
 from lockstep.errors import UsageError
@@ -38,7 +38,7 @@ class Resolved:
         return self.loaded.config.placement
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunConfig:
         """What is kept."""
         return self.loaded.config.run
 

@@ -22,7 +22,7 @@ from lockstep.config import load as loading
 from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
-from lockstep.config.run import Run
+from lockstep.config.run import RunConfig
 from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import loss_scaler
@@ -43,7 +43,7 @@ from lockstep.training.checkpoint.store import Snapshot
 _SHOWN: Final = 8  # problems of a checkpoint
 
 
-def signing_key(run: Run) -> bytes | None:
+def signing_key(run: RunConfig) -> bytes | None:
     """Return the key that the run's checkpoints are signed with, if it names one."""
     return read_key(Path(run.key_file)) if run.key_file is not None else None
 
@@ -74,7 +74,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
 
 def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     """Return the recipe that the checkpoint `path` was made by."""
-    recipe = saved_state.parsed(path, snapshot.state).recipe
+    recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(f"{path}: of a loop of one's own, and no recipe; its script goes on with it")
     try:
@@ -102,7 +102,7 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resume_state` does, as far as an evaluation needs it: the optimizer is not looked at."""
-    state, recipe = saved_state.parsed(path, snapshot.state), ready.recipe
+    state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.facts, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [
@@ -221,7 +221,7 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
         yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
     elif snapshot.ema is not None:
         yield from _forms_problems(
-            "averaged weights", _forms(snapshot.ema), {name: form.averaged() for name, form in ready.tensors.items()}
+            "averaged weights", _forms(snapshot.ema), {name: form.as_average() for name, form in ready.tensors.items()}
         )
 
 

@@ -55,7 +55,7 @@ def record_job(folder: Path, submitted: Submitted) -> None:
 def job_of(folder: Path) -> Submitted | None:
     """Return the last job of a run folder, None where it was never submitted; UsageError where it cannot be read."""
     try:
-        match plainfile.parsed(plainfile.content(folder / JOB, _LARGEST)):
+        match plainfile.parse_json(plainfile.content(folder / JOB, _LARGEST)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return Submitted(job, float(submitted))
         raise ValueError("not a job's record")
@@ -117,7 +117,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 def _json(file: Path) -> dict[str, Any]:
     """Return what a file of JSON holds, empty where it cannot be read."""
     try:
-        found = plainfile.parsed(plainfile.content(file, _LARGEST))
+        found = plainfile.parse_json(plainfile.content(file, _LARGEST))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.common.own_code import OwnCode
-from lockstep.core.batch import Batch, Inputs, length, mapped
+from lockstep.core.batch import Batch, Inputs, length, map_tensors
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import KEY
 from lockstep.parallel.context.exchange import Exchange
@@ -55,7 +55,7 @@ def _trial(
             f"{KEY}: {name} does not take {POSITIONS}, so it cannot know where in a sequence a chunk is; give its "
             f"forward that argument, of shape [1, positions], or leave the key out"
         )
-    given = mapped(lambda each: each.to(device), batch)
+    given = map_tensors(lambda each: each.to(device), batch)
     with torch.no_grad():
         losses_in(model, task, given, 1)  # whether there is a mask over the whole sequence, as a sliding window's
         losses_in(model, task, given, chunks)

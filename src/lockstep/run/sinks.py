@@ -16,8 +16,8 @@ from lockstep.common.importing import import_object
 from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
 from lockstep.common.text import printable
-from lockstep.config.run import Run
-from lockstep.config.run import Sink as Named
+from lockstep.config.run import RunConfig
+from lockstep.config.run import SinkConfig as Named
 from lockstep.errors import UsageError
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures
@@ -36,7 +36,7 @@ _IN_URL: Final = re.compile(rf"//[^/@\s]*:(?!\$\{{)[^/@\s]+@|[?&;]{_SECRETS}=(?!
 _CONTRACT: Final = "see docs/bring-your-own.md"
 
 
-def check_sinks(run: Run) -> None:
+def check_sinks(run: RunConfig) -> None:
     """Raise UsageError for a sink that is not installed, is none, or has options that it does not take."""
     for number, sink in enumerate(run.sinks):
         if ":" in sink.name:
@@ -59,14 +59,14 @@ def check_sinks(run: Run) -> None:
                 )
 
 
-def own_paths(run: Run) -> list[str]:
+def own_paths(run: RunConfig) -> list[str]:
     """Return the import paths among the sinks."""
     return [sink.name for sink in run.sinks if ":" in sink.name]
 
 
 @contextmanager
 def open_sinks(
-    run: Run, decided: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
+    run: RunConfig, decided: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Give the sinks of a run while the block lasts; those that may fail are opened first. Only rank 0 enters it.
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from lockstep.config.placement import Placement
-from lockstep.core.devices import resolved_backend
+from lockstep.core.devices import resolve_backend
 from lockstep.ranks import flight
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
@@ -24,7 +24,7 @@ def stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.d
         )
 
     tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
-    nccl = resolved_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
+    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
     return StallDetector(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
 
 

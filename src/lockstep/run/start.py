@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeVar
 
 import torch
 
-from lockstep.common.hashing import FIXED, RANDOM, given_to_others, hash_seed
+from lockstep.common.hashing import FIXED, RANDOM, hash_seed, hash_seed_for_children
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.errors import LockstepError
@@ -71,7 +71,7 @@ def on_ranks(
     worker = partial(work, ready if method == "fork" else None)
     with ExitStack() as stack:
         if method == "spawn":  # each would draw a seed of its own
-            stack.enter_context(given_to_others(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
+            stack.enter_context(hash_seed_for_children(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
         if hashes is not None:
             stack.enter_context(_without_main())
         return run_workers(worker, count, method, placement.timeout_s, logs, failed)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import lockstep
-from lockstep.common.own_code import is_installed, is_own, located
+from lockstep.common.own_code import is_installed, is_own, location
 from lockstep.config.recipe import Recipe
 
 _BUILDING: Final = ("__init__", "__new__", "__post_init__")  # what is set there is no state that a forward changes
@@ -67,7 +67,7 @@ def place_of(thing: object) -> str:
         file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
     except (TypeError, OSError):  # of C, or typed into an interpreter
         return ""
-    return located(file, line) if file and not is_librarys(file) else ""
+    return location(file, line) if file and not is_librarys(file) else ""
 
 
 def place_of_attribute(kind: type, name: str) -> str:
@@ -80,7 +80,7 @@ def place_of_attribute(kind: type, name: str) -> str:
         tree = ast.parse(textwrap.dedent("".join(lines)))
         line = _line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
         if line is not None:
-            return located(file, first + line - 1)
+            return location(file, first + line - 1)
     return ""
 
 
@@ -93,7 +93,7 @@ def place_of_global(module: ModuleType, name: str) -> str:
 
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
     line = _line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
-    return located(file, line)
+    return location(file, line)
 
 
 def place_of_frame(frame: FrameType | None) -> str:
@@ -108,7 +108,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 def place_of_line(frame: FrameType, line: int) -> str:
     """Return a line of the code that a frame runs."""
-    return located(frame.f_code.co_filename, line)
+    return location(frame.f_code.co_filename, line)
 
 
 def is_librarys(file: str) -> bool:

@@ -17,7 +17,7 @@ Report = dict[str, Any]  # ready for JSON
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One cut of the global batch: the unit of work, computed at the same shape whoever computes it.
+    """One cut of the global batch: the unit of work, computed at the same shape on every rank.
 
     `index` is its number in the step, `samples` are along dim 0 of each tensor of `batch`, and `weight` is what it
     counts for in the step's loss. A `dummy` is computed by another rank too: this one only takes part in what all do
@@ -48,7 +48,7 @@ class Task(Protocol):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether a batch weighs as many as it has samples: what a step weighs is known then, and not exchanged."""
+        """Whether a batch weighs as many as it has samples: a step's weight is known then, and not communicated."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class Task(Protocol):
     def weight(self, batch: Batch) -> int:
         """Return what a batch counts for: a whole number, such as of samples or of tokens that are not padding.
 
-        `batch` is on the CPU, as the data set gave it. 0 is legal: the batch then counts for nothing.
+        `batch` is on the CPU, as the dataset gave it. 0 is legal: the batch then counts for nothing.
         """
         ...
 
@@ -96,7 +96,7 @@ class Task(Protocol):
         ...
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return what is added beside `sums` in a run's last evaluation alone, such as a matrix of confusions."""
+        """Return what is added to `sums` in a run's last evaluation alone, such as a matrix of confusions."""
         ...
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:

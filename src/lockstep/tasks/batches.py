@@ -15,14 +15,14 @@ _OUTPUTS: Final = ("logits", "out")  # transformers', and that of torchvision's 
 
 
 class Parts(NamedTuple):
-    """A batch taken apart: what the model's forward takes, and what it is to give."""
+    """A batch split in two: the inputs of the model's forward, and the targets."""
 
     inputs: Inputs
     targets: Any
 
 
 def parts(batch: Batch) -> Parts:
-    """Take a batch apart: of a tuple the last is the targets, of a mapping what is called `labels` or `targets`."""
+    """Split a batch: of a tuple the last is the targets, of a mapping what is called `labels` or `targets`."""
     if isinstance(batch, Mapping):
         name = next((each for each in TARGETS if each in batch), None)
         if name is None:

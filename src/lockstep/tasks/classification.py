@@ -16,7 +16,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, summed
+from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, sum_loss
 
 SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
 _TOLERANCE: Final = 1e-2  # of the sum of a mixture, which may have been rounded to bfloat16
@@ -88,7 +88,7 @@ class Classification:
         A user's loss that returns one value for each sample is added up here; a scalar is taken as their sum.
         """
         if self.own_loss is not None:
-            return summed(self.own_loss(outputs, targets), outputs)
+            return sum_loss(self.own_loss(outputs, targets), outputs)
         with OwnCode(f"{self.model_name}: the cross entropy of its outputs"):
             return cross_entropy_sum(outputs, targets, self.label_smoothing, self._weights_beside(outputs))
 
@@ -169,7 +169,7 @@ def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
     return targets, targets != SKIPPED
 
 
-def skipped_samples(batch: Batch) -> Tensor:
+def skip_mask(batch: Batch) -> Tensor:
     """Return which samples of a batch count as nothing: bool of shape [n]; none where a target is no single number."""
     targets = targets_of(batch)
     whole = targets.ndim == 1 and not targets.is_floating_point()
@@ -186,7 +186,7 @@ def find_loss(name: str) -> Loss | None:
 
 
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
-    """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
+    """Raise UsageError unless `loss` gives a sum or one value for each sample, tested with two equal samples.
 
     The first of `targets` that counts is the target of both.
     """
@@ -200,7 +200,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
         found = f"its target has shape {list(targets.shape[1:])} and {targets.dtype}"
-        raise UsageError(f"{label} sample {samples[0]}: {found}; {_expected(classes)}")
+        raise UsageError(f"{label} sample {samples[0]}: {found}; {_target_rule(classes)}")
     if floating:
         no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
         wrong = (targets < 0).any(1) | ~targets.isfinite().all(1) | no_mixture
@@ -208,8 +208,8 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
         wrong = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
     if wrong.any():
         first = int(wrong.nonzero()[0])
-        found = f"its target is {_shown(targets[first])}"
-        raise UsageError(f"{label} sample {samples[first]}: {found}; {_expected(classes)}")
+        found = f"its target is {_format_target(targets[first])}"
+        raise UsageError(f"{label} sample {samples[first]}: {found}; {_target_rule(classes)}")
 
 
 def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
@@ -238,14 +238,14 @@ def cross_entropy_sum(
     )
 
 
-def _expected(classes: int) -> str:
+def _target_rule(classes: int) -> str:
     return (
         f"the task is classification, and the data has {classes} classes: a target is a whole number from 0 "
         f"to {classes - 1}, or {classes} floats, none negative, whose sum is 1"
     )
 
 
-def _shown(target: Tensor) -> str:
+def _format_target(target: Tensor) -> str:
     values = [f"{value:.6g}" for value in target.flatten()[:_SHOWN].tolist()]
     more = ", ..." if target.numel() > _SHOWN else ""
     return f"[{', '.join(values)}{more}]" if target.ndim else values[0]

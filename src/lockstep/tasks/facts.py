@@ -1,6 +1,6 @@
 """What data states of what is to be learned from it: the names of its classes, and of what kind its targets are.
 
-They are among a data set's `facts`, which tasks and models read, and which a checkpoint keeps.
+They are among a dataset's `facts`, which tasks and models read, and which a checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.common.kinds import shown
+from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import check_targets, skipped_samples
+from lockstep.tasks.classification import check_targets, skip_mask
 
 NAMES: Final = "classes"  # the fact, and the option of data of the user's own that gives it
 DECIDE_OUTPUTS: Final = (NAMES,)  # facts that the last layer of a model was trained for
@@ -40,7 +40,7 @@ def facts(
     }
 
 
-def found_names(label: str, given: Any, train: Any) -> list[str]:
+def find_class_names(label: str, given: Any, train: Any) -> list[str]:
     """Return the names of the classes of a user's training set; an empty list where there are none.
 
     They are `given`, a number or a list, else its attribute `classes`, else counted from its `targets`.
@@ -51,9 +51,9 @@ def found_names(label: str, given: Any, train: Any) -> list[str]:
     if isinstance(named, list | tuple) and named:
         return [str(each) for each in named]
     if given is not None:
-        raise UsageError(f"{label}: options.{NAMES}: expected a number or a list of names, got {shown(given)}")
+        raise UsageError(f"{label}: options.{NAMES}: expected a number or a list of names, got {type_name(given)}")
     targets = getattr(train, "targets", None)
-    return [] if targets is None else [str(number) for number in range(_counted(targets))]
+    return [] if targets is None else [str(number) for number in range(_count_classes(targets))]
 
 
 def of_targets(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def of_targets(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
     """Raise UsageError where a pair's targets are none of the classes; those of pixels the task looks at.
 
-    `numbers` are those of the samples in the data set `label`.
+    `numbers` are those of the samples in the dataset `label`.
     """
     targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
@@ -80,7 +80,7 @@ def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence
 
 def skipping(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
     """Return what says which samples of such batches count as nothing, None where that cannot be."""
-    return skipped_samples if names and is_pair(batch) else None
+    return skip_mask if names and is_pair(batch) else None
 
 
 def whole_samples(known: Mapping[str, Any]) -> int | None:
@@ -93,7 +93,7 @@ def is_pair(batch: Batch) -> bool:
     return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
 
 
-def _counted(targets: Any) -> int:
+def _count_classes(targets: Any) -> int:
     """Return how many classes the targets of a training set number, 0 where they are no such numbers."""
     try:
         numbers = torch.as_tensor(targets)

@@ -29,14 +29,14 @@ _CROSS_ENTROPY: Final = "cross_entropy"
 Facts = Mapping[str, Any]
 
 
-class Found(NamedTuple):
+class TaskChoice(NamedTuple):
     """A task, and one line with its name and the reason for it."""
 
     task: Task
     line: str
 
 
-def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> Found:
+def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
     """Return the task of a recipe, as plain values, for data with these facts; `model` is what errors call the model.
 
     `example` has a few samples of the data as training sees them. UsageError where there is no such task, the data
@@ -45,9 +45,9 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     options = dict(recipe["task"])
     name, why = options.pop("name"), ""
     if name == AUTO:
-        name, why = _followed(facts, example)
+        name, why = _infer_task(facts, example)
     if ":" in name:
-        return Found(_own(name, options, facts), f"task {name}")
+        return TaskChoice(_own(name, options, facts), f"task {name}")
     if name not in NAMES:
         raise UsageError(f"recipe.task: no task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
     loss = recipe["loss"]
@@ -63,17 +63,17 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
             def classification(weights: tuple[float, ...] = ()) -> Classification:
                 return Classification(own_loss, loss["label_smoothing"], topk, model, classes, weights)
 
-            task = _made(classification, options, {})
+            task = _build_task(classification, options, {})
         case "regression":
-            task = _made(regression, options, {"model": model})
+            task = _build_task(regression, options, {"model": model})
         case "language":
-            task = _made(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
+            task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
         case _:
-            task = _made(segmentation, options, {"model": model, "classes": _names(name, facts, "classes")})
-    return Found(task, f"task {name}{why}")
+            task = _build_task(segmentation, options, {"model": model, "classes": _names(name, facts, "classes")})
+    return TaskChoice(task, f"task {name}{why}")
 
 
-def _followed(facts: Facts, example: Batch) -> tuple[str, str]:
+def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
     """Return the task that follows from the data, and why."""
     if "classes" in facts and facts.get("pixels"):
         return "segmentation", f": the data has a class for each pixel, {len(facts['classes'])} of them"
@@ -120,7 +120,7 @@ def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
         return OwnTask(f"task {path}", made(**given))
 
 
-def _made(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
+def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
     """Call what makes a task with what follows from the data, and the options of a recipe, whose types are checked."""
     valid = [each for each in inspect.signature(function).parameters if each not in facts]
     _check_names(function.__name__, options, valid)

@@ -1,4 +1,4 @@
-"""Language: how well each token is foretold by those before it, counted in tokens and not in sequences."""
+"""Language modelling: how well each token is predicted from those before it, counted in tokens, not sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MASK: Final = "attention_mask"  # 0: padding
 _POSITIONS: Final = "position_ids"  # 0: a packed sequence begins
 
 
-class Foretold(NamedTuple):
+class NextTokenBatch(NamedTuple):
     """What the model is given, and the token that is to follow each place of its outputs but the last `beyond`."""
 
     inputs: Inputs
@@ -40,9 +40,9 @@ class Language:
     - int64 of shape [n, t + 1]: the model sees the first t tokens of each sequence, and is to give the last t;
     - (inputs, targets), both of shape [n, t]: target i is what follows input i;
     - a mapping as transformers have it, with `input_ids` [n, t] and perhaps `attention_mask`, `position_ids` and
-      `labels`, which are beside the tokens and are shifted here. Without labels every token is to be given, but
+      `labels`, which are aligned with the tokens and are shifted here. Without labels every token is to be given, but
       padding and the first one of each packed sequence, whose position is 0;
-    - a Foretold, which `chunk` makes.
+    - a NextTokenBatch, which `chunk` makes.
 
     A target that is `ignore` counts as nothing: what a batch weighs is the number of the others.
     """
@@ -57,21 +57,21 @@ class Language:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        return self._foretold(batch).inputs
+        return self._next_token_batch(batch).inputs
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return int((self._foretold(batch).targets != self.ignore).sum())
+        return int((self._next_token_batch(batch).targets != self.ignore).sum())
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self._cross_entropy(outputs, self._foretold(batch), "sum")
+        return self._cross_entropy(outputs, self._next_token_batch(batch), "sum")
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each target, and whether it counts: floats and bool of shape [n, t]; others are 0."""
-        foretold = self._foretold(batch)
-        losses = self._cross_entropy(outputs, foretold, "none")
-        return losses.reshape(foretold.targets.shape), foretold.targets != self.ignore
+        parts = self._next_token_batch(batch)
+        losses = self._cross_entropy(outputs, parts, "none")
+        return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task: the loss and the weight say all."""
@@ -92,7 +92,7 @@ class Language:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        logits, (_, targets, beyond) = predictions(outputs, self.model_name), self._foretold(batch)
+        logits, (_, targets, beyond) = predictions(outputs, self.model_name), self._next_token_batch(batch)
         places = (*targets.shape[:1], targets.shape[1] + beyond)
         if logits.ndim != 3 or logits.shape[:2] != places or not logits.is_floating_point():
             raise UsageError(
@@ -113,7 +113,7 @@ class Language:
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
         """See CutsSequences. The target of a chunk's last place is the first token of the next one."""
-        inputs, targets, beyond = self._foretold(batch)
+        inputs, targets, beyond = self._next_token_batch(batch)
         [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
         if len(values) != 1 or names not in ([], [_IDS]):
             raise UsageError(
@@ -124,10 +124,10 @@ class Language:
         part = _part(values[0].shape[1], number, chunks)
         targets = F.pad(targets, (0, beyond), value=self.ignore)[:, part]
         cut = values[0][:, part]
-        return Foretold({_IDS: cut} if names else (cut,), targets, 0)
+        return NextTokenBatch({_IDS: cut} if names else (cut,), targets, 0)
 
-    def _cross_entropy(self, outputs: Any, foretold: Foretold, reduction: str) -> Tensor:
-        logits, (_, targets, beyond) = predictions(outputs, self.model_name), foretold
+    def _cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
+        logits, (_, targets, beyond) = predictions(outputs, self.model_name), parts
         if beyond:
             logits = logits[:, :-beyond]
         if logits.dtype in (torch.float16, torch.bfloat16):
@@ -136,14 +136,14 @@ class Language:
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=self.ignore, reduction=reduction
         )
 
-    def _foretold(self, batch: Batch) -> Foretold:
-        if isinstance(batch, Foretold):
+    def _next_token_batch(self, batch: Batch) -> NextTokenBatch:
+        if isinstance(batch, NextTokenBatch):
             return batch
         if isinstance(batch, Mapping):
             return self._of_mapping(batch)
         if isinstance(batch, Tensor):
             _check_tokens("a batch", batch)
-            return Foretold((batch[:, :-1],), batch[:, 1:].long(), 0)
+            return NextTokenBatch((batch[:, :-1],), batch[:, 1:].long(), 0)
         if not (
             isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
         ):
@@ -152,9 +152,9 @@ class Language:
                 f"mapping with {_IDS}"
             )
         _check_tokens("targets", batch[1])
-        return Foretold((batch[0],), batch[1].long(), 0)
+        return NextTokenBatch((batch[0],), batch[1].long(), 0)
 
-    def _of_mapping(self, batch: Mapping[str, Tensor]) -> Foretold:
+    def _of_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
         inputs = {name: value for name, value in batch.items() if name != LABELS}
         if LABELS in batch:
             labels = batch[LABELS]
@@ -163,7 +163,7 @@ class Language:
         else:
             raise UsageError(f"a batch has {', '.join(batch)}; expected {_IDS} or {LABELS} among them")
         _check_tokens(LABELS, labels)
-        return Foretold(inputs, labels[:, 1:].long(), 1)
+        return NextTokenBatch(inputs, labels[:, 1:].long(), 1)
 
     def _own_labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch[_IDS]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.common.importing import import_object
 from lockstep.common.own_code import OwnCode
-from lockstep.common.reserved import OF_TRAINING, first_taken
-from lockstep.core.batch import Batch, length, mapped
+from lockstep.common.reserved_metrics import OF_TRAINING, first_taken
+from lockstep.core.batch import Batch, length, map_tensors
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures
 
@@ -62,19 +62,19 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
     """
     if length(batch) < 2:
         return
-    outputs = mapped(_with_values, outputs)
+    outputs = map_tensors(_with_values, outputs)
     both, one, other = (
-        metric_sums(metrics, *(mapped(partial(_rows, rows), each) for each in (outputs, batch)))
+        metric_sums(metrics, *(map_tensors(partial(_rows, rows), each) for each in (outputs, batch)))
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
     )
     nothing = torch.tensor(torch.nan)
     for key, value in both.items():
-        apart = one.get(key, nothing).double() + other.get(key, nothing).double()
-        if not torch.allclose(value.double(), apart, rtol=1e-3, atol=1e-5, equal_nan=True):
+        separate = one.get(key, nothing).double() + other.get(key, nothing).double()
+        if not torch.allclose(value.double(), separate, rtol=1e-3, atol=1e-5, equal_nan=True):
             path, _, name = key.rpartition("/")
             raise UsageError(
                 f"metric {path}: {name} of two samples is {float(value):.6g}, and one by one they add up to "
-                f"{float(apart):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
+                f"{float(separate):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
             )
 
 

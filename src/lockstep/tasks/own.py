@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.common.own_code import OwnCode
-from lockstep.common.reserved import OF_TRAINING, first_taken
-from lockstep.core.batch import Batch, Inputs, length, mapped, tensors_of
+from lockstep.common.reserved_metrics import OF_TRAINING, first_taken
+from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
 from lockstep.tasks.batches import parts
@@ -30,7 +30,7 @@ class OwnTask:
 
     Without `inputs` the model is given all of a batch but its targets (tasks/batches.py), without `weight` a batch
     weighs its samples, without `sums` and `figures` there is the loss alone, which `monitor` watches. Sums and figures
-    of `metrics` are beside the task's.
+    of `metrics` come on top of the task's.
     """
 
     def __init__(self, name: str, task: Any, metrics: Metrics | None = None) -> None:
@@ -42,17 +42,17 @@ class OwnTask:
                 self._own[member] = getattr(task, member, None)
         if not callable(self._own["loss"]):
             raise UsageError(f"{name}: it has no loss; add loss(self, outputs, batch), which gives a sum")
-        self.counts_samples = bool(self._given("counts_samples", self._own["weight"] is None))
-        self.unit = str(self._given("unit", "samples" if self.counts_samples else "weight"))
-        fractions = self._given("fractions", ())
+        self.counts_samples = bool(self._member("counts_samples", self._own["weight"] is None))
+        self.unit = str(self._member("unit", "samples" if self.counts_samples else "weight"))
+        fractions = self._member("fractions", ())
         self.fractions = (fractions,) if isinstance(fractions, str) else tuple(map(str, fractions))
-        self.monitor = self._monitor(self._given("monitor", LOSS))
+        self.monitor = self._monitor(self._member("monitor", LOSS))
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
         if self._own["inputs"] is None:
             return parts(batch).inputs
-        given = self._called("inputs", batch)
+        given = self._call("inputs", batch)
         if isinstance(given, Tensor):
             return (given,)
         if isinstance(given, Mapping | tuple):
@@ -66,7 +66,7 @@ class OwnTask:
         """See Task."""
         if self._own["weight"] is None:
             return length(batch)
-        given = self._called("weight", batch)
+        given = self._call("weight", batch)
         if isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point():
             given = int(given)
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
@@ -78,7 +78,7 @@ class OwnTask:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        given = self._called("loss", outputs, batch)
+        given = self._call("loss", outputs, batch)
         if not isinstance(given, Tensor) or given.ndim or not given.is_floating_point():
             found = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             raise UsageError(
@@ -94,7 +94,7 @@ class OwnTask:
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
-        return self._named_tensors("sums", outputs, batch) | metric_sums(self._metrics, outputs, batch)
+        return self._tensors_by_name("sums", outputs, batch) | metric_sums(self._metrics, outputs, batch)
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
@@ -110,7 +110,7 @@ class OwnTask:
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
-        return self._named_tensors("details", outputs, batch)
+        return self._tensors_by_name("details", outputs, batch)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """See Task."""
@@ -122,13 +122,13 @@ class OwnTask:
         Outputs without values get some, which say nothing of the model and enough of the task.
         """
         if self._own["check"] is not None:
-            self._called("check", outputs, batch)
+            self._call("check", outputs, batch)
         check_metrics(self._metrics, outputs, batch)
-        filled = mapped(_filled, outputs)
+        filled = map_tensors(_with_values, outputs)
         samples = length(batch)
         if samples > 1:
             self._check_sum(filled, batch, samples)
-        loss = self.loss(mapped(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
+        loss = self.loss(map_tensors(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
         if not loss.isfinite():
             return  # what the outputs are may not suit it, a logarithm say: the first step will tell
         weight = self.weight(batch)
@@ -143,7 +143,7 @@ class OwnTask:
         """Refuse a mean: two equal samples then give what one of them does."""
 
         def of(rows: list[int], values: Any) -> Any:
-            return mapped(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
+            return map_tensors(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
 
         with torch.no_grad():
             twice = self.loss(of([0, 0], outputs), of([0, 0], batch))
@@ -169,7 +169,7 @@ class OwnTask:
             f'{self._name}: monitor is {given!r}; write ("loss", False): a figure, and whether higher is better'
         )
 
-    def _named_tensors(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    def _tensors_by_name(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         given = self._mapping(member, outputs, batch)
         wrong = next((name for name, value in given.items() if not isinstance(value, Tensor)), None)
         if wrong is not None:
@@ -182,17 +182,17 @@ class OwnTask:
     def _mapping(self, member: str, *arguments: Any) -> Mapping[str, Any]:
         if self._own[member] is None:
             return {}
-        given = self._called(member, *arguments)
+        given = self._call(member, *arguments)
         if not isinstance(given, Mapping):
             raise UsageError(f"{self._name}: {member} returned {type(given).__name__}; return a mapping of names")
         return given
 
-    def _called(self, member: str, *arguments: Any) -> Any:
+    def _call(self, member: str, *arguments: Any) -> Any:
         function: Callable[..., Any] = self._own[member]
         with self._code(member):
             return function(*arguments)
 
-    def _given(self, member: str, otherwise: Any) -> Any:
+    def _member(self, member: str, otherwise: Any) -> Any:
         return otherwise if self._own[member] is None else self._own[member]
 
     def _code(self, member: str) -> OwnCode:
@@ -204,7 +204,7 @@ def with_metrics(task: Task, paths: Sequence[str]) -> Task:
     return OwnTask("task", task, find_metrics(paths)) if paths else task
 
 
-def _filled(tensor: Tensor) -> Tensor:
+def _with_values(tensor: Tensor) -> Tensor:
     """Return a tensor with values: its own, or, of one that lacks them, small ones that differ."""
     if tensor.device.type != "meta":
         return tensor.detach().clone()

@@ -24,15 +24,15 @@ def find_own_loss(path: str) -> Loss:
         raise UsageError(f"loss {path}: it is of type {type(loss).__name__}; name a function of outputs and targets")
     code = OwnCode(f"loss {path}")
 
-    def called(outputs: Tensor, targets: Tensor) -> Tensor:
+    def call_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         with code:
             value: Tensor = loss(outputs, targets)
             return value
 
-    return called
+    return call_loss
 
 
-def summed(loss: Any, outputs: Tensor) -> Tensor:
+def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
     """Return what a loss of `outputs` gave as their sum; UsageError where it is neither that nor a value for each."""
     samples = len(outputs)
     if not isinstance(loss, Tensor):
@@ -52,7 +52,7 @@ def summed(loss: Any, outputs: Tensor) -> Tensor:
 
 
 def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Raise UsageError unless `loss` gives a sum or one value for each sample, as two equal samples tell.
+    """Raise UsageError unless `loss` gives a sum or one value for each sample, tested with two equal samples.
 
     With a mean the size of a micro-batch would decide the weight of its samples. `output` and `target` have one sample.
     """
@@ -61,7 +61,7 @@ def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
     both, one = loss(outputs, targets), loss(outputs[:1], targets[:1])
     if not (torch.equal(outputs, given[0]) and torch.equal(targets, given[1])):
         raise UsageError("loss: the function changes what it is given, which is used again; let it work on copies")
-    twice, once = summed(both, outputs), summed(one, outputs[:1])
+    twice, once = sum_loss(both, outputs), sum_loss(one, outputs[:1])
     if both.ndim == 0 and is_mean(once, twice):
         raise UsageError(
             f"loss: two equal samples give {twice.item():.6g}, one alone {once.item():.6g}: that is a mean; "

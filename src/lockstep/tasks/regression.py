@@ -16,7 +16,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.own_loss import OWN, Loss, find_own_loss, summed
+from lockstep.tasks.own_loss import OWN, Loss, find_own_loss, sum_loss
 
 LOSSES: Final = ("mse", "mae", "huber")
 
@@ -49,16 +49,16 @@ class Regression:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        found, targets = paired(self.model_name, outputs, batch)
+        found, targets = match_shapes(self.model_name, outputs, batch)
         if self.own_loss is not None:
-            return summed(self.own_loss(found, targets), found)
+            return sum_loss(self.own_loss(found, targets), found)
         numbers = max(targets.numel() // max(len(targets), 1), 1)  # of a sample
         return self._errors(found, targets) / numbers
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the sums of errors and targets, and of their squares, for each number of a sample: float64."""
         found, targets = (
-            each.detach().double().flatten(1) for each in paired(self.model_name, outputs, batch, columns=True)
+            each.detach().double().flatten(1) for each in match_shapes(self.model_name, outputs, batch, columns=True)
         )
         errors = found - targets
         return {
@@ -100,7 +100,7 @@ class Regression:
             raise UsageError(f"targets are of {targets.dtype}; let the data give floats, or choose another recipe.task")
         if not targets.isfinite().all():
             raise UsageError("a target is not finite; leave such samples out of the data")
-        paired(self.model_name, outputs, batch)
+        match_shapes(self.model_name, outputs, batch)
 
     def _errors(self, found: Tensor, targets: Tensor) -> Tensor:
         match self.loss_name:
@@ -124,7 +124,7 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
     return Regression(loss, delta, model_name=model)
 
 
-def paired(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
+def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
     """Return outputs and targets in one shape and, unless they are, floats of 32 bits; with `columns` of two dims."""
     found, targets = predictions(outputs, model), targets_of(batch)
     if found.ndim == targets.ndim + 1 and found.shape[-1] == 1:

@@ -1,7 +1,7 @@
 """Whether the ranks hold the same weights and buffers, and which rank is the odd one where they do not.
 
 What all have whole must be the same on all; of what is cut, what the ranks that hold the same rows have. Two digests of
-each rank tell whether it is. Only where it is not are tensors compared one by one.
+each rank see whether it is. Only where it is not are tensors compared one by one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor, unsharded
-from lockstep.core.vote import odd_ones
+from lockstep.core.majority import odd_ones
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, whole_tensors
 from lockstep.training.checkpoint import store, tensorfile
 
 _NAMED: Final = 5  # tensors that a message lists
@@ -56,20 +56,20 @@ def disagreement(world: World, model: Mapping[str, MaybeSharded], weights: str =
         return None
     cut = {name: held for name, held in model.items() if isinstance(held, Shard)}
     layout = hashlib.sha256(json.dumps([(name, *_rows(cut[name])) for name in sorted(cut)]).encode()).digest()
-    own = [weights or store.weights_sha256(unsharded(model)), store.weights_sha256(cut)]
+    own = [weights or store.weights_sha256(whole_tensors(model)), store.weights_sha256(cut)]
     digests = world.gather(layout + b"".join(map(bytes.fromhex, own)))
     wholes = {each[32:64] for each in digests}
     if len(wholes) == 1 and len({each[:32] for each in digests}) == len({each[:32] + each[64:] for each in digests}):
         return None
-    return _named(world, model)
+    return _find_disagreement(world, model)
 
 
-def _named(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | None:
+def _find_disagreement(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
     differing, odd = [], set[int]()
-    told = True
+    decided = True
     for number, name in enumerate(names):
         start = _HOST_BYTES + 2 * _DIGEST_BYTES * number
         same_rows: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
@@ -80,9 +80,9 @@ def _named(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | No
             if (found := odd_ones(opinions)) != []:
                 differing.append(name)
                 odd |= set(found or ())
-                told = told and found is not None
+                decided = decided and found is not None
     hosts = tuple(answer[:_HOST_BYTES].decode(errors="replace").rstrip() for answer in answers)
-    return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if told else None, hosts)
+    return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if decided else None, hosts)
 
 
 def _digest(held: MaybeSharded) -> bytes:

@@ -1,6 +1,6 @@
 """The events of a run: the loop yields these, and the sinks write them down.
 
-Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the rate of the optimizer, `loss` the sum of the
+Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the learning rate, `loss` the sum of the
 losses over what the step or the evaluation weighs, `peak_bytes` bytes, `samples_per_s` training samples a second over
 all processes. What other figures are is the task's.
 """
@@ -150,7 +150,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """Training stopped early, as asked by `reason`, and the work so far is saved."""
+    """Training stopped early because of `reason`, and the work so far is saved."""
 
     step: int
     epoch: int

@@ -23,8 +23,8 @@ from lockstep.training.watch import NonFiniteCheck
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
-    """A rhythm: every so many steps, or at the end of every so many epochs."""
+class Interval:
+    """An interval: every so many steps, or at the end of every so many epochs."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -38,7 +38,7 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the loop follows: the steps, the rate, and the rhythms of reporting, evaluating and saving."""
+    """What the loop follows: steps, learning rate, and the intervals of reporting, evaluating and saving."""
 
     steps: Steps
     rate: Rate | None  # None: whoever does the steps knows it
@@ -47,9 +47,9 @@ class Plan:
     weighs: bool = False  # whether a step weighs something else than its samples, whose speed is reported too
     clip_norm: float | None = None
     stop_on_nonfinite: bool = True
-    log: Every = Every(steps=10)
-    evaluate: Every | None = Every(epochs=1)  # None where there is nothing to evaluate on
-    save: Every = Every(epochs=1)
+    log: Interval = Interval(steps=10)
+    evaluate: Interval | None = Interval(epochs=1)  # None where there is nothing to evaluate on
+    save: Interval = Interval(epochs=1)
 
     def reports(self, step: Step) -> bool:
         """Whether a step is reported: the last one always is."""
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass
 class Progress:
-    """How far a run has come: what its checkpoint keeps beside the engine's state."""
+    """How far a run has come: what its checkpoint keeps besides the engine's state."""
 
     step: int = 0  # updates done
     epoch: int = 0
@@ -76,7 +76,7 @@ class Progress:
         self.samples = step.samples_seen + step.samples
         self.skipped_steps += not applied
 
-    def kept(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return all of it, ready for JSON."""
         return asdict(self)
 
@@ -99,7 +99,7 @@ Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A step that is to be done now, with this rank's micro-batches, by whoever iterates over `turns`."""
+    """A step that is to be done now, with this rank's micro-batches, by the caller that iterates over `turns`."""
 
     step: Step
     microbatches: Sequence[MicroBatch]
@@ -112,12 +112,12 @@ class Turn:
     counted: bool = False
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
-        """Count the step as done, at this rate, and note what it came to."""
+        """Count the step as done, at this learning rate, and note its results."""
         self.lr, self.sums, self.update = lr, sums, update
         self.progress.advance(self.step, update.applied)
 
     def report(self) -> Sequence[Stepped]:
-        """Return what is reported of the step, once it is done; asked again, nothing. All ranks call it alike."""
+        """Return what is reported of the step, once it is done; a second call returns nothing. All ranks call it."""
         counted, self.counted = self.counted, True
         return () if counted else self.of(self)
 
@@ -132,7 +132,7 @@ def train(
     save: Callable[[Progress], Iterable[Saved]],
     stop: Stop,
 ) -> Iterator[Event]:
-    """Train by `turns`, whose steps this engine does, at the rate of the plan."""
+    """Train by `turns`, whose steps this engine does, at the learning rate of the plan."""
     assert plan.rate is not None
     for each in turns(world, batches, plan, progress, evaluate, save, stop):
         if not isinstance(each, Turn):
@@ -156,12 +156,12 @@ def turns(
     """Yield the steps from `progress` to the end of the plan, or to the boundary at which the ranks agree to stop.
 
     `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each gets
-    the same, and whoever iterates does the steps, and says in the end what was done. `save` gives the saves that are
+    the same; the caller does the steps, and reports in the end what was done. `save` gives the saves that are
     done by then. A loss that is not finite raises TrainingError, at the latest with the next report.
     """
     watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        turn = Turn(step, microbatches, progress, partial(_reported, plan, watch, meter), reported=plan.reports(step))
+        turn = Turn(step, microbatches, progress, partial(_report, plan, watch, meter), reported=plan.reports(step))
         yield turn
         yield from turn.report()
         last = progress.step == plan.steps.total
@@ -181,7 +181,7 @@ def turns(
             return
 
 
-def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
+def _report(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequence[Stepped]:
     """Count a step that is done, and return what is reported of it, if its figures are wanted."""
     assert turn.sums is not None
     assert turn.update is not None
@@ -189,12 +189,12 @@ def _reported(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Se
     meter.add(turn.step.samples, turn.sums.weight)
     if not turn.reported:
         return ()
-    stepped = _stepped(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
+    stepped = _step_event(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
     return [replace(stepped, figures=_figures(plan, turn.step, turn.sums))]
 
 
 def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
-    """Return the task's figures of a step, as the model was before it; its loss is reported beside them."""
+    """Return the task's figures of a step, as the model was before it; its loss is reported with them."""
     if plan.figures is None:
         return {}
     counts = {"weight": torch.tensor(sums.weight), "samples": torch.tensor(step.samples)}
@@ -202,7 +202,7 @@ def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
     return {name: figure for name, figure in figures.items() if name != LOSS.name}
 
 
-def _stepped(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
+def _step_event(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
     samples_per_s, weight_per_s = meter.read()
     return Stepped(
         step=progress.step,

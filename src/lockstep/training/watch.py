@@ -1,4 +1,4 @@
-"""Looks at every step's loss, but waits for the device only when asked."""
+"""Looks at every step's loss, but waits for the device only on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NonFiniteCheck:
         self._last = math.nan
 
     def add(self, step: Step, lr: float, sums: Sums) -> None:
-        """Take the losses of `step`, which was done at rate `lr`."""
+        """Take the losses of `step`, which was done at learning rate `lr`."""
         self._seen.append((step, lr, sums))
 
     def check(self) -> float:

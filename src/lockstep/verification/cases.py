@@ -23,13 +23,13 @@ import torch
 from lockstep import comm, device
 from lockstep.common.hashing import other_seed
 from lockstep.config.load import Loaded
-from lockstep.config.placement import Strategy
+from lockstep.config.placement import StrategyConfig
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
-from lockstep.core.tolerance import sent_tolerance, tolerance, unit_roundoff
+from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.reporting.verification import Mismatch, Row, Verdict, Verification
+from lockstep.reporting.verification import Mismatch, Verdict, VerdictRow, Verification
 from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.probe.findings import ProbeResult, findings
@@ -40,17 +40,17 @@ from lockstep.strategies import names
 from lockstep.verification import trace
 from lockstep.verification.causes import EVALUATED, Diagnosis, cause
 from lockstep.verification.chunk_check import check_chunks, check_sequence_chunks
-from lockstep.verification.compare import Difference, Values, differences, largest, values, wanted
+from lockstep.verification.compare import Difference, Values, differences, largest, select_tensors, values
 from lockstep.verification.trace import Trace
-from lockstep.verification.traced_run import FACTS, Job, checkpoint_of, prepared, probe, work
+from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, prepare_setup, probe, work
 
-_SINGLE: Final = Strategy(name="single")
+_SINGLE: Final = StrategyConfig(name="single")
 _LARGEST: Final = 4  # processes, with --all
 _BATCHES: Final = 4  # of validation, and a short one
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifyCase:
     """A placement to verify; `reason` says why it is not possible, where it is not."""
 
     resolved: Resolved
@@ -81,10 +81,10 @@ class Case:
 class Outcome:
     """What became of a case: its folder and what its ranks saw, or how it failed."""
 
-    job: Job
+    job: TraceJob
     code: int
     seen: list[Trace]
-    said: str
+    message: str
 
     @property
     def figures(self) -> list[Trace]:
@@ -97,15 +97,15 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 
     `tell` is called with what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
-    asked = resolve(loaded)
+    requested = resolve(loaded)
     if not everything:
-        check_placement(asked)
-        _check_promise(asked)
+        check_placement(requested)
+        _check_promise(requested)
     ready = _ready(loaded)
     if not everything:
-        check_cut(asked, ready)
-    cases = _all(loaded, ready) if everything else _given(loaded, asked.processes)
-    found = _verified(ready, loaded, cases, steps, tell)
+        check_cut(requested, ready)
+    cases = _all(loaded, ready) if everything else _default_cases(loaded, requested.processes)
+    found = _verify_cases(ready, loaded, cases, steps, tell)
     if not everything and (refused := [row for row in found.rows if row.verdict == "not possible"]):
         raise UsageError(refused[0].reason)
     return found
@@ -115,22 +115,22 @@ def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], in
     """Compare these strategies on so many processes, where they are possible, with one process over so many steps."""
     ready = _ready(loaded)
     named = [({"name": each} if isinstance(each, str) else dict(each), count) for each, count in places]
-    cases = [_checked(_case(loaded, Strategy.model_validate(each), count, {}), ready) for each, count in named]
-    return _verified(ready, loaded, cases, steps, lambda _: None)
+    cases = [_check_case(_case(loaded, StrategyConfig.model_validate(each), count, {}), ready) for each, count in named]
+    return _verify_cases(ready, loaded, cases, steps, lambda _: None)
 
 
 def _ready(loaded: Loaded) -> Setup:
     """Open the data and check the recipe, in this process."""
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    ready = prepared(loaded)
+    ready = prepare_setup(loaded)
     check_kernels(loaded.config.placement, ready)
     check_chunks(ready)
     check_sequence_chunks(ready)
     return ready
 
 
-def _verified(
-    ready: Setup, loaded: Loaded, cases: Sequence[Case], steps: int, tell: Callable[[str], None]
+def _verify_cases(
+    ready: Setup, loaded: Loaded, cases: Sequence[VerifyCase], steps: int, tell: Callable[[str], None]
 ) -> Verification:
     recipe = ready.recipe
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
@@ -138,9 +138,9 @@ def _verified(
     if len(cases) > 2:  # one process, and what was asked for
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        numbers = chosen_steps(ready.steps, steps)
-        job = Job(loaded, numbers, evaluated, Path(folder))
-        comparison = _Comparison(job, prepared(loaded, evaluated), tell)
+        numbers = select_steps(ready.steps, steps)
+        job = TraceJob(loaded, numbers, evaluated, Path(folder))
+        comparison = _Comparison(job, prepare_setup(loaded, evaluated), tell)
         probed = comparison.look()
         rows = [] if probed.refused else comparison.rows(cases)  # nothing of such a model would run
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
@@ -155,14 +155,14 @@ def _verified(
     )
 
 
-def chosen_steps(steps: Steps, count: int) -> tuple[int, ...]:
+def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
     """Return which steps of a run to compare: the first ones, and as the last the epoch's last, which may be short."""
     count = min(count, steps.total)
     last = min(steps.per_epoch, steps.total) - 1
     return (*range(count - 1), max(count - 1, last))
 
 
-def saved_after(job: Job) -> int:
+def save_point(job: TraceJob) -> int:
     """Return after how many of its steps a case saves what another resumes from: half of them.
 
     Where the model is compiled, all but the last, which may be short: what went wrong would be kernels that depend on
@@ -183,41 +183,41 @@ def _validation(batch: int) -> int:
     return _BATCHES * batch + max(1, batch // 2)
 
 
-def _given(loaded: Loaded, count: int) -> list[Case]:
-    """Return one process, as a case of its own, and the placement that was asked for."""
-    asked = _case(loaded, loaded.config.placement.strategy, count, {})
+def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
+    """Return one process, as a case of its own, and the requested placement."""
+    requested = _case(loaded, loaded.config.placement.strategy, count, {})
     single = _case(loaded, _SINGLE, 1, {})
-    return [asked] if (asked.strategy, count) == ("single", 1) else [single, asked]
+    return [requested] if (requested.strategy, count) == ("single", 1) else [single, requested]
 
 
-def _all(loaded: Loaded, ready: Setup) -> list[Case]:
+def _all(loaded: Loaded, ready: Setup) -> list[VerifyCase]:
     """Return the strategies that promise bits, and that of the placement, on all numbers of processes there may be."""
     placement = loaded.config.placement
     own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
     gpus = torch.cuda.device_count() if own else 0
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
-    asked = placement.strategy.name
+    requested = placement.strategy.name
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    exact = [each for each in ordered if _named(loaded, each, 1).exactness == "bits"]
-    also = [asked] if asked not in (*exact, "auto") else []
-    return [_checked(_named(loaded, name, size), ready) for name in [*exact, *also] for size in sizes]
+    exact = [each for each in ordered if _case_of(loaded, each, 1).exactness == "bits"]
+    also = [requested] if requested not in (*exact, "auto") else []
+    return [_check_case(_case_of(loaded, name, size), ready) for name in [*exact, *also] for size in sizes]
 
 
-def _named(loaded: Loaded, name: str, processes: int) -> Case:
+def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
     """Return a strategy with the options that the placement has for it, if it names this one."""
     given = loaded.config.placement.strategy
-    return _case(loaded, given if given.name == name else Strategy(name=name), processes, {})
+    return _case(loaded, given if given.name == name else StrategyConfig(name=name), processes, {})
 
 
-def _case(loaded: Loaded, strategy: Strategy, processes: int, changes: Mapping[str, Any]) -> Case:
+def _case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
     """Return the placement of `loaded` with another strategy, number of processes and other changes."""
     update = {"strategy": strategy, "processes": processes, **changes}
     placement = loaded.config.placement.model_copy(update=update)
     placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
-    return Case(resolve(placed, processes))
+    return VerifyCase(resolve(placed, processes))
 
 
-def _checked(case: Case, ready: Setup) -> Case:
+def _check_case(case: VerifyCase, ready: Setup) -> VerifyCase:
     try:
         check_placement(case.resolved)
         _check_promise(case.resolved)
@@ -240,12 +240,12 @@ def _check_promise(resolved: Resolved) -> None:
 class _Comparison:
     """The reference, and the cases so far. `job` is what they have in common."""
 
-    def __init__(self, job: Job, ready: Setup, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: TraceJob, ready: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
         self._tell = tell
         self._ready = ready
         self._launched = 0
-        self._half = saved_after(job)
+        self._half = save_point(job)
         # The plainest way there is: nothing of the placement that should not matter.
         self._single = _case(job.loaded, _SINGLE, 1, {"recompute": "none", "offload_activations": False, "workers": 0})
         self._facts = ProbeResult()
@@ -254,105 +254,105 @@ class _Comparison:
         """Probe data, model and loss in a process of their own."""
         self._tell("a look at data, model and loss")
         job = self._new(self._single, self._job)
-        code, said = self._launch(probe, self._single, job)
-        self._demanded(Outcome(job, code, [], said))
+        code, message = self._launch(probe, self._single, job)
+        self._require_success(Outcome(job, code, [], message))
         self._facts = trace.read(job.folder / FACTS, ProbeResult)
         return self._facts
 
-    def rows(self, cases: Sequence[Case]) -> list[Row]:
+    def rows(self, cases: Sequence[VerifyCase]) -> list[VerdictRow]:
         """Run the reference and all cases, and return a row for each of these."""
         self._tell("the reference, single on 1")
-        self._reference = self._demanded(self._run(self._single, self._job))
-        rows: list[Row] = []
+        self._reference = self._require_success(self._run(self._single, self._job))
+        rows: list[VerdictRow] = []
         waiting: tuple[int, Outcome] | None = None  # the last that agrees, and whose checkpoint is to be resumed
         carriers = [self._single]
         for number, case in enumerate(cases):
-            row, outcome = self._compared(case)
+            row, outcome = self._compare(case)
             rows.append(row)
             if outcome is None:
                 continue
             if waiting is not None:
-                rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], case)
+                rows[waiting[0]] = self._resume(rows[waiting[0]], waiting[1], case)
             waiting = number, outcome
             carriers.append(case)
         if waiting is not None:
             others = [each for each in carriers if each.processes != cases[waiting[0]].processes]
-            rows[waiting[0]] = self._resumed(rows[waiting[0]], waiting[1], (others or carriers)[0])
+            rows[waiting[0]] = self._resume(rows[waiting[0]], waiting[1], (others or carriers)[0])
         return rows
 
-    def _compared(self, case: Case) -> tuple[Row, Outcome | None]:
+    def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
         """Run a case from the beginning; give its outcome where it agrees with the reference."""
         if case.reason:
-            return Row(case.strategy, case.processes, "not possible", case.reason, case.exactness), None
+            return VerdictRow(case.strategy, case.processes, "not possible", case.reason, case.exactness), None
         self._tell(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
-            return _failed(case, outcome), None
-        row = Row(
+            return _failure_row(case, outcome), None
+        row = VerdictRow(
             case.strategy,
             case.processes,
             "identical",
             exactness=case.exactness,
-            tolerance=self._bound(case),
+            tolerance=self._case_tolerance(case),
             seconds=max(seen.seconds for seen in outcome.seen),
             peak_bytes=tuple(seen.peak_bytes for seen in outcome.seen),
         )
-        row = self._judged(row, case, outcome, "")
+        row = self._judge(row, case, outcome, "")
         if not row.good:
             shutil.rmtree(outcome.job.folder)
         return row, outcome if row.good else None
 
-    def _resumed(self, row: Row, saved: Outcome, carrier: Case) -> Row:
+    def _resume(self, row: VerdictRow, saved: Outcome, carrier: VerifyCase) -> VerdictRow:
         """Let `carrier` go on from what a case saved half way, and judge the end of it."""
         path = checkpoint_of(saved.job.folder, self._half)
         outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
         row = replace(row, resumed_on=carrier.label)
         if outcome.code != EXIT_DONE:
-            row = replace(row, verdict="failed", reason=f"resumed on {carrier.label}: {outcome.said}")
+            row = replace(row, verdict="failed", reason=f"resumed on {carrier.label}: {outcome.message}")
         else:
-            row = self._judged(row, carrier, outcome, f" once {carrier.label} resumes from its checkpoint")
+            row = self._judge(row, carrier, outcome, f" once {carrier.label} resumes from its checkpoint")
         shutil.rmtree(saved.job.folder)
         return row
 
-    def _judged(self, row: Row, case: Case, outcome: Outcome, after: str) -> Row:
+    def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
         """Compare an outcome with the reference, on its second run with the values of what differs."""
         found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
         if not found:
             return row
-        pairs, again = self._valued(case, outcome, found)
+        pairs, again = self._rerun_with_values(case, outcome, found)
         first = found[0]
-        apart = largest([(difference, each) for difference, each in pairs if each is not None])
-        bounds = [each for each in (row.tolerance, self._bound(case)) if each is not None]
+        distance = largest([(difference, each) for difference, each in pairs if each is not None])
+        bounds = [each for each in (row.tolerance, self._case_tolerance(case)) if each is not None]
         bound = max(bounds, default=None)
-        measured = all(each is None or each.apart is not None for _, each in pairs)
-        near = bound is not None and apart is not None and measured and apart <= bound
+        measured = all(each is None or each.distance is not None for _, each in pairs)
+        near = bound is not None and distance is not None and measured and distance <= bound
         verdict: Verdict = "within tolerance" if near else "differs"
         departure = self._mismatch(case, first, dict(pairs)[first], after, again)
         return replace(
             row,
             verdict=verdict,
-            largest=apart,
+            largest=distance,
             tolerance=bound,
             departure=departure if verdict == "differs" else None,
             differing=len(found),
         )
 
-    def _hashes(self, case: Case) -> str | None:
+    def _hashes(self, case: VerifyCase) -> str | None:
         """Return another seed of hashes for the second run of the reference, where there is code of the user's own.
 
         Such a process is spawned, and imports all anew, which takes seconds.
         """
         return other_seed() if case.label == self._single.label and import_paths(self._ready.recipe) else None
 
-    def _valued(
-        self, case: Case, outcome: Outcome, found: Sequence[Difference]
+    def _rerun_with_values(
+        self, case: VerifyCase, outcome: Outcome, found: Sequence[Difference]
     ) -> tuple[list[tuple[Difference, Values | None]], bool]:
         """Run reference and case again for the tensors that differ.
 
         Return the values of all differences, and whether both saw again what they had seen.
         """
-        chosen = wanted(found)
-        reference = self._demanded(self._run(self._single, replace(self._job, wanted=chosen)))
+        chosen = select_tensors(found)
+        reference = self._require_success(self._run(self._single, replace(self._job, wanted=chosen)))
         again = self._run(case, replace(outcome.job, wanted=chosen, save_after=None), self._hashes(case))
         pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
         same = reference.figures == self._reference.figures and again.figures == outcome.figures
@@ -360,7 +360,7 @@ class _Comparison:
             shutil.rmtree(each.job.folder)
         return pairs, same
 
-    def _mismatch(self, case: Case, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
+    def _mismatch(self, case: VerifyCase, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
         hashes = not after and self._hashes(case) is not None
         diagnosis = Diagnosis(first, self._facts, case.label, case.processes, bool(after), again, hashes)
         return Mismatch(
@@ -376,15 +376,15 @@ class _Comparison:
             after=after,
         )
 
-    def _bound(self, case: Case) -> float | None:
+    def _case_tolerance(self, case: VerifyCase) -> float | None:
         """Return the tolerance of a case that is only close, None where it promises bits."""
         if case.exactness == "bits":
             return None
         sent = case.resolved.strategy.traits.sent
-        more = sent_tolerance(unit_roundoff(sent), case.processes, len(self._job.numbers)) if sent else 0.0
-        return self._tolerance() + more
+        more = comm_tolerance(unit_roundoff(sent), case.processes, len(self._job.numbers)) if sent else 0.0
+        return self._rounding_tolerance() + more
 
-    def _tolerance(self) -> float:
+    def _rounding_tolerance(self) -> float:
         """Return the tolerance of sums in another order; see core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -398,14 +398,14 @@ class _Comparison:
             [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
         )
 
-    def _run(self, case: Case, job: Job, hashes: str | None = None) -> Outcome:
+    def _run(self, case: VerifyCase, job: TraceJob, hashes: str | None = None) -> Outcome:
         """Run a case, with another seed of Python's hashes if one is given."""
         job = self._new(case, job)
-        code, said = self._launch(work, case, job, hashes)
+        code, message = self._launch(work, case, job, hashes)
         ranks = range(case.processes) if code == EXIT_DONE else ()
-        return Outcome(job, code, [trace.read(trace.file_of(job.folder, rank), Trace) for rank in ranks], said)
+        return Outcome(job, code, [trace.read(trace.file_of(job.folder, rank), Trace) for rank in ranks], message)
 
-    def _new(self, case: Case, job: Job) -> Job:
+    def _new(self, case: VerifyCase, job: TraceJob) -> TraceJob:
         """Return the job for this placement, with a folder of its own."""
         self._launched += 1
         job = replace(job, loaded=case.resolved.loaded, folder=self._job.folder / str(self._launched))
@@ -414,9 +414,9 @@ class _Comparison:
 
     def _launch(
         self,
-        body: Callable[[Job, Setup | None, Rendezvous], int],
-        case: Case,
-        job: Job,
+        body: Callable[[TraceJob, Setup | None, Rendezvous], int],
+        case: VerifyCase,
+        job: TraceJob,
         hashes: str | None = None,
     ) -> tuple[int, str]:
         """Do a job in processes of its own; return the exit code and what was said of a failure."""
@@ -424,12 +424,12 @@ class _Comparison:
         code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
-    def _demanded(self, outcome: Outcome) -> Outcome:
+    def _require_success(self, outcome: Outcome) -> Outcome:
         """Return an outcome without which there is nothing to compare with, or raise what it failed of."""
         if outcome.code == EXIT_USAGE:
-            raise UsageError(f"the reference, one process: {outcome.said}")
+            raise UsageError(f"the reference, one process: {outcome.message}")
         if outcome.code != EXIT_DONE:
-            raise TrainingError(f"the reference, one process: {outcome.said}")
+            raise TrainingError(f"the reference, one process: {outcome.message}")
         return outcome
 
 
@@ -446,7 +446,7 @@ def _with_own_streams(
         raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
 
 
-def _failed(case: Case, outcome: Outcome) -> Row:
+def _failure_row(case: VerifyCase, outcome: Outcome) -> VerdictRow:
     """What the user cannot have here is not possible; anything else is a failure."""
     verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
-    return Row(case.strategy, case.processes, verdict, outcome.said, case.exactness)
+    return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness)

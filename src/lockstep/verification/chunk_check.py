@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.batch import Batch, Inputs, call, mapped
+from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.core.shard import Chunked
 from lockstep.errors import VerificationError
 from lockstep.parallel.tensor.plan import region_names
@@ -31,16 +31,16 @@ Departure = tuple[str, float]  # what is another, and by which part of the large
 
 def check_chunks(ready: Setup) -> None:
     """Raise VerificationError where the model of a recipe has other outputs in chunks of its features."""
-    asked = ready.recipe.model
-    if asked.chunks == 1:
+    config = ready.recipe.model
+    if config.chunks == 1:
         return
     whole = ready.uncut().eval()
     in_chunks = copy.deepcopy(whole)
-    cut(in_chunks, asked.chunks, asked.plan, asked.name)
+    cut(in_chunks, config.chunks, config.plan, config.name)
     _, batch = examples(ready.recipe, ready.data)
     if found := feature_departure(whole, in_chunks, ready.task.inputs(batch)):
         raise VerificationError(
-            f"recipe.model.plan: in {asked.chunks} chunks {found[0] or 'the model'} computes something else than "
+            f"recipe.model.plan: in {config.chunks} chunks {found[0] or 'the model'} computes something else than "
             f"whole: its outputs differ by {found[1]:.2g} of the largest; between a colwise and a rowwise layer each "
             f"feature, or head, must be treated by itself, and heads must be counted by heads:NAMES"
         )
@@ -48,15 +48,15 @@ def check_chunks(ready: Setup) -> None:
 
 def check_sequence_chunks(ready: Setup) -> None:
     """Raise VerificationError where the model of a recipe has another loss or gradient in chunks of its sequences."""
-    asked, name = ready.recipe.model, ready.problem.name
-    if asked.sequence_chunks == 1:
+    config, name = ready.recipe.model, ready.problem.name
+    if config.sequence_chunks == 1:
         return
-    features = partial(cut, chunks=asked.chunks, plan=asked.plan, name=asked.name) if asked.chunks > 1 else _whole
+    features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name) if config.chunks > 1 else _whole
     example, _ = examples(ready.recipe, ready.data)
     batch = repeat_samples(example, _SAMPLES)
-    if found := sequence_departure(ready.uncut().eval(), ready.task, batch, asked.sequence_chunks, features):
+    if found := sequence_departure(ready.uncut().eval(), ready.task, batch, config.sequence_chunks, features):
         raise VerificationError(
-            f"recipe.model.sequence_chunks: in {asked.sequence_chunks} chunks {name} computes something else than "
+            f"recipe.model.sequence_chunks: in {config.sequence_chunks} chunks {name} computes something else than "
             f"whole: {found[0]} differs by {found[1]:.2g} of the largest value; outside of attention it must treat "
             f"each position by itself, where position_ids place it: no convolution, pooling or shift along a sequence"
         )
@@ -101,7 +101,7 @@ def sequence_departure(
         # One scale for all: a gradient that is zero but for rounding, as that of a key's bias, says nothing by itself.
         scale = torch.stack([each.abs().max() for each in gradients.values()]).max()
         for name, gradient in gradients.items():
-            expected = chunked[name].rearranged(gradient) if name in chunked else gradient
+            expected = chunked[name].to_rows(gradient) if name in chunked else gradient
             yield f"the gradient of {name}", _distance(expected, found.get(name, torch.zeros_like(expected)), scale)
 
     return _first_beyond_bound((whole, in_chunks), batch, compare)
@@ -114,7 +114,7 @@ def _first_beyond_bound(
     for dtype, bound in _BOUNDS.items():
         for model in models:
             model.to(dtype)
-        inputs = mapped(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
+        inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
         try:
             # A distance that is not a number is beyond any bound.
             return next(((what, distance) for what, distance in compare(inputs) if not distance <= bound), None)
@@ -136,11 +136,11 @@ def _outputs(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, li
 
 
 def _keep(seen: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-    def kept(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         seen.setdefault(name, []).append(tensor)
         return tensor
 
-    mapped(kept, outputs)
+    map_tensors(record, outputs)
 
 
 def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

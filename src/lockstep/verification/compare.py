@@ -47,16 +47,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Values:
-    """The pair of values that lies farthest apart.
+    """The pair of values with the largest difference.
 
-    `apart` is their distance, infinite for NaN against a number; None for what has no distance, such as data, or a
+    `distance` is their distance, infinite for NaN against a number; None for what has no distance, such as data, or a
     tensor that is not there.
     """
 
     index: tuple[int, ...] | None
     reference: str
     found: str
-    apart: float | None
+    distance: float | None
     scale: float = 1.0  # the largest magnitude in the reference
 
 
@@ -91,7 +91,7 @@ def _of_kind(
             yield Difference(position, step, what, name, wrong, value, found[wrong[0]])
 
 
-def wanted(differences: Sequence[Difference]) -> frozenset[Wanted]:
+def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
     """Return which tensors to look at: the first that differ, and as many of the others as is reasonable."""
     chosen: list[Wanted] = []
     room = _BUDGET_BYTES
@@ -111,8 +111,8 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
     """
     if difference.wanted is None:
         return _figures(difference)
-    expected = trace.kept(reference, 0, difference.wanted)
-    other = trace.kept(found, difference.ranks[0], difference.wanted)
+    expected = trace.load_tensor(reference, 0, difference.wanted)
+    other = trace.load_tensor(found, difference.ranks[0], difference.wanted)
     return None if expected is None or other is None else farthest(expected, other)
 
 
@@ -122,15 +122,15 @@ def farthest(reference: Tensor, found: Tensor) -> Values | None:
         one, other = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (reference, found))
         return Values(None, one, other, None)
     expected, seen = reference.double().flatten(), found.double().flatten()
-    apart = (expected - seen).abs()
+    distance = (expected - seen).abs()
     same = expected.isnan() & seen.isnan() | (expected == seen)
-    apart = torch.where(same, 0.0, apart.nan_to_num(math.inf, math.inf))
-    if not apart.numel() or not bool(apart.max() > 0):
+    distance = torch.where(same, 0.0, distance.nan_to_num(math.inf, math.inf))
+    if not distance.numel() or not bool(distance.max() > 0):
         return None
-    at = int(apart.argmax())
+    at = int(distance.argmax())
     index = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), reference.shape))
     scale = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return Values(index, f"{float(expected[at]):.9g}", f"{float(seen[at]):.9g}", float(apart[at]), scale)
+    return Values(index, f"{float(expected[at]):.9g}", f"{float(seen[at]):.9g}", float(distance[at]), scale)
 
 
 def largest(found: Sequence[tuple[Difference, Values]]) -> float | None:
@@ -139,8 +139,8 @@ def largest(found: Sequence[tuple[Difference, Values]]) -> float | None:
     for difference, each in found:
         key = difference.position, difference.what
         scales[key] = max(scales.get(key, 0.0), each.scale)
-    measured = [(each.apart, scales[key.position, key.what]) for key, each in found if each.apart is not None]
-    return max((apart / scale if scale else math.inf for apart, scale in measured), default=None)
+    measured = [(each.distance, scales[key.position, key.what]) for key, each in found if each.distance is not None]
+    return max((distance / scale if scale else math.inf for distance, scale in measured), default=None)
 
 
 def _figures(difference: Difference) -> Values:
@@ -148,8 +148,8 @@ def _figures(difference: Difference) -> Values:
     one, other = _float(difference.reference), _float(difference.found)
     if one is None or other is None:
         return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's may be long
-    apart = abs(one - other)
-    return Values(None, repr(one), repr(other), math.inf if math.isnan(apart) else apart, abs(one))
+    distance = abs(one - other)
+    return Values(None, repr(one), repr(other), math.inf if math.isnan(distance) else distance, abs(one))
 
 
 def _float(text: str) -> float | None:

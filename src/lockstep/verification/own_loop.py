@@ -43,7 +43,7 @@ Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the di
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckRow:
     """What became of a placement; `reason` says what was different first, or why it failed or is not possible."""
 
     strategy: str
@@ -71,7 +71,7 @@ def verify(
     processes: Sequence[int] = (1, 2, 3),
     strategies: Sequence[str | Mapping[str, Any]] = STRATEGIES,
     steps: int | None = None,
-) -> list[Checked]:
+) -> list[CheckRow]:
     """Run `function`, which joins a run and goes through its steps, on all these placements, and compare each step.
 
     In its place may stand the name of a recipe, its file, or that of a script. A recipe's own code is looked at, too.
@@ -85,7 +85,7 @@ def verify(
         return _of_recipe(str(function), processes, strategies, steps or _STEPS)
     if isinstance(function, str | Path):
         function = script(Path(function), ())
-    rows = list(checked(function, processes, strategies, steps))
+    rows = list(check_placements(function, processes, strategies, steps))
     if not all(row.good for row in rows):
         raise VerificationError("\n".join(["placements differ from one process:", *(row.line for row in rows)]))
     return rows
@@ -93,14 +93,14 @@ def verify(
 
 def _of_recipe(
     recipe: str, processes: Sequence[int], strategies: Sequence[str | Mapping[str, Any]], steps: int
-) -> list[Checked]:
+) -> list[CheckRow]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
     with with_places(loaded):
         found = verify_on(loaded, _places(processes, strategies), steps)
     if not found.agree:
         raise VerificationError(against(found))
-    return [Checked(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
+    return [CheckRow(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
 
 
 def _places(
@@ -111,13 +111,13 @@ def _places(
     return [*alone, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
 
-def checked(
+def check_placements(
     function: Callable[[], object],
     processes: Sequence[int],
     strategies: Sequence[str | Mapping[str, Any]],
     steps: int | None,
     guarded: bool = True,
-) -> Iterator[Checked]:
+) -> Iterator[CheckRow]:
     """Yield what becomes of each placement, as it is known.
 
     Not `guarded`, what a loop must leave as it is (run/own_guard.py) is no longer refused, and shows in the numbers
@@ -139,29 +139,29 @@ def checked(
             code, message = loop.run(strategy, count, str(number))
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:
-                yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=message)
+                yield CheckRow(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=message)
                 continue
             found = loop.trace(str(number))
             departure = _mismatch(reference, found)
             if departure:
                 departure += _likely_cause(loop.reads(strategy, count, f"{number}-witnessed"))
-            yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
+            yield CheckRow(label, count, "differs" if departure else "identical", len(found), departure)
 
 
-def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> Checked:
+def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> CheckRow:
     """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
     hashes = other_seed() if spawned else None
     code, message = loop.run("single", 1, "again", hashes)
     if code != EXIT_DONE:
-        return Checked("single", 1, "failed", reason=message)
+        return CheckRow("single", 1, "failed", reason=message)
     found = loop.trace("again")
     departure = _mismatch(reference, found)
     if not departure:
         note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
-        return Checked("single", 1, "identical", len(found), note)
+        return CheckRow("single", 1, "identical", len(found), note)
     if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
         departure += f"; likely cause: {of_hashes()}"
-    return Checked("single", 1, "differs", len(found), departure)
+    return CheckRow("single", 1, "differs", len(found), departure)
 
 
 def _likely_cause(reads: Mapping[str, str]) -> str:
@@ -177,7 +177,7 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
 
 
 class _Enough(BaseException):
-    """Ends the function after the steps that are asked for."""
+    """Ends the function after the requested steps."""
 
 
 @dataclass(frozen=True)
@@ -214,14 +214,14 @@ class _Loop:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
             raise UsageError("the function made no step: go through run.steps(...) in it")
-        return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parsed, lines)]
+        return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
 
     def reads(self, strategy: str | Mapping[str, Any], count: int, name: str) -> dict[str, str]:
         """Run the function again; return what it reads besides its batches, and in which line."""
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
         for path in sorted((self.folder / name).glob(_READS.format("*"))):
-            reads |= plainfile.parsed(path.read_text(encoding="utf-8"))
+            reads |= plainfile.parse_json(path.read_text(encoding="utf-8"))
         return reads
 
     def _work(
@@ -243,7 +243,7 @@ class _Loop:
         reads: dict[str, str] = {}
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
-                with _seen(ambient, reads) if witness else nullcontext():
+                with _record_reads(ambient, reads) if witness else nullcontext():
                     self.function()
             except _Enough:
                 pass
@@ -260,10 +260,10 @@ class _Loop:
 
 
 @contextmanager
-def _seen(ambient: WorkerContext, reads: dict[str, str]) -> Iterator[None]:
+def _record_reads(ambient: WorkerContext, reads: dict[str, str]) -> Iterator[None]:
     """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
 
-    A run is seeded before, and a data set before each sample; but what a micro-batch draws from is torch's to seed.
+    A run is seeded before, and a dataset before each sample; but what a micro-batch draws from is torch's to seed.
     """
     with record_reads(lambda: any(run.computing for run in ambient.runs)) as found:
         try:

@@ -1,4 +1,4 @@
-"""What a rank saw of a verification: figures and digests, as JSON, and the tensors that somebody asked for."""
+"""What a rank saw of a verification: figures and digests, as JSON, and the requested tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def keep(folder: Path, rank: int, wanted: Wanted, tensor: Tensor) -> None:
     safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _place(folder, rank, wanted))
 
 
-def kept(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
+def load_tensor(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
     """Return a tensor that a rank wrote; None where it had none of the name."""
     path = _place(folder, rank, wanted)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None

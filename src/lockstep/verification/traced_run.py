@@ -46,17 +46,17 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Every, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 FACTS: Final = "facts.json"
-_NEVER: Final = Every(steps=1 << 62)
+_NEVER: Final = Interval(steps=1 << 62)
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """What a case has to do; `numbers` are the steps of the run that it does, one after the other.
 
     It begins at position `first` of them, with the state of the checkpoint `resume` if there is one, and saves a
@@ -73,7 +73,7 @@ class Job:
     wanted: frozenset[Wanted] = frozenset()
 
 
-def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
+def prepare_setup(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
     loaded, first = load_first_weights(loaded)
     ready = replace(setup(loaded.config.recipe, first), guarded=False)  # what differs is to be found, and named
@@ -84,24 +84,24 @@ def prepared(loaded: Loaded, validation: int | None = None) -> Setup:
     return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
 
 
-def probe(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be the process that looks at data, model and loss (run/probe/probe.py); write what it sees to the folder."""
     device = _device(job, rendezvous)
-    trace.write(job.folder / FACTS, facts_of(ready or prepared(job.loaded, job.validation), device))
+    trace.write(job.folder / FACTS, facts_of(ready or prepare_setup(job.loaded, job.validation), device))
     return EXIT_DONE
 
 
-def work(job: Job, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def work(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be one rank of a case."""
     device = _device(job, rendezvous)
-    ready = ready or prepared(job.loaded, job.validation)
+    ready = ready or prepare_setup(job.loaded, job.validation)
     world = open_world(rendezvous, device, job.loaded.config.placement.backend)
     trace.write(trace.file_of(job.folder, world.rank), _TracedRun(job, ready, world).run())
     world.close()
     return EXIT_DONE
 
 
-def _device(job: Job, rendezvous: Rendezvous) -> torch.device:
+def _device(job: TraceJob, rendezvous: Rendezvous) -> torch.device:
     recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
     return computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
 
@@ -133,7 +133,7 @@ class _Unstopped:
 class _TracedRun:
     """One rank of a case: the loop that trains drives it, and it notes what its engine does."""
 
-    def __init__(self, job: Job, ready: Setup, world: World) -> None:
+    def __init__(self, job: TraceJob, ready: Setup, world: World) -> None:
         self._job = job
         self._ready = ready
         self._world = world
@@ -154,9 +154,9 @@ class _TracedRun:
             rate=find_rate(recipe, self._ready.steps),
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=recipe.nonfinite == "stop",
-            log=Every(steps=1),
+            log=Interval(steps=1),
             evaluate=_NEVER,
-            save=Every(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else _NEVER,
+            save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else _NEVER,
         )
         for _ in train(self, self._world, self._batches, plan, Progress(), _not_due, self._save, _Unstopped()):
             pass
@@ -244,7 +244,7 @@ def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[
 
 
 def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
-    """Cut into groups of about _GATHERED_BYTES: one exchange for each tensor would take most of the time."""
+    """Cut into groups of about _GATHERED_BYTES: one collective for each tensor would take most of the time."""
     group: dict[str, Shard] = {}
     size = 0
     for name, shard in shards.items():

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.config import write
 from lockstep.config.elsewhere import pycls_networks
-from lockstep.config.elsewhere.find import Imported, import_file
+from lockstep.config.elsewhere.find import ImportedConfig, import_file
 from lockstep.config.elsewhere.translation import table_of
 from lockstep.core.rate import Rate
 from lockstep.errors import ConfigError, UsageError
@@ -33,7 +33,7 @@ OF_PYCLS: dict[str, Any] = {
 }
 
 
-def imported(folder: Path, values: dict[str, Any], *words: str, gpus: int = 8) -> Imported:
+def imported(folder: Path, values: dict[str, Any], *words: str, gpus: int = 8) -> ImportedConfig:
     file = folder / "old.yaml"
     file.write_text("\n".join(write.block(values, dict.fromkeys(_dotted(values), "x"))))
     return import_file(str(file), words, gpus)
@@ -70,7 +70,7 @@ def test_each_key_is_mapped_or_named(tmp_path: Path, framework: str, changed: di
 
 def test_the_batch_of_a_gpu_becomes_that_of_all(tmp_path: Path) -> None:
     values = {"MODEL": {"ARCH": "resnet50"}, "TRAIN": {"BATCH_SIZE": 64}, "OPTIM": {"BASE_LR": 0.4}}
-    recipe = imported(tmp_path, values, "OPTIM.BASE_LR", "6.4", gpus=4).loaded().config.recipe
+    recipe = imported(tmp_path, values, "OPTIM.BASE_LR", "6.4", gpus=4).load().config.recipe
     assert (recipe.batch, recipe.microbatches, recipe.optimizer.lr.value) == (256, 4, 6.4)
     assert (recipe.model.name, recipe.model.source) == ("resnet50", "torchvision")
 
@@ -81,7 +81,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
     base, low, epochs, warm, factor, steps = 0.8, 0.05, 30, 4, 0.2, [0, 10, 20]
     optim = {"BASE_LR": base, "MIN_LR": low, "MAX_EPOCH": epochs, "LR_POLICY": policy, "STEPS": steps}
     values = {"MODEL": {"ARCH": "resnet18"}, "OPTIM": optim | {"WARMUP_EPOCHS": warm, "WARMUP_FACTOR": factor}}
-    recipe = imported(tmp_path, values).loaded().config.recipe
+    recipe = imported(tmp_path, values).load().config.recipe
     schedule = recipe.schedule
     rate = Rate(
         base=recipe.optimizer.lr.value,
@@ -107,7 +107,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
 
 def test_an_exponential_rate_falls_by_the_same_factor_after_each_epoch(tmp_path: Path) -> None:
     optim = {"LR_POLICY": "exp", "MIN_LR": 0.01, "MAX_EPOCH": 4}
-    schedule = imported(tmp_path, OF_PYCLS | {"OPTIM": optim}).loaded().config.recipe.schedule
+    schedule = imported(tmp_path, OF_PYCLS | {"OPTIM": optim}).load().config.recipe.schedule
     assert schedule.milestones == (1, 2, 3)
     assert schedule.gamma**4 == pytest.approx(0.01)
 
@@ -125,7 +125,7 @@ def test_an_exponential_rate_falls_by_the_same_factor_after_each_epoch(tmp_path:
 def test_networks_of_pycls_are_found_by_their_numbers(
     tmp_path: Path, values: dict[str, Any], source: str, name: str
 ) -> None:
-    recipe = imported(tmp_path, OF_PYCLS | values).loaded().config.recipe
+    recipe = imported(tmp_path, OF_PYCLS | values).load().config.recipe
     assert (recipe.model.source, recipe.model.name) == (source, name)
     assert (recipe.batch, recipe.microbatches, recipe.evaluation_batch) == (1024, 8, 100)
 
@@ -148,7 +148,7 @@ def test_efficientnets_of_pycls_are_those_of_timm(tmp_path: Path, name: str) -> 
         "DROPOUT_RATIO": 0.2,
     }
     values = OF_PYCLS | {"MODEL": {"TYPE": "effnet", "ACTIVATION_FUN": "silu"}, "EN": numbers}
-    model = imported(tmp_path, values).loaded().config.recipe.model
+    model = imported(tmp_path, values).load().config.recipe.model
     assert (model.source, model.name, model.options) == ("timm", name, {"drop_rate": 0.2})
     with pytest.raises(UsageError, match="none of our sources is known to have this effnet"):
         imported(tmp_path, values | {"EN": numbers | {"HEAD_W": 1000}})
@@ -158,7 +158,7 @@ def test_efficientnets_of_pycls_are_those_of_timm(tmp_path: Path, name: str) -> 
 def test_a_vision_transformer_of_pycls_is_built_by_its_numbers(tmp_path: Path, kind: str) -> None:
     vit = {"PATCH_SIZE": 8, "NUM_LAYERS": 3, "NUM_HEADS": 2, "HIDDEN_DIM": 48, "MLP_DIM": 96, "CLASSIFIER_TYPE": kind}
     values = OF_PYCLS | {"MODEL": {"TYPE": "vit"}, "VIT": vit, "TRAIN": OF_PYCLS["TRAIN"] | {"IM_SIZE": 32}}
-    model = imported(tmp_path, values).loaded().config.recipe.model
+    model = imported(tmp_path, values).load().config.recipe.model
     network = build_model(
         name=model.name, source=model.source, options=model.options, facts={"classes": [*"0123456789"]}
     )
@@ -176,13 +176,13 @@ def test_a_network_that_is_not_found_can_be_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"MODEL\.TYPE: .* effnet; name one yourself, such as recipe\.model\.name="):
         imported(tmp_path, values)
     found = imported(tmp_path, values, "recipe.model.name=efficientnet_b0")
-    assert found.loaded().config.recipe.model.name == "efficientnet_b0"
+    assert found.load().config.recipe.model.name == "efficientnet_b0"
     assert "name: efficientnet_b0                 # override" in found.to_yaml()
 
 
 def test_norms_and_biases_decay_as_pycls_sorts_them(tmp_path: Path) -> None:
     optim = {"WEIGHT_DECAY": 1e-4, "BIAS_USE_CUSTOM_WEIGHT_DECAY": True, "BIAS_CUSTOM_WEIGHT_DECAY": 0.0}
-    groups = imported(tmp_path, OF_PYCLS | {"OPTIM": optim}).loaded().config.recipe.optimizer.groups
+    groups = imported(tmp_path, OF_PYCLS | {"OPTIM": optim}).load().config.recipe.optimizer.groups
     assert [(each.match, each.weight_decay) for each in groups] == [(("*bn*",), 1e-4), (("*bias",), 0.0)]
 
 
@@ -200,7 +200,7 @@ def test_norms_and_biases_decay_as_pycls_sorts_them(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        imported(tmp_path, {"MODEL": {"ARCH": "resnet18"}}, *words).loaded()
+        imported(tmp_path, {"MODEL": {"ARCH": "resnet18"}}, *words).load()
 
 
 def test_a_recipe_of_ours_is_none_of_theirs(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_recipe_of_ours_is_none_of_theirs(tmp_path: Path) -> None:
 
 
 def test_steps_take_the_place_of_the_epochs_of_the_file(tmp_path: Path) -> None:
-    loaded = imported(tmp_path, OF_PYCLS, "recipe.steps=3").loaded()
+    loaded = imported(tmp_path, OF_PYCLS, "recipe.steps=3").load()
     assert (loaded.config.recipe.steps, loaded.config.recipe.epochs) == (3, None)
     assert any(note.startswith("recipe.steps instead of recipe.epochs=") for note in loaded.notes)
 

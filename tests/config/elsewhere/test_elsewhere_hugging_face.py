@@ -10,13 +10,13 @@ import pytest
 from transformers import TrainingArguments
 
 from lockstep.config.base import values
-from lockstep.config.elsewhere.find import Imported, import_file
+from lockstep.config.elsewhere.find import ImportedConfig, import_file
 from lockstep.errors import ConfigError, UsageError
 
 MODEL = ("recipe.model=gpt", "recipe.data=shakespeare")
 
 
-def imported(folder: Path, settings: dict[str, Any], *words: str, gpus: int = 2) -> Imported:
+def imported(folder: Path, settings: dict[str, Any], *words: str, gpus: int = 2) -> ImportedConfig:
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
     return import_file(str(file), words, gpus)
@@ -50,12 +50,12 @@ def test_a_configuration_of_accelerate_is_a_placement(
     assert set(found.translated.left) == {"machine_rank", "debug"}
     assert found.missing == ["recipe.model", "recipe.data", "recipe.batch", "recipe.optimizer"]
     with pytest.raises(ConfigError, match=r"recipe\.batch: missing"):
-        found.loaded()
+        found.load()
 
 
 def test_what_accelerate_lacks_can_be_added(tmp_path: Path) -> None:
     rest = (*MODEL, "recipe.batch=8", "recipe.epochs=1", "recipe.optimizer.lr=0.1")
-    config = imported(tmp_path, {"distributed_type": "FSDP", "num_processes": 4}, *rest).loaded().config
+    config = imported(tmp_path, {"distributed_type": "FSDP", "num_processes": 4}, *rest).load().config
     assert (config.placement.strategy.name, config.placement.processes, config.recipe.batch) == ("zero3", 4, 8)
 
 
@@ -73,7 +73,7 @@ def test_the_batch_of_the_trainer_is_that_of_a_gpu(tmp_path: Path) -> None:
         "report_to": [],
     }
     found = imported(tmp_path, settings, *MODEL, gpus=4)
-    config = found.loaded().config
+    config = found.load().config
     recipe = config.recipe
     assert (recipe.batch, recipe.microbatches, recipe.epochs, recipe.steps) == (48, 12, 2, None)
     assert (recipe.precision, recipe.seed, recipe.clip_norm, config.run.dir) == ("fp16", 7, 1.0, "out")
@@ -86,7 +86,7 @@ def test_every_argument_of_the_trainer_is_mapped_or_named(tmp_path: Path) -> Non
     arguments = TrainingArguments(output_dir="out", use_cpu=True, max_steps=5)
     settings = json.loads(arguments.to_json_string())
     found = imported(tmp_path, settings, *MODEL)
-    assert found.loaded().config.recipe.steps == 5
+    assert found.load().config.recipe.steps == 5
     named = {key.partition(".")[0] for key in found.translated.left} | {
         word for origin in found.translated.origins.values() for word in origin.replace(",", "").split()
     }

@@ -69,13 +69,13 @@ def test_pictures_of_all_archives_by_number(root: Path) -> None:
 def test_the_index_is_made_once_and_anew_for_another_archive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _open(root)
     made: list[str] = []
-    look = tar_index._looked_through
+    look = tar_index._scan_archive
 
     def counted(archive: tarfile.TarFile, file: Path, label: str) -> tar_index.TarIndex:
         made.append(file.name)
         return look(archive, file, label)
 
-    monkeypatch.setattr(tar_index, "_looked_through", counted)
+    monkeypatch.setattr(tar_index, "_scan_archive", counted)
     again = _open(root)
     assert not made
     for one, other in zip(first.train.fetch(np.arange(9), 1), again.train.fetch(np.arange(9), 1), strict=True):

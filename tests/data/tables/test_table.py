@@ -11,7 +11,7 @@ from pyarrow import parquet
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
-from lockstep.data.tables.columns import Category, Number, known_column
+from lockstep.data.tables.columns import Category, Number, restore_column
 from lockstep.errors import UsageError
 
 TRAIN = "size,colour,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
@@ -180,7 +180,7 @@ def test_files_that_are_no_tables_are_named(root: Path) -> None:
 
 def test_columns_are_known_again_by_what_a_checkpoint_keeps() -> None:
     for column in (Number("size", 2.5, 0.5, True), Category("town", ("A", "B"))):
-        assert known_column(column.facts, True) == column
+        assert restore_column(column.facts, True) == column
     for strange in ({"name": "size", "mean": "2"}, {"name": "town", "values": [1]}, {}):
         with pytest.raises(UsageError, match="a column of the checkpoint has"):
-            known_column(strange, False)
+            restore_column(strange, False)

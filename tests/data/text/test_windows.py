@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.text.windows import IGNORED, Row, TrainingWindows, ValidationWindows, windowed
+from lockstep.data.text.windows import IGNORED, TokenArray, TrainingWindows, ValidationWindows, build_windows
 from lockstep.errors import UsageError
 
 
-def _row(count: int) -> Row:
-    return Row(np.arange(count, dtype=np.uint16))
+def _row(count: int) -> TokenArray:
+    return TokenArray(np.arange(count, dtype=np.uint16))
 
 
 @given(count=st.integers(2, 60), context=st.integers(1, 20), stride=st.integers(1, 25))
@@ -27,7 +27,7 @@ def test_a_training_sample_starts_at_each_multiple_of_the_stride(count: int, con
 
 
 def test_as_many_starts_as_nanogpt_draws_from() -> None:
-    assert len(TrainingWindows(Row(np.zeros(1_003_854, np.uint8)), 64, 1)) == 1_003_854 - 64
+    assert len(TrainingWindows(TokenArray(np.zeros(1_003_854, np.uint8)), 64, 1)) == 1_003_854 - 64
 
 
 @given(count=st.integers(2, 60), context=st.integers(1, 20))
@@ -51,8 +51,8 @@ def test_no_samples_keep_their_shape() -> None:
 
 def test_a_part_that_is_too_short_is_refused() -> None:
     with pytest.raises(UsageError, match=r"its training part has 4 tokens, and a window needs 5; use more"):
-        windowed("text", _row(4), None, 4, None, {})
+        build_windows("text", _row(4), None, 4, None, {})
     with pytest.raises(UsageError, match=r"its validation part has 1 tokens, and a window needs 2"):
-        windowed("text", _row(5), _row(1), 4, None, {})
-    data = windowed("text", _row(5), None, 4, None, {"vocabulary": 9})
+        build_windows("text", _row(5), _row(1), 4, None, {})
+    data = build_windows("text", _row(5), None, 4, None, {"vocabulary": 9})
     assert (len(data.train), data.validation, data.facts) == (1, None, {"vocabulary": 9, "context": 4})

@@ -11,7 +11,7 @@ from toys import Case
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.core.shard import Shard
-from lockstep.core.tree import Block
+from lockstep.core.tree import LeafBlock
 from lockstep.parallel.layouts.parameter_server import Server
 
 
@@ -30,10 +30,10 @@ def test_the_server_waits_for_every_worker() -> None:
     with ThreadPoolExecutor(1) as beside:
         found = beside.submit(server.collect, 4)
         server.push(5, {})  # of the next sum
-        server.push(4, {Block(2, 1): torch.ones(1)})
+        server.push(4, {LeafBlock(2, 1): torch.ones(1)})
         assert not found.done()
         server.push(4, {})  # one that had no micro-batch
-        assert [list(pieces) for pieces in found.result(5)] == [[Block(2, 1)], []]
+        assert [list(pieces) for pieces in found.result(5)] == [[LeafBlock(2, 1)], []]
 
 
 def test_a_worker_that_pushes_nothing_is_lost_in_time() -> None:

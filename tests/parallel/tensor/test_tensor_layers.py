@@ -19,7 +19,7 @@ def gradients(model: nn.Module, inputs: Tensor, count: int, plan: dict[str, str]
     (outputs.double() ** 2).sum().backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return {"outputs": outputs} | {
-        name: chunked[name].restored(each) if name in chunked else each for name, each in found.items()
+        name: chunked[name].from_rows(each) if name in chunked else each for name, each in found.items()
     }
 
 

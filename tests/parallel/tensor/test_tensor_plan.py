@@ -196,7 +196,7 @@ def test_weights_are_those_of_the_model_rearranged() -> None:
     chunked = cut_into_chunks(cut, dict(cut_models.PLAN), 4)
     whole = dict(uncut.named_parameters())
     for name, parameter in cut.named_parameters():
-        back = chunked[name].restored(parameter) if name in chunked else parameter
+        back = chunked[name].from_rows(parameter) if name in chunked else parameter
         assert torch.equal(back, whole[name]), name
     assert "blocks.0.attention.out.bias" not in chunked  # it is added once
 

@@ -34,7 +34,7 @@ def test_our_gpt_learns_what_it_learns_whole(tied: bool, entries: int) -> None:
         F.cross_entropy(model(ids[:, :-1]).view(-1, entries), ids[:, 1:].reshape(-1), reduction="sum").backward()
     found = {name: each.grad for name, each in cut.named_parameters()}
     for name, parameter in whole.named_parameters():
-        gradient = chunked[name].restored(found[name]) if name in chunked else found[name]
+        gradient = chunked[name].from_rows(found[name]) if name in chunked else found[name]
         assert (gradient - parameter.grad).abs().max() < 1e-10 * parameter.grad.abs().max(), name
 
 

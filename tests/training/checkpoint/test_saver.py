@@ -37,11 +37,11 @@ def test_training_may_go_on_before_anything_is_written(tmp_path: Path, monkeypat
         return usual(path, chunks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(durable, "write", waiting)
-    saver = Saver(alone(), tmp_path, keep=2, beside=True)
+    saver = Saver(alone(), tmp_path, keep=2, background=True)
     weight = torch.ones(5)
     assert saver.save(Progress(step=1), snapshot(weight)) == []
     weight.fill_(7.0)  # the next steps
-    assert saver.finished() == []
+    assert saver.poll() == []
     assert store.newest(tmp_path) is None
     may_write.set()
     [event] = saver.wait()
@@ -50,16 +50,16 @@ def test_training_may_go_on_before_anything_is_written(tmp_path: Path, monkeypat
     assert found is not None
     assert torch.equal(found.snapshot.model["w"], torch.ones(5))
     assert event.weights_sha256 == store.weights_sha256(found.snapshot.model)
-    assert saver.wait() == saver.finished() == []
+    assert saver.wait() == saver.poll() == []
     saver.close()
 
 
 def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    saver = Saver(alone(), tmp_path, keep=9, beside=True)
+    saver = Saver(alone(), tmp_path, keep=9, background=True)
     told = [event.step for step in range(1, 5) for event in saver.save(Progress(step=step), snapshot(torch.ones(3)))]
     assert told == [1, 2, 3]
     deadline = time.monotonic() + 20
-    while not (last := saver.finished()):
+    while not (last := saver.poll()):
         assert time.monotonic() < deadline
     assert [event.step for event in last] == [4]
     assert len(list(tmp_path.glob("step-*"))) == 4
@@ -68,7 +68,7 @@ def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 def test_a_failure_is_told_with_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    saver = Saver(alone(), tmp_path / "file", keep=1, beside=True)
+    saver = Saver(alone(), tmp_path / "file", keep=1, background=True)
     assert saver.save(Progress(step=1), snapshot(torch.ones(3))) == []
     with pytest.raises(TrainingError, match="checkpoint not written"):
         saver.save(Progress(step=2), snapshot(torch.ones(3)))
@@ -76,14 +76,14 @@ def test_a_failure_is_told_with_the_next_call(tmp_path: Path) -> None:
 
 
 def test_before_training_goes_on_it_is_told_at_once(tmp_path: Path) -> None:
-    saver = Saver(alone(), tmp_path, keep=1, beside=False)
+    saver = Saver(alone(), tmp_path, keep=1, background=False)
     [event] = saver.save(Progress(step=3, best_at=3), snapshot(torch.ones(3)))
     assert (event.step, event.best, Path(event.path).name) == (3, True, "step-00000003")
 
 
-def saves(world: World, folder: Path, beside: bool) -> tuple[list[int], float]:
+def saves(world: World, folder: Path, background: bool) -> tuple[list[int], float]:
     """Save cut tensors three times while the ranks talk to each other all the time."""
-    saver = Saver(world, folder, keep=1, beside=beside)
+    saver = Saver(world, folder, keep=1, background=background)
     tensor = torch.arange(30.0).view(10, 3)
     told = []
     for step in (1, 2, 3):
@@ -99,8 +99,8 @@ def saves(world: World, folder: Path, beside: bool) -> tuple[list[int], float]:
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_save_together_beside_their_training(tmp_path: Path, size: int) -> None:
-    for beside in (True, False):
-        answers = worlds.run(size, saves, tmp_path / str(beside), beside)
+    for background in (True, False):
+        answers = worlds.run(size, saves, tmp_path / str(background), background)
         assert answers == [([1, 2, 3], 50.0 * size)] * size
     manifests = [(tmp_path / name / "latest" / "manifest.json").read_bytes() for name in ("True", "False")]
     assert manifests[0] == manifests[1]
@@ -110,7 +110,7 @@ def refused(world: World, folder: Path, names: list[str], odd: int, buffers: fro
     """Save with other values of some tensors on one rank, and return what is said of it."""
     tensors: dict[str, MaybeSharded] = {name: torch.ones(3) for name in ("a", "b")}
     tensors |= {name: torch.full((3,), 2.0) for name in names if world.rank == odd}
-    saver = Saver(world, folder, keep=1, beside=False, buffers=buffers)
+    saver = Saver(world, folder, keep=1, background=False, buffers=buffers)
     with pytest.raises(TrainingError) as error:
         saver.save(Progress(step=5), Snapshot(tensors, {}, None, {"step": 5}))
     return str(error.value)

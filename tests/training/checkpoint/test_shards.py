@@ -40,7 +40,7 @@ def cut(world: World, tensors: dict[str, torch.Tensor], copies: int = 1) -> dict
         rows, chunked = tensor, None
         if tensor.dtype == torch.bfloat16:
             chunked = Chunked(tuple(tensor.shape), (*tensor.shape, 1), tensor.ndim - 1)
-            rows = chunked.rearranged(tensor)
+            rows = chunked.to_rows(tensor)
         own = part(len(rows), members, world.rank % members)
         piece = rows[own.start : own.stop]
         found[name] = Shard(piece, own.start, tensor.shape, world.rank < members, chunked)

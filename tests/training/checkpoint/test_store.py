@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def step_of(found: store.Found | None) -> int:
+def step_of(found: store.FoundCheckpoint | None) -> int:
     assert found is not None
     step: int = found.snapshot.state["step"]
     assert found.snapshot.model["layer.weight"].equal(snapshot(step).model["layer.weight"])

@@ -1,1 +1,1 @@
-"""Configurations of other frameworks, read as ours: what became of each of their keys is written beside it."""
+"""Configurations of other frameworks, read as ours, with what became of each of their keys."""

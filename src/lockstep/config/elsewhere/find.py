@@ -9,9 +9,9 @@ from typing import Any, Final, final
 
 from lockstep.common.names import suggestion
 from lockstep.config import write
-from lockstep.config.document import Document, Place, Problem, dotted, locate, parse
+from lockstep.config.document import Document, KeyProblem, SourcePosition, format_key, locate, parse
 from lockstep.config.elsewhere import hugging_face, imagenet
-from lockstep.config.elsewhere.translation import Table, Translated, Translation, expected, table_of
+from lockstep.config.elsewhere.translation import KeyTable, TranslatedConfig, Translation, table_of, type_mismatch
 from lockstep.config.load import Loaded, load_text, read
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import OVERRIDE, apply
@@ -30,12 +30,12 @@ _FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
 
 @final
 @dataclass(frozen=True)
-class Imported:
+class ImportedConfig:
     """A configuration of the framework `of`, translated, with the overrides in our words that came with it."""
 
     of: str
     file: str
-    translated: Translated
+    translated: TranslatedConfig
 
     @property
     def missing(self) -> list[str]:
@@ -48,20 +48,20 @@ class Imported:
         missing = f" A recipe needs {', '.join(self.missing)}, too." if self.missing else ""
         return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.{missing}")
 
-    def loaded(self) -> Loaded:
+    def load(self) -> Loaded:
         """Return the configuration; ConfigError as for any recipe."""
         name = FilePath(self.file).stem
         loaded = load_text(self.to_yaml(), f"{self.file}, as imported", name)
         return replace(loaded, notes=[*loaded.notes, *self.translated.remarks()])
 
 
-def import_file(file: str, words: Sequence[str], gpus: int) -> Imported:
+def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     """Translate a file with `words` behind it: pairs KEY VALUE of its framework, and our overrides a.b=value.
 
     `gpus` is the number of GPUs that it is meant for, where the file gives a batch for each and no number of them.
     """
     overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
-    typed, places = _typed(read(file), [word for word in words if word not in overrides])
+    typed, places = _read_keys(read(file), [word for word in words if word not in overrides])
     known = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
     table, translate = next((each for each in known if each[0].knows(typed)), (None, None))
     if table is None or translate is None:
@@ -74,10 +74,10 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> Imported:
     keys = Translation(table, typed, gpus)
     keys.take_listed()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
-    return Imported(table.framework, file, _overridden(keys.done(), overrides))
+    return ImportedConfig(table.framework, file, _apply_overrides(keys.done(), overrides))
 
 
-def _typed(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Place]]:
+def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
     """Return the keys of a file's document and of pairs `KEY VALUE`, of which the last one of a key counts, as yacs has
     them: dotted; and where each stands.
     """
@@ -86,8 +86,8 @@ def _typed(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], di
     if document.problems:
         raise ConfigError([str(each) for each in document.problems])
     leaves = list(write.leaves(document.values))
-    values = {dotted(path): value for path, value in leaves}
-    places = {dotted(path): locate(document.places, path) for path, _ in leaves}
+    values = {format_key(path): value for path, value in leaves}
+    places = {format_key(path): locate(document.places, path) for path, _ in leaves}
     for key, text in zip(words[::2], words[1::2], strict=True):
         value = parse(text, "override")
         if value.problems:
@@ -96,7 +96,7 @@ def _typed(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], di
     return values, places
 
 
-def _check(table: Table, typed: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+def _check(table: KeyTable, typed: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
     """Raise ConfigError for keys that the framework does not know, and values of another type."""
     if table.rest:
         return
@@ -104,22 +104,22 @@ def _check(table: Table, typed: Mapping[str, Any], places: Mapping[str, Place]) 
     for key, value in typed.items():
         if key not in table.defaults:
             text = f"{table.framework} has no such key{suggestion(key, table.defaults)}"
-        elif wanted := expected(table.defaults[key], value):
-            text = f"expected {wanted}, got {write.shown(value)}"
+        elif wanted := type_mismatch(table.defaults[key], value):
+            text = f"expected {wanted}, got {write.format_value(value)}"
         else:
             continue
-        problems.append(str(Problem(places[key], tuple(key.split(".")), text)))
+        problems.append(str(KeyProblem(places[key], tuple(key.split(".")), text)))
     if problems:
         raise ConfigError(problems)
 
 
-def _overridden(translated: Translated, overrides: Sequence[str]) -> Translated:
+def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> TranslatedConfig:
     """Return it with our overrides set, where a recipe is written out."""
-    places = {path: Place(translated.origins[dotted(path)]) for path, _ in write.leaves(translated.values)}
-    before = Document(translated.values, {(): Place(""), **places}, [])
+    places = {path: SourcePosition(translated.origins[format_key(path)]) for path, _ in write.leaves(translated.values)}
+    before = Document(translated.values, {(): SourcePosition(""), **places}, [])
     document = apply(before, overrides)
     if document.problems:
         raise ConfigError([str(each) for each in document.problems])
     dropped = drop_foreign(before, document)
-    origins = {dotted(path): str(document.places[path]) for path, _ in write.leaves(document.values)}
+    origins = {format_key(path): str(document.places[path]) for path, _ in write.leaves(document.values)}
     return replace(translated, values=document.values, origins=origins, notes=(*translated.notes, *dropped))

@@ -125,7 +125,7 @@ def _decays(keys: Translation) -> None:
 
 
 def _loop(keys: Translation) -> None:
-    """Translate the epochs, and the rate, which is one for each of them there."""
+    """Translate the epochs, and the learning rate, which is constant within each of them there."""
     keys.set("recipe.last_batch", "drop", "its loader")
     if not keys["TRAIN.AUTO_RESUME"]:
         keys.set("run.resume", "never", "TRAIN.AUTO_RESUME")

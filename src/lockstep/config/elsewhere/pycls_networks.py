@@ -66,11 +66,11 @@ def _regnet(keys: Translation) -> tuple[str, str] | None:
     """Return timm's network of the same numbers: its RegNets are those of pycls."""
     from timm.models.regnet import model_cfgs
 
-    asked = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
+    wanted = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
     ratio = keys["REGNET.SE_R"] if keys["REGNET.SE_ON"] else 0.0
     plain = {"bottle_ratio": keys["REGNET.BOT_MUL"], "stem_width": keys["REGNET.STEM_W"], "num_features": 0}
     for name, cfg in model_cfgs.items():
-        same = [cfg.depth, cfg.w0, cfg.wa, cfg.wm, cfg.group_size, cfg.se_ratio] == [*asked, ratio]
+        same = [cfg.depth, cfg.w0, cfg.wa, cfg.wm, cfg.group_size, cfg.se_ratio] == [*wanted, ratio]
         if same and all(getattr(cfg, each) == value for each, value in plain.items()) and not cfg.preact:
             return "timm", name
     return None
@@ -79,10 +79,10 @@ def _regnet(keys: Translation) -> tuple[str, str] | None:
 def _efficientnet(keys: Translation) -> tuple[str, str] | None:
     """Return timm's EfficientNet of the same numbers."""
     stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
-    asked = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
+    wanted = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
     if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
         return None
-    name = next((name for name, numbers in _EFFICIENTNETS.items() if numbers == asked), None)
+    name = next((name for name, numbers in _EFFICIENTNETS.items() if numbers == wanted), None)
     if name is None:
         return None
     if keys["EN.DROPOUT_RATIO"]:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep.config import write
-from lockstep.config.document import dotted, parse
+from lockstep.config.document import format_key, parse
 from lockstep.errors import UsageError
 
 _WIDTH: Final = 120
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     """What is known of a framework, from the YAML file of its name in this folder. All keys are dotted.
 
     `defaults` are those of its keys: a value is of the type of its default, where that is not null. A file that has one
@@ -45,16 +45,16 @@ class Table:
 
 
 @cache
-def table_of(framework: str) -> Table:
+def table_of(framework: str) -> KeyTable:
     """Read the table of a framework."""
     file = Path(__file__).with_name(f"{framework}.yaml")
     found = parse(file.read_text(encoding="utf-8"), file.name).values
-    defaults = {dotted(path): value for path, value in write.leaves(found["defaults"])}
-    return Table(**{**found, "defaults": defaults})
+    defaults = {format_key(path): value for path, value in write.leaves(found["defaults"])}
+    return KeyTable(**{**found, "defaults": defaults})
 
 
 @dataclass(frozen=True)
-class Translated:
+class TranslatedConfig:
     """Our configuration: `values` with the sections recipe, placement and run.
 
     `origins` has for each of its dotted keys those that it came from, `left` for each of the others why it has no
@@ -79,7 +79,7 @@ class Translated:
         yield from self.notes
 
 
-def expected(default: Any, value: Any) -> str:
+def type_mismatch(default: Any, value: Any) -> str:
     """Return what a value should be, or nothing where it is that; a default of None says nothing about it."""
     if default is None or (default == "" and value is None):
         return ""
@@ -110,7 +110,7 @@ class Translation:
     table nor code does something with are an error of this code: none is passed over.
     """
 
-    def __init__(self, table: Table, typed: Mapping[str, Any], gpus: int) -> None:
+    def __init__(self, table: KeyTable, typed: Mapping[str, Any], gpus: int) -> None:
         self.gpus = gpus
         self._table = table
         self._typed = typed
@@ -130,8 +130,8 @@ class Translation:
         value = self._typed.get(key)
         if value is None:
             return default
-        if wanted := expected(default, value):
-            raise UsageError(f"{key}: expected {wanted}, got {write.shown(value)}")
+        if wanted := type_mismatch(default, value):
+            raise UsageError(f"{key}: expected {wanted}, got {write.format_value(value)}")
         return value
 
     def __contains__(self, key: str) -> bool:
@@ -147,7 +147,7 @@ class Translation:
         section[name] = value
         self._origins[path] = origin
         if isinstance(value, dict):
-            self._origins |= {f"{path}.{dotted(inner)}": origin for inner, _ in write.leaves(value)}
+            self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.leaves(value)}
 
     def take(self, key: str, path: str) -> None:
         """Set a key of ours to the value of one of theirs."""
@@ -179,7 +179,7 @@ class Translation:
             for path, value in follows.items() if self[key] else ():
                 self.set(path, value, key)
 
-    def done(self) -> Translated:
+    def done(self) -> TranslatedConfig:
         """Return the whole, with the reasons of the table for what is left out."""
         for reason, keys in self._table.left.items():
             self.leave(reason, *keys)
@@ -189,4 +189,4 @@ class Translation:
         reasons = self._left | dict.fromkeys(forgotten, self._table.rest)
         mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
         left = {key: reason for key, reason in reasons.items() if key in self._typed and key not in mapped}
-        return Translated(self._values, self._origins, left, tuple(self._notes))
+        return TranslatedConfig(self._values, self._origins, left, tuple(self._notes))

@@ -33,10 +33,10 @@ def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequ
         if 0 < high <= height and 0 < wide <= width:
             top, left = int(draws[-2] * (height - high + 1)), int(draws[-1] * (width - wide + 1))
             return Box(top, left, high, wide)
-    return _allowed_centre(height, width)
+    return _central_box(height, width)
 
 
-def _allowed_centre(height: int, width: int) -> Box:
+def _central_box(height: int, width: int) -> Box:
     high, wide = height, width
     if width / height < _RATIOS[0]:
         high = round(width / _RATIOS[0])

@@ -28,14 +28,14 @@ def decode(content: bytearray, upright: bool) -> Tensor:
     held. Reads whatever Pillow reads. UndecodableError says in a line what is wrong with the rest.
     """
     try:
-        return _decoded(content, upright)
+        return _decode_image(content, upright)
     except MemoryError:
         raise
     except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
         raise UndecodableError(_reason(error, content)) from error
 
 
-def _decoded(content: bytearray, upright: bool) -> Tensor:
+def _decode_image(content: bytearray, upright: bool) -> Tensor:
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
             image.load()  # what is broken raises here, and not below, where PNG's loader looks for its metadata

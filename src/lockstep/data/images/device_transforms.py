@@ -63,7 +63,7 @@ class ImageTransforms:
                 f"crops without a pixel of the image; use at most {min(shape[1:]) - 1}"
             )
 
-    def prepared(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, fetched: Batch, request: Request) -> Batch:
         """See DeviceTransforms: what was fetched, and what is to be cut from it."""
         if not (self.crop_padding or self.flip) or request.draw is None:
             return fetched
@@ -74,8 +74,8 @@ class ImageTransforms:
         """Augment, normalise and mix."""
         inputs, targets, *places = arrived
         for each in places:
-            inputs = taken(inputs, each, self.crop_padding, self.flip)
-        inputs = self._normalised(inputs)
+            inputs = crop_and_flip(inputs, each, self.crop_padding, self.flip)
+        inputs = self._normalise_inputs(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
             inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
@@ -84,9 +84,9 @@ class ImageTransforms:
     def for_evaluation(self, arrived: Batch) -> Batch:
         """Normalise."""
         inputs, targets = arrived
-        return self._normalised(inputs), targets
+        return self._normalise_inputs(inputs), targets
 
-    def _normalised(self, inputs: Tensor) -> Tensor:
+    def _normalise_inputs(self, inputs: Tensor) -> Tensor:
         return inputs if self._constants is None else normalise(inputs, *self._constants)
 
     @cached_property
@@ -144,7 +144,7 @@ def places_of(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: in
     return torch.from_numpy(_first_places(sources * channels, channels, tops, lefts, size))
 
 
-def taken(images: Tensor, places: Tensor, crop_padding: int, flip: bool) -> Tensor:
+def crop_and_flip(images: Tensor, places: Tensor, crop_padding: int, flip: bool) -> Tensor:
     """Return images cut and flipped as `places` says, on their device."""
     height, width = images.shape[2:]
     padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images

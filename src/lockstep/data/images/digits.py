@@ -22,7 +22,7 @@ _STD: Final = 0.3771
 Options = NoOptions
 
 
-def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
+def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
     return digits()
 

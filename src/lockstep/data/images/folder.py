@@ -28,11 +28,11 @@ class Options:
     validation: Share | None = None
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
-    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as is asked."""
-    found = scan(asked.root, options.validation)
+def open_data(request: DataRequest, options: Options) -> DataSet:
+    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as requested."""
+    found = scan(request.root, options.validation)
     validation = Files(found.validation) if found.validation else None
-    return pictures(Files(found.train), validation, found.classes, asked)
+    return pictures(Files(found.train), validation, found.classes, request)
 
 
 @final

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.common.kinds import shown
+from lockstep.common.type_name import type_name
 
 
 def tensor(value: Any) -> Tensor:
@@ -26,7 +26,7 @@ def tensor(value: Any) -> Tensor:
         plain = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
         value = np.array(value.convert(plain) if plain != value.mode else value)
     if not isinstance(value, np.ndarray | np.generic | int | float):
-        raise TypeError(f"{shown(value)}; expected a picture, an array, a tensor or a number")
+        raise TypeError(f"{type_name(value)}; expected a picture, an array, a tensor or a number")
     array = np.array(value)  # a copy, because torch warns of read-only memory that it would share
     if array.dtype.kind not in "biuf":
         raise TypeError(f"an array of {array.dtype}; expected numbers")

@@ -1,4 +1,4 @@
-"""A split of pictures that are read, cut and resized when they are asked for, wherever their bytes are."""
+"""A split of pictures that are read, cut and resized on demand, wherever their bytes are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import TrainingError
-from lockstep.tasks.classification import SKIPPED, skipped_samples
+from lockstep.tasks.classification import SKIPPED, skip_mask
 from lockstep.tasks.facts import facts
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
@@ -40,7 +40,7 @@ class Pictures(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
+class CropSettings:
     """What of a picture the model sees: a random part of the area within `scale`, or where that is None the centre."""
 
     size: int  # pixels on a side
@@ -50,10 +50,10 @@ class Cut:
     skips: bool = False  # what cannot be decoded comes as zeros that count as nothing
 
 
-def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], asked: DataRequest) -> DataSet:
-    """Return a data set of pictures, cut as is asked. Validation always sees the centre."""
-    cut = cut_of(asked)
-    scale = asked.resized_crop_scale if asked.resized_crop else None
+def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], request: DataRequest) -> DataSet:
+    """Return a dataset of pictures, cut as requested. Validation always sees the centre."""
+    cut = crop_settings(request)
+    scale = request.resized_crop_scale if request.resized_crop else None
     splits = [PictureSplit(train, replace(cut, scale=scale))]
     if validation is not None:
         splits.append(PictureSplit(validation, cut))
@@ -61,15 +61,15 @@ def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str
         train=splits[0],
         validation=splits[1] if validation is not None else None,
         files=(train.name, (validation or train).name),
-        skipped=skipped_samples,
+        skipped=skip_mask,
         facts=facts(classes, (3, cut.size, cut.size), _MEAN, _STD),
     )
 
 
-def cut_of(asked: DataRequest) -> Cut:
+def crop_settings(request: DataRequest) -> CropSettings:
     """Return what validation sees of a picture."""
-    size = asked.image_size or FILES_SIZE
-    return Cut(size, asked.resize_size or size, None, asked.exif, asked.on_error == "skip")
+    size = request.image_size or FILES_SIZE
+    return CropSettings(size, request.resize_size or size, None, request.exif, request.on_error == "skip")
 
 
 def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
@@ -78,7 +78,7 @@ def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
     One of another size is resized, whatever its aspect. The only channel is Pillow's grey (ITU-R 601-2).
     """
     if pixels.shape[1:] != (height, width):
-        pixels = _resized(pixels, height, width)
+        pixels = _resize(pixels, height, width)
     if channels == 3:
         return pixels
     red, green, blue = pixels.to(torch.int32)
@@ -92,7 +92,7 @@ class PictureSplit:
 
     in_memory: bool = False
 
-    def __init__(self, source: Pictures, cut: Cut) -> None:
+    def __init__(self, source: Pictures, cut: CropSettings) -> None:
         self._source = source
         self._cut = cut
 
@@ -104,7 +104,7 @@ class PictureSplit:
         targets = self._source.targets[torch.tensor(indices)]
         draws = self._draws(indices, draw)
         for place, index in enumerate(indices.tolist()):
-            seen = self._seen(index, draws[place] if draws else None)
+            seen = self._load_input(index, draws[place] if draws else None)
             if seen is None:
                 targets[place] = SKIPPED
                 images[place] = 0
@@ -118,7 +118,7 @@ class PictureSplit:
         drawn: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, DRAWS).tolist()
         return drawn
 
-    def _seen(self, index: int, draws: Sequence[float] | None) -> Tensor | None:
+    def _load_input(self, index: int, draws: Sequence[float] | None) -> Tensor | None:
         """Return the part of a picture that the model sees; None for a corrupt one that is to be skipped."""
         try:
             pixels = decode(self._source.content(index), self._cut.exif)
@@ -132,18 +132,18 @@ class PictureSplit:
         return part(pixels, self._cut, draws)
 
 
-def part(pixels: Tensor, cut: Cut, draws: Sequence[float] | None = None) -> Tensor:
+def part(pixels: Tensor, cut: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
     """Return what the model sees of a picture: uint8 of shape [3, size, size], by `draws` or else the centre."""
     _, height, width = pixels.shape
     if draws is None or cut.scale is None:
         high, wide = short_side(height, width, cut.resize)
         top, left, _, _ = centre(high, wide, cut.size)
-        return _resized(pixels, high, wide)[:, top : top + cut.size, left : left + cut.size]
+        return _resize(pixels, high, wide)[:, top : top + cut.size, left : left + cut.size]
     top, left, high, wide = random_crop(height, width, cut.scale, draws)
-    return _resized(pixels[:, top : top + high, left : left + wide], cut.size, cut.size)
+    return _resize(pixels[:, top : top + high, left : left + wide], cut.size, cut.size)
 
 
-def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
+def _resize(pixels: Tensor, height: int, width: int) -> Tensor:
     # On bytes with interleaved channels, as here, torch counts in whole numbers: in half Pillow's time, off
     # by at most one from it, with the same bits for AVX2, AVX-512 and any number of threads (not without AVX2).
     resized = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)

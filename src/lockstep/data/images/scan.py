@@ -35,14 +35,14 @@ def scan(root: str, share: float | None = None) -> Scan:
     for all that is wrong, a line each.
     """
     if share is not None:
-        return _shared_out(root, share)
+        return _split_by_share(root, share)
     splits = {"train": _classes(root, "train"), "val": _classes(root, "val")}
     _refuse([*_different(root, splits), *_empty(root, splits)])
     classes = sorted(splits["train"])
-    return Scan(classes, _numbered(splits["train"], classes), _numbered(splits["val"], classes))
+    return Scan(classes, _label_files(splits["train"], classes), _label_files(splits["val"], classes))
 
 
-def _shared_out(root: str, share: float) -> Scan:
+def _split_by_share(root: str, share: float) -> Scan:
     if (Path(root) / "val").is_dir():
         raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.validation")
     split = "train" if (Path(root) / "train").is_dir() else ""
@@ -52,7 +52,7 @@ def _shared_out(root: str, share: float) -> Scan:
     above = os.path.join(root, split, "")
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
-    for file, number in _numbered(found, classes):
+    for file, number in _label_files(found, classes):
         part = validation if in_share(file.removeprefix(above), share) else train
         part.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
@@ -76,7 +76,7 @@ def _classes(root: str, split: str) -> dict[str, list[str]]:
             f"val/<class>/ with the images of each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
         )
     with os.scandir(folder) as entries:
-        names = sorted(each.name for each in entries if each.is_dir() and not hidden(each.name))
+        names = sorted(each.name for each in entries if each.is_dir() and not is_hidden(each.name))
     if not names:
         raise UsageError(f"data set folder: {folder} holds no folders of classes; put each class's images in one")
     found = {name: list(images(str(folder / name))) for name in names}
@@ -92,7 +92,7 @@ def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[s
     for here, there in (("train", "val"), ("val", "train")):
         if missing := sorted(splits[here].keys() - splits[there].keys()):
             yield (
-                f"{_listed(missing)} of {Path(root) / here} "
+                f"{_format_classes(missing)} of {Path(root) / here} "
                 f"{'is' if len(missing) == 1 else 'are'} missing in {Path(root) / there}; both need the same"
             )
 
@@ -100,16 +100,16 @@ def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[s
 def _empty(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     for split, found in splits.items():
         if empty := [name for name, files in found.items() if not files]:
-            yield f"no images in {_listed(empty)} of {Path(root) / split}; add some, or remove the folder"
+            yield f"no images in {_format_classes(empty)} of {Path(root) / split}; add some, or remove the folder"
 
 
-def _listed(names: list[str]) -> str:
+def _format_classes(names: list[str]) -> str:
     shown = ", ".join(f"'{each}'" for each in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {shown}{more}"
 
 
-def _numbered(found: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:
+def _label_files(found: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:
     return [(file, number) for number, name in enumerate(classes) for file in found[name]]
 
 
@@ -126,18 +126,18 @@ def images(folder: str) -> Iterator[str]:
     if not _is_new(folder, seen):
         return
     for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [each for each in sorted(folders) if not hidden(each) and _is_new(f"{parent}{os.sep}{each}", seen)]
+        folders[:] = [sub for sub in sorted(folders) if not is_hidden(sub) and _is_new(f"{parent}{os.sep}{sub}", seen)]
         for file in sorted(files):
-            if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not hidden(file):
+            if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not is_hidden(file):
                 yield f"{parent}{os.sep}{file}"
 
 
-def hidden(name: str) -> bool:
+def is_hidden(name: str) -> bool:
     """Say whether a file or folder is one that users do not see: `._1.jpg` is no image."""
     return name.startswith(".")
 
 
-def counted(folder: Path) -> int:
+def count_images(folder: Path) -> int:
     """Count the images below the folders of the classes."""
     return sum(os.path.dirname(file) != str(folder) for file in images(str(folder)))
 

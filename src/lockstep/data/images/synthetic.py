@@ -37,9 +37,9 @@ class Options:
     channels: Count = SYNTHETIC["channels"]
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """See Source."""
-    return synthetic(image_size=asked.image_size or _SIZE, **asdict(options))
+    return synthetic(image_size=request.image_size or _SIZE, **asdict(options))
 
 
 def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:

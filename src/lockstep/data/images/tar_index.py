@@ -1,4 +1,4 @@
-"""The offsets of the pictures in a tar archive, and the class of each; found once and kept beside the archive."""
+"""The offsets of the pictures in a tar archive, and the class of each; found once and cached next to the archive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TarIndex(NamedTuple):
     targets: NDArray[np.int64]
 
 
-def indexed(file: Path, label: str) -> TarIndex:
+def load_index(file: Path, label: str) -> TarIndex:
     """Return the index of an archive, kept or new. It is kept where the folder can be written to.
 
     Nothing is ever unpacked, so a member's name leads nowhere; members that are no plain files are passed over.
@@ -41,19 +41,19 @@ def indexed(file: Path, label: str) -> TarIndex:
             found = os.fstat(stream.fileno())
             mark = np.array([_VERSION, found.st_size, found.st_mtime_ns])
             kept = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
-            index = None if kept is None else _kept(kept, file, mark)
+            index = None if kept is None else _read_cached(kept, file, mark)
             if index is None:
                 with tarfile.open(fileobj=stream, mode="r:") as archive:
-                    index = _looked_through(archive, file, label)
+                    index = _scan_archive(archive, file, label)
                     _check_end(stream, archive.offset, file)
                 if kept is not None:
-                    _keep(kept, index, mark)
+                    _write_cache(kept, index, mark)
             return index
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # of numbers that no file can have
         raise UsageError(f"data set webdataset: {file} cannot be read as a tar archive: {error}") from error
 
 
-def _kept(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
+def _read_cached(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
     """Return the index that was kept, None where there is none of this archive as it is now."""
     try:
         with plainfile.reader(place) as stream, np.load(stream, allow_pickle=False) as arrays:
@@ -65,7 +65,7 @@ def _kept(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
     return found if len(found.names) == len(found.spans) == len(found.targets) else None
 
 
-def _keep(place: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
+def _write_cache(place: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
     # Every rank may come here: each writes a file of its own, and the last one to rename it leaves what all have found.
     new = place.with_name(f"{place.name}.{os.getpid()}.new")
     with suppress(OSError):  # a folder that we may not write to: the archive is looked through at each start
@@ -84,7 +84,7 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
         )
 
 
-def _looked_through(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
+def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
     names, spans, targets = [], [], []
     for name, parts in _samples(archive):
         picture = next((each for ending, each in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
@@ -126,7 +126,7 @@ def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarIn
     stream = archive.extractfile(member)
     content = stream.read(_LABEL) if stream is not None else b""
     try:
-        found: Any = plainfile.parsed(content)
+        found: Any = plainfile.parse_json(content)
         value = found[label] if isinstance(found, dict) else found
     except (ValueError, KeyError) as error:
         raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error

@@ -46,9 +46,9 @@ _KNOWN: Final[Mapping[str, _Known]] = {
 Options = NoOptions
 
 
-def open_data(asked: DataRequest, options: NoOptions) -> DataSet:
+def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
-    return torchvision_set(asked.name, asked.root, asked.download)
+    return torchvision_set(request.name, request.root, request.download)
 
 
 def torchvision_set(name: str, root: str, download: bool) -> DataSet:
@@ -93,18 +93,18 @@ def _open(name: str, root: str, download: bool, train: bool) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # torchvision passes on what sockets, archives and readers raise
-        said = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if not download:
-            raise UsageError(_absent(name, root, said)) from error
+            raise UsageError(_absent(name, root, reason)) from error
         raise UsageError(
-            f"data set {name}: it cannot be downloaded to {root}: {said}; mend the network and start again, or "
+            f"data set {name}: it cannot be downloaded to {root}: {reason}; mend the network and start again, or "
             f"copy torchvision's {_KNOWN[name].kind} files there from another machine"
         ) from error
 
 
-def _absent(name: str, root: str, said: str) -> str:
+def _absent(name: str, root: str, reason: str) -> str:
     return (
-        f"data set {name}: not found whole in {root}: {said}; set recipe.data.root to where it is, or remove what "
+        f"data set {name}: not found whole in {root}: {reason}; set recipe.data.root to where it is, or remove what "
         f"is left of it there and set recipe.data.download=true"
     )
 

@@ -1,6 +1,6 @@
-"""Pictures in tar archives as WebDataset writes them: NAME.jpg and NAME.cls, or NAME.json, beside each other.
+"""Pictures in tar archives as WebDataset writes them: NAME.jpg next to NAME.cls or NAME.json.
 
-Each archive is looked through once. The offsets of its members are kept beside it, so that any sample is read at once.
+Each archive is scanned once. The offsets of its members are cached next to it, so that any sample is read at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import pictures
-from lockstep.data.images.tar_index import TarIndex, indexed
+from lockstep.data.images.tar_index import TarIndex, load_index
 from lockstep.data.options import Count, Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import in_share
@@ -36,23 +36,23 @@ class Options:
     validation: Share | None = None
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the pictures of the archives of `root`: train-000.tar, val-000.tar, or in folders train/ and val/."""
-    train = [indexed(each, options.label) for each in _archives(Path(asked.root), "train")]
-    held_out = [indexed(each, options.label) for each in _archives(Path(asked.root), "val")]
+    train = [load_index(each, options.label) for each in _archives(Path(request.root), "train")]
+    held_out = [load_index(each, options.label) for each in _archives(Path(request.root), "val")]
     if not train:
         raise UsageError(
-            f"data set webdataset: there is neither train*.tar nor train/*.tar in {asked.root}; set recipe.data.root"
+            f"data set webdataset: there is neither train*.tar nor train/*.tar in {request.root}; set recipe.data.root"
         )
     if bool(held_out) == (options.validation is not None):
         found = "there are val*.tar; remove it" if held_out else "missing, and there are no val*.tar; 0 is none"
         raise UsageError(f"data set webdataset: options.validation: {found}")
     every = Archives(train)
-    parts = (every, Archives(held_out)) if held_out else every.parted(options.validation or 0.0)
+    parts = (every, Archives(held_out)) if held_out else every.split(options.validation or 0.0)
     classes = _classes(options.classes, [*every.targets.tolist(), *parts[1].targets.tolist()])
     if not len(parts[0].targets):
         raise UsageError("data set webdataset: no picture is left for training; use another options.validation")
-    return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, asked)
+    return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
 
 
 @final
@@ -69,12 +69,12 @@ class Archives:
 
     def name(self, index: int) -> str:
         """See Pictures."""
-        archive, place = self._found(index)
+        archive, place = self._locate(index)
         return f"{self._archives[archive].file}: {self._archives[archive].names[place]}"
 
     def content(self, index: int) -> bytearray:
         """See Pictures."""
-        number, place = self._found(index)
+        number, place = self._locate(index)
         archive = self._archives[number]
         offset, size = archive.spans[place].tolist()
         try:
@@ -87,13 +87,13 @@ class Archives:
             raise TrainingError(f"{self.name(index)}: the archive was cut off while it was in use")
         return bytearray(found)
 
-    def parted(self, share: float) -> tuple[Archives, Archives]:
+    def split(self, share: float) -> tuple[Archives, Archives]:
         """Return the pictures without a share of them, by their names, and that."""
         chosen = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
         train, validation = ([n for n, each in enumerate(chosen) if each is wanted] for wanted in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)
 
-    def _found(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         place = int(self._places[index])
         archive = int(np.searchsorted(self._firsts, place, side="right")) - 1
         return archive, place - int(self._firsts[archive])

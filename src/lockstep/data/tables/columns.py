@@ -29,7 +29,7 @@ class Number:
         """Return what a checkpoint keeps."""
         return {"name": self.name, "mean": self.mean, "std": self.std}
 
-    def encoded(self, column: Any) -> NDArray[Any]:
+    def encode(self, column: Any) -> NDArray[Any]:
         """Return float32 of shape [rows]."""
         values = _floats(self.name, column)
         if self.means:
@@ -50,7 +50,7 @@ class Category:
         """Return what a checkpoint keeps."""
         return {"name": self.name, "values": list(self.values)}
 
-    def encoded(self, column: Any) -> NDArray[Any]:
+    def encode(self, column: Any) -> NDArray[Any]:
         """Return int64 of shape [rows]."""
         codes = {value: number for number, value in enumerate(self.values)}
         found = column.unique().to_pylist()  # fewer than there are rows
@@ -104,7 +104,7 @@ def refuse_mixed(name: str, column: Any, advice: str) -> None:
 
 
 def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
-    """Return how a column of training is encoded: text and truth values are categories, and what is asked to be one."""
+    """Return how a column of training is encoded: text, truth values and what the options name are categories."""
     kind = kind_of(column)
     if kind == "number" and not is_category:
         return _number(name, column, means)
@@ -122,7 +122,7 @@ def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number 
     return Category(name, tuple(values))
 
 
-def known_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
+def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
     """Return the column of which a checkpoint keeps these facts. UsageError where they are none of a column."""
     match facts:
         case {"name": str(name), "mean": float(mean), "std": float(std)}:

@@ -1,4 +1,4 @@
-"""Data sets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
+"""Datasets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lockstep.common import plainfile
 from lockstep.common.names import choices
 from lockstep.data.base import DataSet
-from lockstep.data.imported import collate_of, mapped_style
+from lockstep.data.imported import collate_of, wrap_map_style
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
@@ -36,9 +36,9 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
-    """Return the data set at `root`; its rows are read as they are asked for."""
-    train, held_out = _parts(asked.root, options)
+def open_data(request: DataRequest, options: Options) -> DataSet:
+    """Return the dataset at `root`; its rows are read on demand."""
+    train, held_out = _parts(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
         chosen = rows_in_share(len(train), options.validation)
@@ -47,15 +47,15 @@ def open_data(asked: DataRequest, options: Options) -> DataSet:
     else:
         validation = _columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
-        raise UsageError(f"data set datasets: {asked.root} has {len(train):,} rows, of which training gets none")
+        raise UsageError(f"data set datasets: {request.root} has {len(train):,} rows, of which training gets none")
     names = getattr(train.features.get(options.target), "names", None)
-    label = f"data set {asked.name}"
-    return mapped_style(label, _columns(train, numbers, options), validation, names, collate_of(asked.collate))
+    label = f"data set {request.name}"
+    return wrap_map_style(label, _columns(train, numbers, options), validation, names, collate_of(request.collate))
 
 
 @final
 class Columns:
-    """Some rows of a data set, and of each the columns that make a sample."""
+    """Some rows of a dataset, and of each the columns that make a sample."""
 
     def __init__(self, rows: Any, numbers: NDArray[np.int64], inputs: str | Sequence[str], target: str | None) -> None:
         self._rows = rows
@@ -87,8 +87,8 @@ def _parts(root: str, options: Options) -> tuple[Any, Any]:
         plainfile.check_folder(Path(root))
         found = datasets.load_from_disk(root)
     except Exception as error:  # the library raises whatever its readers do
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"data set datasets: {root} cannot be opened: {said}") from error
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"data set datasets: {root} cannot be opened: {message}") from error
     if isinstance(found, datasets.Dataset):
         return found, None
     for part in (options.train, options.held_out):

@@ -28,12 +28,12 @@ class Rows:
     def __init__(
         self, columns: Sequence[Number | Category], values: Sequence[Any], targets: Tensor, codes: bool
     ) -> None:
-        encoded = [(column, column.encoded(value)) for column, value in zip(columns, values, strict=True)]
+        encoded = [(column, column.encode(value)) for column, value in zip(columns, values, strict=True)]
         numbers = [found for column, found in encoded if isinstance(column, Number)]
         categories = [(column, found) for column, found in encoded if isinstance(column, Category)]
         rows = len(targets)
-        self._numbers = _stacked(numbers, rows, torch.float32)
-        self._categories = _stacked([found for _, found in categories], rows, torch.int64)
+        self._numbers = _stack_columns(numbers, rows, torch.float32)
+        self._categories = _stack_columns([found for _, found in categories], rows, torch.int64)
         self._sizes = [len(column.values) for column, _ in categories]
         self._targets = targets
         self._codes = codes
@@ -57,7 +57,7 @@ class Rows:
         return torch.cat([numbers, *spread], dim=1), self._targets[chosen]
 
 
-def _stacked(columns: Sequence[NDArray[Any]], rows: int, dtype: torch.dtype) -> Tensor:
+def _stack_columns(columns: Sequence[NDArray[Any]], rows: int, dtype: torch.dtype) -> Tensor:
     if not columns:
         return torch.empty(rows, 0, dtype=dtype)
     return torch.from_numpy(np.stack(columns, axis=1))

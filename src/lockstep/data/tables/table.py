@@ -20,7 +20,7 @@ from lockstep.data.tables.columns import check_input, column_of, kind_of, refuse
 from lockstep.data.tables.files import read, same_columns
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import skipped_samples
+from lockstep.tasks.classification import skip_mask
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,7 +37,7 @@ class Options:
     `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression, and of whole
     numbers that are many it has to be said. Whole numbers in `categories` are names and no amounts, as all text is;
     `ignore` is left out. `missing` numbers are an error, or the mean of training. `codes` false gives categories as
-    zeros and a one beside the numbers; true as whole numbers, a second input. `validation` is the share of the rows,
+    zeros and a one next to the numbers; true as whole numbers, a second input. `validation` is the share of the rows,
     where there is no file for it.
     """
 
@@ -50,15 +50,15 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the rows of the table at `root`: a file, or a folder with train.csv and val.csv, or .parquet."""
-    files = _files(Path(asked.root))
+    files = _files(Path(request.root))
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
     _check_names(files[0], [*targets, *categories, *ignored])
     left = [name for name in files[0].column_names if name not in {*targets, *ignored}]
     if not left:
-        raise UsageError(f"data set table: {asked.root} has no column beside {', '.join(targets)} to learn from")
+        raise UsageError(f"data set table: {request.root} has no column beside {', '.join(targets)} to learn from")
     means = options.missing == "mean"
     for table in files:  # each whole, as its rows are numbered
         for name in left:
@@ -79,7 +79,7 @@ def open_data(asked: DataRequest, options: Options) -> DataSet:
         train=parts[0],
         validation=parts[1] if len(parts) > 1 else None,
         facts=facts,
-        skipped=None if classes is None else skipped_samples,
+        skipped=None if classes is None else skip_mask,
     )
 
 
@@ -135,14 +135,14 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
 def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
     for name in names:
         column = table[name]
-        said = f"data set table: target: '{name}'"
+        problem = f"data set table: target: '{name}'"
         if column.null_count:
             first = column.is_null().to_pylist().index(True)
-            raise UsageError(f"{said} is missing in row {first:,}; leave such rows out")
+            raise UsageError(f"{problem} is missing in row {first:,}; leave such rows out")
         if kind is None:
             refuse_mixed(name, column, "or set options.kind=classification")
         if kind_of(column) == "other":
-            raise UsageError(f"{said} is of {column.type}, neither numbers nor text; name another column")
+            raise UsageError(f"{problem} is of {column.type}, neither numbers nor text; name another column")
 
 
 def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None) -> torch.Tensor:
@@ -160,8 +160,8 @@ def _floats(name: str, column: Any) -> NDArray[np.float32]:
     try:
         found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
     except Exception as error:  # of pyarrow's many
-        said = f"'{name}' of {column.type} is no number; use kind: classification"
-        raise UsageError(f"data set table: target: {said}") from error
+        problem = f"'{name}' of {column.type} is no number; use kind: classification"
+        raise UsageError(f"data set table: target: {problem}") from error
     if not np.isfinite(found).all():
         row = int((~np.isfinite(found)).argmax())
         raise UsageError(f"data set table: target: '{name}' is not finite in row {row:,}; leave such rows out")

@@ -12,7 +12,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.text.tokenizer import Bytes, FromFile, Tokenizer, characters_of
-from lockstep.data.text.windows import Row, windowed
+from lockstep.data.text.windows import TokenArray, build_windows
 from lockstep.errors import UsageError
 
 
@@ -32,22 +32,22 @@ class Options:
     validation: Share = 0.1
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of the text at `root`.
 
     A folder is read in the order of its files' names, one text after the other; with folders `train` and `val` in it,
-    or files train.txt and val.txt, these are the parts, whatever share is asked for validation.
+    or files train.txt and val.txt, these are the parts, whatever share is set for validation.
     """
-    return text_data(asked.name, *_parts(Path(asked.root), options.validation), options)
+    return text_data(request.name, *_parts(Path(request.root), options.validation), options)
 
 
 def text_data(name: str, train: str, validation: str, options: Options) -> DataSet:
     """Return the windows of two texts; without the second there is no validation."""
     tokenizer = _tokenizer(train, validation, options)
-    return windowed(
+    return build_windows(
         name,
-        Row(tokenizer.encode(train)),
-        Row(tokenizer.encode(validation)) if validation else None,
+        TokenArray(tokenizer.encode(train)),
+        TokenArray(tokenizer.encode(validation)) if validation else None,
         options.context,
         options.stride,
         {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts},

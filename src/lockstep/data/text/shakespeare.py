@@ -16,9 +16,9 @@ _FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
 _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of the plays; for the options see `text`."""
-    return text_data(asked.name, *cut(shakespeare().decode(), options.validation), options)
+    return text_data(request.name, *cut(shakespeare().decode(), options.validation), options)
 
 
 def shakespeare(file: Path = _FILE) -> bytes:

@@ -15,7 +15,7 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
-from lockstep.data.text.windows import windowed
+from lockstep.data.text.windows import build_windows
 from lockstep.errors import TrainingError, UsageError
 
 _LARGEST: Final = 1 << 26  # bytes of meta.json
@@ -27,7 +27,7 @@ _LOOKED_AT: Final = 64  # and tokens at each
 class Options:
     """For `context` and `stride` see `text`.
 
-    `vocabulary`, the number of different tokens, and `dtype` are those of meta.json beside the files where they are
+    `vocabulary`, the number of different tokens, and `dtype` are those of meta.json next to the files where they are
     left out; without it, `dtype` is uint16.
     """
 
@@ -37,9 +37,9 @@ class Options:
     dtype: Literal["uint16", "uint32"] | None = None
 
 
-def open_data(asked: DataRequest, options: Options) -> DataSet:
+def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of `root/train.bin` and, where it is there, `root/val.bin`."""
-    root = Path(asked.root)
+    root = Path(request.root)
     meta = _meta(root / "meta.json")
     vocabulary = options.vocabulary or meta.get("vocabulary") or meta.get("vocab_size")
     dtype = options.dtype or meta.get("dtype") or "uint16"
@@ -59,12 +59,12 @@ def open_data(asked: DataRequest, options: Options) -> DataSet:
     validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
     tokenizer = {"tokenizer": meta["tokenizer"]} if "tokenizer" in meta else {}
     facts = {"vocabulary": vocabulary, **tokenizer}
-    return windowed("tokens", train, validation, options.context, options.stride, facts)
+    return build_windows("tokens", train, validation, options.context, options.stride, facts)
 
 
 @final
 class TokenFile:
-    """The tokens of a file, little endian and nothing else; windows are read from it as they are asked for.
+    """The tokens of a file, little endian and nothing else; windows are read from it on demand.
 
     It is read and not mapped into memory: a mapped file ends the process with SIGBUS where it is cut off meanwhile,
     and its pages count as the process's memory.
@@ -128,7 +128,7 @@ def _meta(file: Path) -> Mapping[str, Any]:
         return {}
     try:
         with plainfile.reader(file, links=True) as stream:
-            found = plainfile.parsed(stream.read(_LARGEST))
+            found = plainfile.parse_json(stream.read(_LARGEST))
     except OSError as error:
         raise UsageError(f"data set tokens: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:

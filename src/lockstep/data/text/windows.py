@@ -29,7 +29,7 @@ class Tokens(Protocol):
 
 
 @final
-class Row:
+class TokenArray:
     """Tokens in memory."""
 
     in_memory: bool = True
@@ -70,7 +70,7 @@ class TrainingWindows:
 
 @final
 class ValidationWindows:
-    """Windows beside each other, so that each token but the first is a target once.
+    """Adjacent windows, so that each token but the first is a target once.
 
     The last one may be short: it ends in token 0, and in targets that are IGNORED.
     """
@@ -103,7 +103,7 @@ class ValidationWindows:
             targets[where, :length] = found[:, 1:]
 
 
-def windowed(
+def build_windows(
     label: str,
     train: Tokens,
     validation: Tokens | None,

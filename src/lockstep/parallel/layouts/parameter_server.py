@@ -27,14 +27,14 @@ from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, sharded_as
-from lockstep.core.tree import Block, total
+from lockstep.core.shard import MaybeSharded, Shard, shard_like
+from lockstep.core.tree import LeafBlock, total
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
-Pieces = Mapping[Block, Tensor]
+Pieces = Mapping[LeafBlock, Tensor]
 
 
 def parameter_server_layout(world: World, server: Server, calls: Rpc, bucket_bytes: int) -> MakeLayout:
@@ -150,7 +150,7 @@ class ServedLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return sharded_as(tensor, self._cuts[name])
+        return shard_like(tensor, self._cuts[name])
 
     def collect(self) -> None:
         """See Layout."""

@@ -18,7 +18,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
-from lockstep.core.shard import MaybeSharded, Shard, sharded_as
+from lockstep.core.shard import MaybeSharded, Shard, shard_like
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
@@ -77,7 +77,7 @@ class RowLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return sharded_as(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
+        return shard_like(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
 
     @torch.no_grad()
     def reload(self) -> None:

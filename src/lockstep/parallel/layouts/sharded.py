@@ -26,7 +26,7 @@ from lockstep.comm.fsdp import Narrow, Sharded, own_gradient
 from lockstep.comm.stream import CommStream, InlineStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.shard import MaybeSharded, sharded_as
+from lockstep.core.shard import MaybeSharded, shard_like
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
@@ -116,7 +116,7 @@ class ShardedLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return sharded_as(tensor, self._cuts[name])
+        return shard_like(tensor, self._cuts[name])
 
     def collect(self) -> None:
         """See Layout."""

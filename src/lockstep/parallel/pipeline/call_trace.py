@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.common.own_code import described
+from lockstep.common.own_code import describe_error
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError
@@ -56,7 +56,7 @@ class CallTrace:
         self._alive: list[Any] = []  # so that no identity is given twice
         self._calls: list[_TracedCall] = []
         self._inside = False
-        self.outputs: Any = self._run(batches.mapped(_ones, example))
+        self.outputs: Any = self._run(batches.map_tensors(_ones, example))
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
         for place, call in enumerate(self._calls):
@@ -100,7 +100,7 @@ class CallTrace:
         except Exception as error:  # a stranger's code may raise anything without values
             raise UntraceableError(
                 f"strategy pipeline: the model cannot be cut: its code between modules depends on values that modules "
-                f"compute: {described(error, 'move that code into a module of its own, or use another strategy')}"
+                f"compute: {describe_error(error, 'move that code into a module of its own, or use another strategy')}"
             ) from error
         if generators() != before:
             raise UntraceableError(
@@ -123,7 +123,7 @@ class CallTrace:
         self._inside = True
         try:
             with FlopCounterMode(display=False) as counter:
-                outputs = batches.mapped(self._meta.without_values, forward(*args, **kwargs))
+                outputs = batches.map_tensors(self._meta.without_values, forward(*args, **kwargs))
         finally:
             self._inside = False
             torch.set_rng_state(state)

@@ -32,7 +32,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, sharded_as
+from lockstep.core.shard import MaybeSharded, local_tensor, shard_like
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError
@@ -230,7 +230,7 @@ class PipelineEngine:
         if self._ema is not None and state.ema is not None:
             check_names(state.ema, self._model.state_dict())
             own = self._layout.own_state()
-            take_over(state.ema, {name: sharded_as(tensor, own[name]) for name, tensor in self._ema.state().items()})
+            take_over(state.ema, {name: shard_like(tensor, own[name]) for name, tensor in self._ema.state().items()})
 
     def close(self) -> None:
         """See Engine."""
@@ -333,7 +333,7 @@ class PipelineEngine:
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
         if not isinstance(states, Tensor):
-            seed = random.torch_seed(random.extended(self._forward_key, step.number, index))
+            seed = random.torch_seed(random.extend_key(self._forward_key, step.number, index))
             for generator in self._generators:
                 generator.manual_seed(seed)
         else:
@@ -375,7 +375,7 @@ class PipelineEngine:
         assert self._ema is not None
         own, model = self._ema.state(), self._layout.state()
         ordered = sorted(model, key=lambda name: not local_tensor(model[name]).is_floating_point())
-        return {name: sharded_as(own.get(name, _widen(local_tensor(model[name]))), model[name]) for name in ordered}
+        return {name: shard_like(own.get(name, _widen(local_tensor(model[name]))), model[name]) for name in ordered}
 
 
 def _check(values: Sequence[object]) -> list[Tensor | int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lockstep.core.batch import mapped
+from lockstep.core.batch import map_tensors
 from lockstep.parallel.pipeline.graph_trace import tensors_in_attributes, tensors_of
 
 Forward = Callable[..., Any]
@@ -44,12 +44,12 @@ class MetaModel:
         key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
         if key not in self._known:
             self._known[key] = self._compute(self._modules[name].train(training), args, kwargs)
-        return mapped(self._copy, self._known[key])
+        return map_tensors(self._copy, self._known[key])
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         state = torch.get_rng_state()
         with torch.no_grad():
-            outputs = mapped(self.without_values, module(*args, **kwargs))
+            outputs = map_tensors(self.without_values, module(*args, **kwargs))
         torch.set_rng_state(state)
         return outputs
 

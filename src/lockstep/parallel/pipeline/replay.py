@@ -93,7 +93,7 @@ class Replay:
             now.run, now.inside = None, False
         if part.end is not None:
             _refuse(f"{part.end}, where the next stage begins, was not called")
-        return batches.tensors_of(batches.mapped(partial(_real, run), outputs))
+        return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand for the forward of a module that stays whole."""
@@ -107,7 +107,7 @@ class Replay:
         if name == run.part.end:
             leaves = dict(paths_of((args, kwargs)))
             raise _Left([_real(run, leaves[path]) for path in run.part.leaving])
-        args, kwargs = batches.mapped(partial(_real, run), (args, kwargs))
+        args, kwargs = batches.map_tensors(partial(_real, run), (args, kwargs))
         self._now.inside = True
         try:
             return forward(*args, **kwargs)

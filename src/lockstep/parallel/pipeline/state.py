@@ -68,7 +68,7 @@ class OptimizerNames:
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
-        heard = [plainfile.parsed(text) for text in world.all_tell(json.dumps(told if primary else {}))]
+        heard = [plainfile.parse_json(text) for text in world.all_tell(json.dumps(told if primary else {}))]
         owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
         forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
         numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}

@@ -66,7 +66,7 @@ class CanonicalState:
             if isinstance(held, Shard):
                 found[name] = replace(held, shape=Size(chunked.shape), chunked=chunked)
             else:
-                found[name] = chunked.restored(held)
+                found[name] = chunked.from_rows(held)
         return found
 
     def _rearrange(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
@@ -74,7 +74,7 @@ class CanonicalState:
         for name, held in tensors.items():
             chunked = self._of(name)
             if chunked is not None and isinstance(held, Tensor) and held.shape == chunked.shape:
-                found[name] = chunked.rearranged(held)
+                found[name] = chunked.to_rows(held)
         return found
 
     def _of(self, name: str) -> Chunked | None:

@@ -30,7 +30,7 @@ from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.core import random
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import part
-from lockstep.core.tree import Block, Counter
+from lockstep.core.tree import Counter, LeafBlock
 
 
 class Forwards(Protocol):
@@ -62,7 +62,7 @@ class Forwards(Protocol):
         """Return what each forward has, given what those of this rank have: tensors of one shape."""
         ...
 
-    def scatter(self, pieces: Sequence[Mapping[Block, Tensor]], chunks: int) -> list[Tensor]:
+    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """Return the sum over all `chunks` of a region for each forward of this rank's, given its pieces for all."""
         ...
 
@@ -168,13 +168,13 @@ class Region:
         """
         return self.add(self.pieces(partials))
 
-    def add(self, pieces: Mapping[Block, Tensor]) -> Tensor:
+    def add(self, pieces: Mapping[LeafBlock, Tensor]) -> Tensor:
         """Return the sum over all chunks, of which this rank has these pieces."""
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
 
-    def pieces(self, partials: Iterable[Tensor]) -> dict[Block, Tensor]:
+    def pieces(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
         """Return what this rank can add by itself of such a sum, by the blocks of the tree."""
         counter: Counter[Tensor] = Counter(add_)
         for chunk, partial in zip(self.own, partials, strict=True):
@@ -201,7 +201,7 @@ class _OneForward:
         """See Forwards. A kernel may give other bits for elements that are elsewhere in memory than gathered ones."""
         return [each.contiguous() for each in own]
 
-    def scatter(self, pieces: Sequence[Mapping[Block, Tensor]], chunks: int) -> list[Tensor]:
+    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
         return [self._chunks.add(each) for each in pieces]
 
@@ -263,7 +263,7 @@ class Draws:
     def draw_by(self, key: int, chunk: int) -> None:
         """Give a chunk the numbers that it has with this key."""
         for generator in self._generators:
-            generator.manual_seed(random.torch_seed(random.extended(key, chunk)))
+            generator.manual_seed(random.torch_seed(random.extend_key(key, chunk)))
 
     def rewind(self) -> None:
         """Draw again what was drawn before the first layers."""

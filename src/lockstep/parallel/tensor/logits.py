@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lockstep.comm.canonical import add_
-from lockstep.core.tree import Block, total
+from lockstep.core.tree import LeafBlock, total
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Region
 
@@ -169,7 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
         tops, sums, chosen = chunks.of_all(torch.stack(own)).unbind(1)
         top = tops.amax(0)
         sums = sums * (tops - top).exp()
-        added = total({Block(chunk, 1): each for chunk, each in enumerate(sums)}, chunks.count, add_)
+        added = total({LeafBlock(chunk, 1): each for chunk, each in enumerate(sums)}, chunks.count, add_)
         ctx.save_for_backward(targets, top, added, *parts)
         losses: Tensor = added.log() - (chosen.amax(0) - top)
         return losses.masked_fill(targets == ignored, 0)

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple, final
 from torch import nn
 
 from lockstep.common.names import suggestion
-from lockstep.common.patterns import selected
+from lockstep.common.patterns import select
 from lockstep.core.shard import Chunked
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
@@ -131,7 +131,7 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
         if kind.partition(":")[0] not in KINDS:
             near = suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
             raise UsageError(f"{_KEY}: {pattern}: there is no kind {kind!r}{near}")
-        selected(_KEY, [pattern], names, "module")
+        select(_KEY, [pattern], names, "module")
     found = {name: next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), "") for name in names}
     return {name: _Kind(*kind.partition(":")[::2]) for name, kind in found.items() if kind}
 
@@ -305,10 +305,10 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) 
         has = f"{length} outputs" if head == 1 else f"{length // head} heads"
         raise _not_divided(count, f"{name}, which has {f'{parts} x ' if parts > 1 else ''}{has}", length // head)
     chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
-    weight, bias = chunked["weight"].rearranged(layer.weight.detach()), None
+    weight, bias = chunked["weight"].to_rows(layer.weight.detach()), None
     if layer.bias is not None:
         chunked["bias"] = Chunked((outputs,), (parts, count, length // count), 1)
-        bias = chunked["bias"].rearranged(layer.bias.detach())
+        bias = chunked["bias"].to_rows(layer.bias.detach())
     return ColumnLinear(weight, bias, chunks), chunked
 
 
@@ -318,7 +318,7 @@ def _row(layer: nn.Linear, name: str, chunks: Region) -> Cut:
         raise _not_divided(count, f"{name}, which has {inputs} inputs", inputs)
     chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
     bias = None if layer.bias is None else layer.bias.detach()
-    return RowLinear(chunked.rearranged(layer.weight.detach()), bias, chunks), {"weight": chunked}
+    return RowLinear(chunked.to_rows(layer.weight.detach()), bias, chunks), {"weight": chunked}
 
 
 def _replace(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:

@@ -43,7 +43,7 @@ from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
-from lockstep.core.tree import Block, blocks, total
+from lockstep.core.tree import LeafBlock, blocks, total
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
@@ -221,7 +221,7 @@ class Spread:
         """See Forwards."""
         return [align(each) for each in self._across.side_by_side(torch.stack([*own])).flatten(0, 1)]
 
-    def scatter(self, pieces: Sequence[Mapping[Block, Tensor]], chunks: int) -> list[Tensor]:
+    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
         own = [*pieces[0]]
         sent, arriving = [], {}
@@ -237,7 +237,7 @@ class Spread:
                 move(self._carrier, sent, [(each, rank) for rank, each in arriving.items()])
         return [self._total(pieces[number], arriving, at, chunks) for at, number in enumerate(self.own)]
 
-    def _total(self, own: Mapping[Block, Tensor], arriving: Mapping[int, Tensor], at: int, chunks: int) -> Tensor:
+    def _total(self, own: Mapping[LeafBlock, Tensor], arriving: Mapping[int, Tensor], at: int, chunks: int) -> Tensor:
         found = dict(own)
         for rank, each in arriving.items():
             found |= zip(blocks(part(chunks, self._ranks, rank)), each[at], strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from lockstep.reporting.verification import Finding
+from lockstep.reporting.verification import CodeFinding
 from lockstep.run.probe.state import CACHE
 from lockstep.run.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.run.probe.witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
@@ -89,7 +89,7 @@ class ProbeResult:
         return f" ({found[0]})" if found else ""
 
 
-def findings(probed: ProbeResult, departed: bool = False) -> list[Finding]:
+def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
     """Return what is wrong, or worth knowing, with the user's own code; `departed` in training, on some placement.
 
     That makes a fault of what was drawn from generators that nobody seeds, seldom as it may matter.
@@ -99,7 +99,7 @@ def findings(probed: ProbeResult, departed: bool = False) -> list[Finding]:
     return [replace(each, fault=each.fault or (unexplained and each.culprit == FOREIGN_RANDOMNESS)) for each in found]
 
 
-def _all_findings(probed: ProbeResult) -> list[Finding]:
+def _all_findings(probed: ProbeResult) -> list[CodeFinding]:
     found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
     found += _of_evaluation(probed)
     if probed.unused:
@@ -108,11 +108,11 @@ def _all_findings(probed: ProbeResult) -> list[Finding]:
             f"they get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
             f"(requires_grad=False)"
         )
-        found.append(Finding(UNUSED, False, text, tuple(probed.unused)))
+        found.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
     return found
 
 
-def _of_data(probed: ProbeResult) -> Iterator[Finding]:
+def _of_data(probed: ProbeResult) -> Iterator[CodeFinding]:
     by_call = [each for each in probed.random_samples if not each.by_rank]
     by_rank = [each for each in probed.random_samples if each.by_rank]
     if by_call:
@@ -123,7 +123,7 @@ def _of_data(probed: ProbeResult) -> Iterator[Finding]:
             f"NumPy's or torch's default generators in __getitem__, which are seeded for each item, not from a "
             f"generator of its own, the clock or the system"
         )
-        yield Finding(RANDOM_DATA, True, text, _samples(by_call))
+        yield CodeFinding(RANDOM_DATA, True, text, _samples(by_call))
     if by_rank:
         part, number, what, _ = by_rank[0]
         text = (
@@ -131,20 +131,20 @@ def _of_data(probed: ProbeResult) -> Iterator[Finding]:
             f"rank 1 of 2 ({len(by_rank)} of the samples tried do); give every rank the whole data set: Lockstep "
             f"shares it out"
         )
-        yield Finding(RANKED_DATA, True, text, _samples(by_rank))
+        yield CodeFinding(RANKED_DATA, True, text, _samples(by_rank))
 
 
 def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
     return tuple(f"{each.part} {each.number}" for each in samples)
 
 
-def _of_kernels(probed: ProbeResult) -> Iterator[Finding]:
+def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.refused:
         text = (
             f"an operation of the model or the loss{probed.at('kernel')} has no deterministic kernel: "
             f"{probed.refused}; use another one"
         )
-        yield Finding(NOT_DETERMINISTIC, True, text)
+        yield CodeFinding(NOT_DETERMINISTIC, True, text)
     # What a global counts makes each call another one; without a clock in sight there is nothing else to explain.
     elif probed.repeated and not (probed.variables and not _clocks(probed)):
         text = (
@@ -158,7 +158,7 @@ def _of_kernels(probed: ProbeResult) -> Iterator[Finding]:
                 "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or "
                 "something that an earlier one left behind"
             )
-        yield Finding(UNREPEATABLE, True, text)
+        yield CodeFinding(UNREPEATABLE, True, text)
     if probed.by_rank:
         reads = _read(probed, [each for each in probed.reads if each in (RANK, PROCESS, HOST)])
         depends = (
@@ -168,7 +168,7 @@ def _of_kernels(probed: ProbeResult) -> Iterator[Finding]:
             f"on rank 1 of 2 the same micro-batch has another {probed.by_rank} than on one process: {depends}; make it "
             f"a function of the inputs"
         )
-        yield Finding(RANKED, True, text)
+        yield CodeFinding(RANKED, True, text)
 
 
 def _clocks(probed: ProbeResult) -> list[str]:
@@ -179,7 +179,7 @@ def _read(probed: ProbeResult, names: Sequence[str]) -> str:
     return " and ".join(f"{name} ({probed.reads[name]})" for name in names)
 
 
-def _of_state(probed: ProbeResult) -> Iterator[Finding]:
+def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
     """Whatever a forward pass leaves behind is a fault once the next one depends on it."""
     depends = bool(probed.alone)
     if probed.streams:
@@ -190,21 +190,21 @@ def _of_state(probed: ProbeResult) -> Iterator[Finding]:
             f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
             f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
         )
-        yield Finding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
+        yield CodeFinding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
     if probed.changed_weights:
         placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
         text = (
             f"the forward pass changes weights: {_name_list(placed)}{_consequence(probed.alone)}; each process would "
             f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
         )
-        yield Finding(WEIGHTS, True, text, tuple(probed.changed_weights))
+        yield CodeFinding(WEIGHTS, True, text, tuple(probed.changed_weights))
     if probed.attributes:
         text = (
             f"the model keeps state in plain attributes that the forward pass changes: "
             f"{_changes(probed, probed.attributes)}{_consequence(probed.alone)}; processes see only their own "
             f"micro-batches, and checkpoints do not hold it; make it a function of the inputs, or a parameter"
         )
-        yield Finding(ATTRIBUTES, depends, text, tuple(probed.attributes))
+        yield CodeFinding(ATTRIBUTES, depends, text, tuple(probed.attributes))
     changes_globals = bool(probed.variables) and (depends or bool(probed.repeated))
     if probed.variables:
         text = (
@@ -212,7 +212,7 @@ def _of_state(probed: ProbeResult) -> Iterator[Finding]:
             f"{_consequence(probed.alone or probed.repeated)}; each process has its own, which sees only its own "
             f"micro-batches, and checkpoints do not hold them; make it a function of the inputs"
         )
-        yield Finding(GLOBALS, changes_globals, text, tuple(probed.variables))
+        yield CodeFinding(GLOBALS, changes_globals, text, tuple(probed.variables))
     state = probed.attributes or probed.counting_buffers or probed.changed_weights or changes_globals
     known = probed.repeated or probed.streams or state
     if depends and not known:
@@ -220,7 +220,7 @@ def _of_state(probed: ProbeResult) -> Iterator[Finding]:
             f"the model{probed.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
             f"model nor a global variable{_consequence(probed.alone)}; look for closures and caches"
         )
-        yield Finding(HIDDEN_STATE, True, text)
+        yield CodeFinding(HIDDEN_STATE, True, text)
 
 
 def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
@@ -238,7 +238,7 @@ def _consequence(alone: str) -> str:
     return f", and the {alone} of a micro-batch depends on whether another one was computed before it"
 
 
-def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
+def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
     spectral = [name for name, kind in probed.changed_buffers.items() if kind == SPECTRAL_KIND]
     norms = [name for name, kind in probed.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
     others = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
@@ -248,7 +248,7 @@ def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
             f"{_name_list(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
             f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
-        yield Finding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
+        yield CodeFinding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
     if norms:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
@@ -256,14 +256,14 @@ def _of_buffers(probed: ProbeResult) -> Iterator[Finding]:
             f"{_name_list(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
             f"BatchNorm and call its forward, whose statistics Lockstep moves once a step"
         )
-        yield Finding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
+        yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
     if others:
         placed = [f"{name}{probed.at(name)}" for name in others]
         text = (
             f"this model updates buffers outside BatchNorm: {_name_list(placed)}; each process would update them by "
             f"its own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
         )
-        yield Finding(BUFFERS, _counts(probed, others), text, tuple(others))
+        yield CodeFinding(BUFFERS, _counts(probed, others), text, tuple(others))
 
 
 def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
@@ -275,7 +275,7 @@ def is_norm(buffer: str, kind: str) -> bool:
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
-def _of_evaluation(probed: ProbeResult) -> Iterator[Finding]:
+def _of_evaluation(probed: ProbeResult) -> Iterator[CodeFinding]:
     if not probed.evaluation:
         return
     drawn = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
@@ -288,10 +288,10 @@ def _of_evaluation(probed: ProbeResult) -> Iterator[Finding]:
         f"{because}; let evaluation follow from the inputs alone: self.training says which of the two it is, and "
         f"F.dropout wants training=self.training"
     )
-    yield Finding(UNREPEATABLE_EVALUATION, True, text)
+    yield CodeFinding(UNREPEATABLE_EVALUATION, True, text)
 
 
-def _of_loss(probed: ProbeResult) -> Iterator[Finding]:
+def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.loss is None or probed.loss.samples < 2:
         return
     samples, together, one_by_one = probed.loss
@@ -304,13 +304,13 @@ def _of_loss(probed: ProbeResult) -> Iterator[Finding]:
             f"{figures}: that is already a mean, and is divided by the number of samples again; return the sum, as "
             f"with reduction='sum', or one value for each sample, as with reduction='none'"
         )
-        yield Finding(MEAN_LOSS, True, text)
+        yield CodeFinding(MEAN_LOSS, True, text)
     elif not probed.repeated:  # else it is another at each call, whatever the samples
         text = (
             f"{figures}: it is no sum over samples, so which samples share a micro-batch decides the result; that is "
             f"the recipe's, and so the same on every placement, but microbatches=1 computes something else"
         )
-        yield Finding(NO_SUM, False, text)
+        yield CodeFinding(NO_SUM, False, text)
 
 
 def _alike(one: float, other: float) -> bool:

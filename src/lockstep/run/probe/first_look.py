@@ -24,11 +24,11 @@ from torch import nn
 
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import die_with_parent
-from lockstep.device.pretended import not_a_rank
+from lockstep.device.fake_rank_env import not_a_rank
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.ranks.signals import stopping
-from lockstep.reporting.verification import Finding
+from lockstep.reporting.verification import CodeFinding
 from lockstep.run.build import Setup
 from lockstep.run.probe.findings import NOT_DETERMINISTIC, findings
 from lockstep.run.probe.probe import quick_facts_of
@@ -41,7 +41,7 @@ _PARAMETERS: Final = 250_000_000  # of a model of which this host has memory for
 _PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
 _PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
 
-Look = Callable[[], list[Finding]]
+Look = Callable[[], list[CodeFinding]]
 
 
 @contextmanager
@@ -95,25 +95,25 @@ def _keeps_state(module: nn.Module) -> bool:
     return any(buffer is not None and buffer.is_floating_point() for buffer in map(module._buffers.get, saved))
 
 
-def _receive_findings(receiving: Connection) -> list[Finding]:
+def _receive_findings(receiving: Connection) -> list[CodeFinding]:
     began = time.monotonic()
     try:
         if not receiving.poll(_PATIENCE_S):
             return [_not_looked(f"it took more than {time.monotonic() - began:.0f} s")]
-        answer = plainfile.parsed(receiving.recv_bytes())
+        answer = plainfile.parse_json(receiving.recv_bytes())
     except EOFError:
         return [_not_looked("the process that did was killed")]
     if "failed" in answer:
         return [_not_looked(answer["failed"])]
-    return [Finding(culprit, True, text) for culprit, text in answer["found"]]
+    return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
 
 
-def _not_looked(reason: str) -> Finding:
+def _not_looked(reason: str) -> CodeFinding:
     text = (
         f"the look at model, loss and data for what depends on the placement was given up: {reason}; "
         f"`lockstep verify` takes its time, run.probe=off leaves it out"
     )
-    return Finding(NOT_LOOKED, True, text)
+    return CodeFinding(NOT_LOOKED, True, text)
 
 
 def _look(ready: Setup, sending: Connection) -> None:
@@ -135,7 +135,7 @@ def _look(ready: Setup, sending: Connection) -> None:
     sending.send_bytes(json.dumps(answer).encode())
 
 
-def _faults(ready: Setup) -> list[Finding]:
+def _faults(ready: Setup) -> list[CodeFinding]:
     paths = import_paths(ready.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(_blank(ready))
     found = findings(quick_facts_of(ready, samples="data" in paths, forward=forward))

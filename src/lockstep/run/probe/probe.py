@@ -23,15 +23,15 @@ from lockstep.common.importing import import_object
 from lockstep.common.own_code import place as place_of_error
 from lockstep.common.rank import ALONE
 from lockstep.core import random
-from lockstep.core.batch import Inputs, call, mapped, tensors_of, with_paths
+from lockstep.core.batch import Inputs, call, map_tensors, tensors_of, with_paths
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
 from lockstep.data.items import ImportedSplit, OwnSplit
+from lockstep.device.fake_rank_env import as_rank
 from lockstep.device.precision import autocast
-from lockstep.device.pretended import as_rank
 from lockstep.errors import OwnCodeError
 from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in
@@ -256,13 +256,13 @@ class _Probe:
     def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         key = random.key(random.FORWARD, self._ready.recipe.seed)
         for generator in self._world.generators():
-            generator.manual_seed(random.torch_seed(random.extended(key, 0, microbatch.index)))
+            generator.manual_seed(random.torch_seed(random.extend_key(key, 0, microbatch.index)))
         with autocast(self._look.precision, self._world.device):
             return self._call_model(model, microbatch)
 
     def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         # A model may change its inputs in place.
-        inputs = mapped(Tensor.clone, self._ready.task.inputs(microbatch.batch))
+        inputs = map_tensors(Tensor.clone, self._ready.task.inputs(microbatch.batch))
         return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
 
     @torch.no_grad()
@@ -272,7 +272,7 @@ class _Probe:
         samples = min(microbatch.samples, _LOSS_SAMPLES)
 
         def loss(rows: slice) -> float:
-            chosen, batch = (mapped(lambda tensor: tensor[rows], each) for each in (outputs, microbatch.batch))
+            chosen, batch = (map_tensors(lambda tensor: tensor[rows], each) for each in (outputs, microbatch.batch))
             return float(self._ready.task.loss(chosen, batch))
 
         one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))

@@ -14,7 +14,7 @@ from lockstep.common.platforms import reserve
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file holds: enough to tell later whether it still does."""
+    """What a file holds: enough to check later whether it still does."""
 
     sha256: str
     bytes: int
@@ -49,7 +49,7 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
         os.fsync(file.fileno())
 
 
-def hashed(path: Path) -> Written:
+def hash_file(path: Path) -> Written:
     """Return what a file holds now."""
     with plainfile.reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")
@@ -57,7 +57,7 @@ def hashed(path: Path) -> Written:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Give `path` the content `data`: whoever reads it, whenever, sees all of the old or all of the new."""
+    """Give `path` the content `data`: a reader, at any time, sees all of the old or all of the new."""
     temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     try:

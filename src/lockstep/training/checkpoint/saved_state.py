@@ -39,7 +39,7 @@ class SavedState:
     source: Mapping[str, str] | None  # hashes of the user's own files; None likewise
 
 
-def parsed(path: Path, state: Mapping[str, Any]) -> SavedState:
+def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
     """Return the state of the checkpoint `path`. UsageError where it is not what this version writes.
 
     Its hash was right, so it is not damage that made it so.

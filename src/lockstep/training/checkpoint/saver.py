@@ -1,7 +1,7 @@
-"""Saves a run's state: before training continues, or beside it.
+"""Saves a run's state: before training continues, or in the background.
 
-Beside it, training waits only until what a checkpoint needs is copied: the rest, hashing, writing and agreeing with the
-other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next one
+In the background, training waits only until a checkpoint's data is copied: the rest, hashing, writing, agreeing with
+the other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next
 waits for the one before.
 """
 
@@ -16,7 +16,7 @@ from typing import final
 import torch
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, unsharded
+from lockstep.core.shard import MaybeSharded, Shard, whole_tensors
 from lockstep.errors import TrainingError
 from lockstep.training.agreement import Disagreement, disagreement
 from lockstep.training.checkpoint import shards, store
@@ -38,34 +38,34 @@ class Saver:
         world: World,
         folder: Path,
         keep: int,
-        beside: bool,
+        background: bool,
         buffers: frozenset[str] = frozenset(),
         key: bytes | None = None,
     ) -> None:
-        self._world = world.duplicate() if beside else world
+        self._world = world.duplicate() if background else world
         self._folder = folder
         self._keep = keep
         self._buffers = buffers
         self._key = key
-        self._executor = ThreadPoolExecutor(1, "saver") if beside else None
+        self._executor = ThreadPoolExecutor(1, "saver") if background else None
         self._running: Future[Saved] | None = None
 
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
         """Save, or begin to; return what is saved by now. A failure to write raises TrainingError, at the latest then.
 
-        Beside training it is the save before this one whose end is reported and whose failure raises.
+        In the background it is the save before this one whose end is reported and whose failure raises.
         """
         began = time.perf_counter()
         at = (progress.step, progress.epoch, progress.samples, progress.best_at == progress.step)
         if self._executor is None:
-            return [self._written(*at, snapshot, began)]
+            return [self._write(*at, snapshot, began)]
         before = self.wait()
-        kept = _copied(snapshot)
-        self._running = self._executor.submit(self._written, *at, kept, began)
+        kept = _copy_snapshot(snapshot)
+        self._running = self._executor.submit(self._write, *at, kept, began)
         return before
 
-    def finished(self) -> list[Saved]:
-        """Return the save that has ended since it was last asked for, if one has."""
+    def poll(self) -> list[Saved]:
+        """Return the save that has ended since the last call, if one has."""
         return self.wait() if self._running is not None and self._running.done() else []
 
     def wait(self) -> list[Saved]:
@@ -78,8 +78,8 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _written(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
-        weights = store.weights_sha256(unsharded(snapshot.model))
+    def _write(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
+        weights = store.weights_sha256(whole_tensors(snapshot.model))
         if (found := disagreement(self._world, snapshot.model, weights)) is not None:
             raise TrainingError(_not_saved(step, found, self._buffers))
         if not snapshot.is_whole:
@@ -115,7 +115,7 @@ def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
 
 
 @torch.no_grad()
-def _copied(snapshot: Snapshot) -> Snapshot:
+def _copy_snapshot(snapshot: Snapshot) -> Snapshot:
     files = [
         None if tensors is None else {name: _copy(held) for name, held in tensors.items()}
         for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback)

@@ -44,22 +44,22 @@ def save(
             durable.write_at(temporary / name, tensorfile.own_parts(tensors, frames[name].starts, world.rank))
 
     def publish(temporary: Path) -> str:
-        files = {name: durable.hashed(temporary / name) for name in frames}
+        files = {name: durable.hash_file(temporary / name) for name in frames}
         weights = _weights_sha256(temporary / store.MODEL)
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
     try:
-        temporary = Path(world.tell(_agreed(world, prepare if world.rank == 0 else str)))
-        _agreed(world, lambda: write(temporary))
-        return world.tell(_agreed(world, (lambda: publish(temporary)) if world.rank == 0 else str))
+        temporary = Path(world.tell(_all_succeed(world, prepare if world.rank == 0 else str)))
+        _all_succeed(world, lambda: write(temporary))
+        return world.tell(_all_succeed(world, (lambda: publish(temporary)) if world.rank == 0 else str))
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)
         raise TrainingError(store.not_written(final, error)) from error
 
 
-def _agreed(world: World, action: Callable[[], T]) -> T:
+def _all_succeed(world: World, action: Callable[[], T]) -> T:
     """Return what `action` does here, once all ranks have done theirs; where one fails, all raise OSError."""
     failed = torch.zeros(world.size, dtype=torch.int64)
     try:

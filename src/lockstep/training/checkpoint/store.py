@@ -91,7 +91,7 @@ class Snapshot:
         return not any(isinstance(held, Shard) for tensors in self.files.values() for held in tensors.values())
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint that passed its hashes, and what was wrong with newer ones that did not."""
 
     snapshot: Snapshot
@@ -195,7 +195,7 @@ def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def newest(folder: Path, key: bytes | None = None) -> Found | None:
+def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
     """Load the newest whole checkpoint of `folder` (<run>/checkpoints); None where there is none at all.
 
     Each newer one that fails its hashes is named in `problems`. Where none is whole, TrainingError: to begin
@@ -204,7 +204,7 @@ def newest(folder: Path, key: bytes | None = None) -> Found | None:
     problems: list[str] = []
     for path in _candidates(folder):
         try:
-            return Found(read(path, key), path, problems)
+            return FoundCheckpoint(read(path, key), path, problems)
         except TrainingError as error:
             problems.append(str(error))
     if problems:
@@ -214,10 +214,10 @@ def newest(folder: Path, key: bytes | None = None) -> Found | None:
     return None
 
 
-def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | None = None) -> Found:
+def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | None = None) -> FoundCheckpoint:
     """Load what a user points to: a checkpoint, a link such as `latest`, a run folder or its checkpoints.
 
-    In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint asked
+    In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint given
     for by name is never replaced by another: damage raises TrainingError.
     """
     if path.is_symlink():
@@ -226,7 +226,7 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | 
         found = "is a file" if path.exists() else "not found"
         raise UsageError(f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
-        return Found(read(path, key), path, [])
+        return FoundCheckpoint(read(path, key), path, [])
     return _load_run(path, prefer, key)
 
 
@@ -263,15 +263,15 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
             case {"format": int(version), "files": dict(listed), "weights_sha256": str(weights), **rest} if (
                 not rest and version is not True
             ):
-                files = {name: _written(name, file) for name, file in listed.items()}
+                files = {name: _file_record(name, file) for name, file in listed.items()}
             case _:
-                raise ValueError(f"its keys are {_listed(content)}")
+                raise ValueError(f"its keys are {_format_names(content)}")
         if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
             raise ValueError("a hash is none")
     except ValueError as error:
         raise TrainingError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
     if set(files) - {EMA, FEEDBACK} != {MODEL, OPTIMIZER, STATE}:
-        raise TrainingError(f"{place}: lists {_listed(files)}; the checkpoint is damaged")
+        raise TrainingError(f"{place}: lists {_format_names(files)}; the checkpoint is damaged")
     if key is not None:
         _check_signature(path, key, _json(content), signed)
     return Manifest(files, weights)
@@ -366,7 +366,7 @@ def _candidates(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) -> Found:
+def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) -> FoundCheckpoint:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if prefer == "best" and (folder / BEST).is_symlink():
         return load(folder / BEST, key=key)
@@ -388,7 +388,7 @@ def _check_signature(path: Path, key: bytes, signed_text: bytes, signed: str | N
         raise UsageError(f"{path}: signed with another key than that of run.key_file, or changed since; do not use it")
 
 
-def _written(name: str, file: JSON) -> Written:
+def _file_record(name: str, file: JSON) -> Written:
     match file:
         case {"sha256": str(sha256), "bytes": int(size), **rest} if not rest and size >= 0 and size is not True:
             if _SHA256.fullmatch(sha256):
@@ -416,7 +416,7 @@ def _mapping(path: Path, limit: int) -> dict[str, JSON]:
     """Return the JSON object that a file holds; ValueError where it is none."""
     with _reading(path):
         data = plainfile.content(path, limit)
-    content = plainfile.parsed(data, _once)
+    content = plainfile.parse_json(data, _once)
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     return content
@@ -429,7 +429,7 @@ def _once(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     return content
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(name[:40] for name in sorted(names)[:8]) or "none"
 
 

@@ -16,15 +16,15 @@ _WHY: Final[Mapping[int, str]] = {
 }
 
 
-def refused(what: str, error: OSError) -> PreflightError:
+def limit_error(what: str, error: OSError) -> PreflightError:
     """Return the error of a run that `error` kept from doing `what`."""
     return _error(f"cannot {what}: {error.strerror or error}", _WHY.get(error.errno or 0, ""))
 
 
-def over_files(error: BaseException) -> PreflightError | None:
+def too_many_files(error: BaseException) -> PreflightError | None:
     """Return the error of a run that failed because a process may open no more files, None where it did of another.
 
-    What C++ could not open comes as text alone, and from inside exchanges too.
+    What C++ could not open comes as text alone, and from inside communication too.
     """
     text = os.strerror(errno.EMFILE)
     each: BaseException | None = error

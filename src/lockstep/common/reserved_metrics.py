@@ -1,4 +1,4 @@
-"""The names that a figure cannot have: a line of the events has each figure in a field of its name, beside its own."""
+"""Reserved names of figures: a line of the events has each figure in a field of its name, next to its own fields."""
 
 from __future__ import annotations
 

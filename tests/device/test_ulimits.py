@@ -5,27 +5,27 @@ import os
 
 import pytest
 
-from lockstep.device.limits import over_files, refused
+from lockstep.device.ulimits import limit_error, too_many_files
 
 
 @pytest.mark.parametrize(
     ("number", "why"), [(errno.EAGAIN, "ulimit -u"), (errno.EMFILE, "ulimit -n"), (errno.ENOMEM, "out of memory")]
 )
 def test_a_known_refusal_has_its_limit(number: int, why: str) -> None:
-    text = str(refused("start rank 1", OSError(number, os.strerror(number))))
+    text = str(limit_error("start rank 1", OSError(number, os.strerror(number))))
     assert text.startswith(f"cannot start rank 1: {os.strerror(number)}: ")
     assert why in text
     assert text.endswith("start fewer processes (placement.processes)")
 
 
 def test_of_another_no_limit_is_named() -> None:
-    assert "now at most" not in str(refused("start rank 1", OSError(errno.EACCES, "Permission denied")))
+    assert "now at most" not in str(limit_error("start rank 1", OSError(errno.EACCES, "Permission denied")))
 
 
 def test_too_many_open_files_are_found_below_another_error() -> None:
     inner = RuntimeError(f"socket: {os.strerror(errno.EMFILE)}")
     outer = ValueError("no exchange")
     outer.__cause__ = inner
-    assert "ulimit -n" in str(over_files(outer))
-    assert over_files(ValueError(os.strerror(errno.EMFILE))) is None  # a user's text
-    assert over_files(OSError(errno.ENOENT, "No such file")) is None
+    assert "ulimit -n" in str(too_many_files(outer))
+    assert too_many_files(ValueError(os.strerror(errno.EMFILE))) is None  # a user's text
+    assert too_many_files(OSError(errno.ENOENT, "No such file")) is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.device.switches import NONE, check_switches, recorded
+from lockstep.device.env_flags import NONE, check_switches, read_switches
 from lockstep.errors import UsageError
 
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED")
@@ -16,11 +16,11 @@ def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_set_is_recorded_where_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorded(torch.device("cuda")) == NONE
+    assert read_switches(torch.device("cuda")) == NONE
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
-    assert recorded(torch.device("cuda")) == "TIMM_FUSED_ATTN=0 CUBLAS_WORKSPACE_CONFIG=:16:8"
-    assert recorded(torch.device("cpu")) == "TIMM_FUSED_ATTN=0"
+    assert read_switches(torch.device("cuda")) == "TIMM_FUSED_ATTN=0 CUBLAS_WORKSPACE_CONFIG=:16:8"
+    assert read_switches(torch.device("cpu")) == "TIMM_FUSED_ATTN=0"
 
 
 @pytest.mark.parametrize("name", VARIABLES)

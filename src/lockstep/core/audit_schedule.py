@@ -9,7 +9,7 @@ from lockstep.core.order import Step
 
 
 @dataclass(frozen=True)
-class Rota:
+class AuditSchedule:
     """Every `every` steps each rank repeats one micro-batch of another rank, or of its own where it is alone.
 
     Who repeats whose, and which one, takes turns.
@@ -23,18 +23,18 @@ class Rota:
         """Whether micro-batches of `step` are repeated."""
         return (step.number + 1) % self.every == 0
 
-    def watched(self, rank: int, step: Step) -> int:
+    def target(self, rank: int, step: Step) -> int:
         """Return which micro-batch of `rank` is repeated; the step's last one where it has none of its own."""
         leaves = min(self.microbatches, step.samples)
         own = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
         return own[self._turn(step) // self._others % len(own)][0]
 
-    def repeated(self, rank: int, step: Step) -> int | None:
+    def assignment(self, rank: int, step: Step) -> int | None:
         """Return which micro-batch `rank` repeats in `step`, if any is due."""
         if not self.due(step):
             return None
         distance = 1 + self._turn(step) % self._others
-        return self.watched((rank + distance) % self.mesh.size, step)
+        return self.target((rank + distance) % self.mesh.size, step)
 
     def _turn(self, step: Step) -> int:
         return step.number // self.every

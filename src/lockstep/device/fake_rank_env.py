@@ -16,9 +16,9 @@ _SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """While the block runs, be rank `rank` of `size` to whoever asks torch.distributed or the environment.
+    """While the block runs, torch.distributed and the environment say that this is rank `rank` of `size`.
 
-    No process group may exist. Collectives return at once and exchange nothing, so their results mean nothing.
+    No process group may exist. Collectives return at once and communicate nothing, so their results mean nothing.
     """
     # Importing it registers torch's backend "fake"; torch's own tests use it, hence the place.
     from torch.testing._internal.distributed.fake_pg import FakeStore

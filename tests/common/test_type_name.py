@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.common.kinds import shown
+from lockstep.common.type_name import type_name
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from lockstep.common.kinds import shown
     ],
 )
 def test_values_are_called_by_their_kind(value: Any, words: str) -> None:
-    assert shown(value) == words
+    assert type_name(value) == words

@@ -39,7 +39,7 @@ class Tuning:
     frozen_batchnorm: bool = False
 
 
-def tuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn.Module:
+def build_finetuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn.Module:
     """Build a model, give it other first weights where there are some, and tune it.
 
     Weights of a model with adapters are for one that has them; others come before, since adapters rename what they

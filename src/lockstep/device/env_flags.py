@@ -26,7 +26,7 @@ _ON_CUDA: Final = (
 _TF32: Final = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
-def recorded(device: torch.device) -> str:
+def read_switches(device: torch.device) -> str:
     """Return those that are set and count on this device, as `NAME=value NAME=value`, or NONE."""
     names = (*_ON_ALL, *_ON_CUDA) if device.type == "cuda" else _ON_ALL
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE

@@ -15,7 +15,7 @@ def file_of(name: str) -> str:
     return f"{name}-run.txt"
 
 
-def kept_id(folder: Path, name: str) -> str:
+def read_id(folder: Path, name: str) -> str:
     """Return the id that the folder keeps, "" where there is none."""
     try:
         return plainfile.content(folder / file_of(name), _LARGEST).decode().strip()
@@ -23,7 +23,7 @@ def kept_id(folder: Path, name: str) -> str:
         return ""
 
 
-def keep_id(folder: Path, name: str, number: str) -> None:
+def write_id(folder: Path, name: str, number: str) -> None:
     """Write it down, whole or not at all."""
     fresh = folder / f"{file_of(name)}.new"
     with os.fdopen(plainfile.descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def shown(value: Any) -> str:
+def type_name(value: Any) -> str:
     """Return what errors call a value: its kind."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"

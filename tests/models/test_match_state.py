@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.fitting import fit
+from lockstep.models.match_state import fit
 
 
 class Net(nn.Module):

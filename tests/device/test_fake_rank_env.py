@@ -5,7 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from lockstep.device.pretended import as_rank
+from lockstep.device.fake_rank_env import as_rank
 
 
 def test_whoever_asks_sees_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

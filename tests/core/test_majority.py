@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.vote import odd_ones
+from lockstep.core.majority import odd_ones
 
 
 @pytest.mark.parametrize(

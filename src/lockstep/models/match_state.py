@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.common.names import suggestion
-from lockstep.common.patterns import selected, shortened
+from lockstep.common.patterns import list_some, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
@@ -29,9 +29,9 @@ class Fit:
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} tensors"]
         if self.fresh:
-            parts.append(f"as initialised: {shortened(self.fresh)}")
+            parts.append(f"as initialised: {list_some(self.fresh)}")
         if self.left_over:
-            parts.append(f"not used: {shortened(self.left_over)}")
+            parts.append(f"not used: {list_some(self.left_over)}")
         return "; ".join(parts)
 
 
@@ -44,7 +44,7 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], place: str, fresh: Sequ
     A model on the meta device is compared and not changed.
     """
     own = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
-    left = selected(f"{_KEY}.fresh", fresh, list(own)) if fresh else set()
+    left = select(f"{_KEY}.fresh", fresh, list(own)) if fresh else set()
     wanted = {name: each for name, each in own.items() if name not in left}
     problems = [*_missing(wanted, tensors), *_unlike(wanted, tensors)]
     if problems:

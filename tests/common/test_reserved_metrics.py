@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from lockstep.common.reserved import OF_ALL, OF_TRAINING, first_taken
+from lockstep.common.reserved_metrics import OF_ALL, OF_TRAINING, first_taken
 from lockstep.training.events import Done, Evaluated, Logged, Stepped
 
 WRITTEN_OTHERWISE = {"name", "figures", "best"}  # as `event`, and under the names of the figures

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.reporting.kept_id import file_of, keep_id, kept_id
+from lockstep.reporting.tracker_id import file_of, read_id, write_id
 
 
 def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
-    assert kept_id(tmp_path, "wandb") == ""
-    keep_id(tmp_path, "wandb", "a1")
-    keep_id(tmp_path, "wandb", "b2")
-    assert kept_id(tmp_path, "wandb") == "b2"
-    assert kept_id(tmp_path, "mlflow") == ""
+    assert read_id(tmp_path, "wandb") == ""
+    write_id(tmp_path, "wandb", "a1")
+    write_id(tmp_path, "wandb", "b2")
+    assert read_id(tmp_path, "wandb") == "b2"
+    assert read_id(tmp_path, "mlflow") == ""
     assert [path.name for path in tmp_path.iterdir()] == ["wandb-run.txt"]
 
 
@@ -20,4 +20,4 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("c3")
     (tmp_path / file_of("wandb")).symlink_to("elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
-        kept_id(tmp_path, "wandb")
+        read_id(tmp_path, "wandb")
