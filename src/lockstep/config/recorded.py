@@ -35,11 +35,6 @@ def recorded_configuration(file: Path) -> Recorded:
     return Recorded(_printable(schemas.recipe(recipe)) if recipe else {}, _printable(placement))
 
 
-def recorded_placement(file: Path) -> dict[str, str]:
-    """Return the values of the placement that the last start had; empty where the file cannot be read."""
-    return recorded_configuration(file).placement
-
-
 def _section(values: object, name: str) -> dict[str, Any]:
     section = values.get(name) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else {}
