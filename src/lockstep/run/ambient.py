@@ -18,7 +18,7 @@ class Closing(Protocol):
     """A run that is to be ended with the function that joined it."""
 
     @property
-    def computing(self) -> bool:
+    def _computing(self) -> bool:
         """Whether a micro-batch is under way."""
         ...
 

@@ -44,7 +44,11 @@ Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the di
 
 @dataclass(frozen=True)
 class Checked:
-    """What became of a placement; `reason` says what was different first, or why it failed or is not possible."""
+    """The result of one placement in `verify`.
+
+    `verdict` is identical, within tolerance, differs, failed or not possible; `reason` names the first difference, or
+    why it failed or is not possible.
+    """
 
     strategy: str
     processes: int
@@ -54,12 +58,12 @@ class Checked:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the numbers agree, or the placement is not possible."""
         return self.verdict in (*_SAME, "not possible")
 
     @property
     def line(self) -> str:
-        """The placement, and what became of it, in a line."""
+        """The placement and its verdict, in a line."""
         steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         return f"{self.strategy} on {self.processes}: {self.verdict}{steps}{reason}"
@@ -72,14 +76,15 @@ def verify(
     strategies: Sequence[str | Mapping[str, Any]] = STRATEGIES,
     steps: int | None = None,
 ) -> list[Checked]:
-    """Run `function`, which joins a run and goes through its steps, on all these placements, and compare each step.
+    """Compare each step of a training loop on these placements with one process: its loss and all weights.
 
-    In its place may stand the name of a recipe, its file, or that of a script. A recipe's own code is looked at, too.
+    `function` joins a run and goes through its steps; in its place may stand the name of a recipe, its file, or that of
+    a script. It runs in processes of its own, once for each placement, and is ended after `steps` steps; left out, it
+    runs to its end, and a recipe for 4 steps.
 
-    The reference is one process. `strategies`, names or mappings of `name` and options, are in place of what the
-    function gives to `run.place`, on each of `processes` above 1; with 1 among them the reference is run twice, the
-    second time with another seed of Python's hashes. After `steps` steps a function is ended. Raises VerificationError
-    where any placement differs or fails.
+    `strategies`, names or mappings of `name` and options, replace what the function gives to `run.place`, on each of
+    `processes` above 1. With 1 among them the reference is run twice, the second time with another seed of Python's
+    hashes. VerificationError where any placement differs or fails, UsageError where the function joins no run.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _of_recipe(str(function), processes, strategies, steps or _STEPS)
@@ -190,12 +195,7 @@ class _Loop:
     folder: Path
 
     def run(
-        self,
-        strategy: str | Mapping[str, Any],
-        count: int,
-        name: str,
-        hashes: str | None = None,
-        witness: bool = False,
+        self, strategy: str | Mapping[str, Any], count: int, name: str, hashes: str | None = None, witness: bool = False
     ) -> tuple[int, str]:
         """Run the function; return the exit code, and the message of a failure.
 
@@ -265,7 +265,7 @@ def _seen(ambient: Ambient, reads: dict[str, str]) -> Iterator[None]:
 
     A run is seeded before, and a data set before each sample; but what a micro-batch draws from is torch's to seed.
     """
-    with witnessed(lambda: any(run.computing for run in ambient.joined)) as found:
+    with witnessed(lambda: any(run._computing for run in ambient.joined)) as found:
         try:
             yield
         finally:
