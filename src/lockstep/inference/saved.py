@@ -182,6 +182,8 @@ def open_saved(asked: Asked, weights: Weights | None = None) -> Saved:
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
     none and they are asked for.
     """
+    if weights not in (None, "model", "ema"):
+        raise UsageError(f"weights {weights!r}: use 'model' or 'ema'")
     found, loaded = opened(asked)
     state = saved_state.parsed(found.path, found.snapshot.state)
     recipe, average = loaded.config.recipe, found.snapshot.ema

@@ -169,7 +169,8 @@ def _check_code(asked: Asked, loaded: Loaded) -> None:
         words = " ".join([f"lockstep {asked.command}", *map(shlex.quote, [asked.path, *foreign])])
         raise UsageError(
             f"{asked.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
-            f"run folder runs only if your command names it: {words}; or all of it, with --trust"
+            f"run folder runs only if your command names it: {words}; or all of it, with --trust (from "
+            f"Python trust=True)"
         )
 
 
