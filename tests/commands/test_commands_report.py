@@ -75,12 +75,13 @@ def test_from_python_the_page_is_the_same(capfd: pytest.CaptureFixture[str]) -> 
     assert "not JSON" in warning
     assert Path("own.html").read_bytes() == Path("report.html").read_bytes()
     assert "<title>runs/a</title>" in lockstep.report([Path("runs/a")]).page.read_text(encoding="utf-8")
-    for runs, options, told in (
+    refused: list[tuple[str, dict[str, Any], str]] = [
         ("nowhere", {}, "nowhere: no such folder"),
         ("runs", {"trust": True}, "overrides are for --examples"),
         ("runs", {"examples": True, "samples": 0}, "--samples 0: expected a whole number from 1"),
         ("runs", {"out": "no/where.html"}, "there is no folder no"),
-    ):
+    ]
+    for runs, options, told in refused:
         with pytest.raises(UsageError, match=told):
             lockstep.report(runs, **options)
     assert capfd.readouterr() == ("", "")
