@@ -24,7 +24,7 @@ from lockstep.run import own_step
 from lockstep.run.own_guard import Guard
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_placed import Placed
-from lockstep.run.own_step import OwnStep
+from lockstep.run.own_step import Step
 from lockstep.training import loop as training_loop
 
 STEPS, TURNS = 200, 20
@@ -43,7 +43,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("the loss of the step, looked at each 10 steps", training_loop, "_report"),
     ("begin the step", DataParallelEngine, "begin"),
     ("end the step: its sums", DataParallelEngine, "end"),
-    ("leave the forward: buffers that must not move", OwnStep, "leave"),
+    ("leave the forward: buffers that must not move", Step, "_leave"),
 )
 
 

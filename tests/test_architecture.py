@@ -45,7 +45,7 @@ ALLOWED = {
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "run"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
-        *("training", "reporting", "run"),
+        *("training", "reporting", "run", "jobs/reader"),
     ],
     "exports": ["core", "config", "tasks", "data", "models", "run", "inference"],
     "verification": [

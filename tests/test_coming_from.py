@@ -17,7 +17,7 @@ from sections import DOCS
 
 from lockstep.config.schema import Config
 from lockstep.run.joined import Run
-from lockstep.run.own_step import OwnStep
+from lockstep.run.own_step import Step
 
 # What follows is about configurations and has tests of its own.
 PAGE = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("\n## Import a configuration\n")[0]
@@ -116,4 +116,4 @@ def _is_ours(first: str, second: str) -> bool:
     section = Config.model_fields.get(first)
     if section is not None and second in getattr(section.annotation, "model_fields", {}):
         return True
-    return second in dir({"run": Run, "step": OwnStep, "lockstep": import_module("lockstep")}.get(first))
+    return second in dir({"run": Run, "step": Step, "lockstep": import_module("lockstep")}.get(first))

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -22,32 +23,26 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 dataset = torch.utils.data.TensorDataset(torch.randn(600, 4), torch.randint(3, (600,)))
 """
+EVENTS = ["Started", "Warned", "Stepped", "Evaluated", "Logged", "Skipped", "Saved", "Stopped", "Done"]
+RESULTS = ["Checked", "Comparison", "Exported", "Prediction", "Report", "Run", "Step"]  # seen, not called
 NAMES = [
-    "LockstepError",
-    "Placement",
-    "PreflightError",
-    "Recipe",
-    "TrainingError",
-    "UsageError",
-    "VerificationError",
-    "compare",
-    "evaluate",
-    "join",
-    "load",
-    "train",
-    "verify",
+    *("LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError", "Recipe", "Placement"),
+    *("compare", "evaluate", "export", "join", "load", "predict", "report", "train", "verify"),
 ]
 
 
-def test_the_public_names_are_these_thirteen():
-    assert sorted(lockstep.__all__) == NAMES
-    assert all(getattr(lockstep, name).__doc__ for name in NAMES)
+def test_the_public_names_are_these():
+    assert sorted(lockstep.__all__) == sorted([*NAMES, *RESULTS, *EVENTS, "Event"])
+    assert {*lockstep.__all__} <= {*dir(lockstep)}
+    assert get_args(lockstep.Event) == tuple(getattr(lockstep, name) for name in EVENTS)
+    for name in {*lockstep.__all__} - {"Event"}:
+        assert getattr(lockstep, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         lockstep.trian  # noqa: B018
 
 
 def test_importing_takes_no_torch():
-    code = "import sys, lockstep; lockstep.UsageError; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, lockstep; lockstep.UsageError, lockstep.Stepped; assert not {'torch', 'numpy'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -5,58 +5,66 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.comparison.drive import compare
+    from lockstep.comparison.result import Comparison
     from lockstep.config.placement import Placement
     from lockstep.config.recipe import Recipe
     from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, VerificationError
+    from lockstep.exports.export import Exported, export
+    from lockstep.inference.predict import Prediction, predict
+    from lockstep.inference.report import Report, report
     from lockstep.run.background import evaluate, train
-    from lockstep.run.joined import join
+    from lockstep.run.joined import Run, join
     from lockstep.run.load import load
-    from lockstep.verification.own_loop import verify
+    from lockstep.run.own_step import Step
+    from lockstep.training.events import (
+        Done,
+        Evaluated,
+        Event,
+        Logged,
+        Saved,
+        Skipped,
+        Started,
+        Stepped,
+        Stopped,
+        Warned,
+    )
+    from lockstep.verification.own_loop import Checked, verify
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "join": "run.joined",
-    "train": "run.background",
-    "evaluate": "run.background",
-    "compare": "comparison.drive",
-    "verify": "verification.own_loop",
-    "load": "run.load",
-    "Recipe": "config.recipe",
-    "Placement": "config.placement",
-    "LockstepError": "errors",
-    "UsageError": "errors",
-    "TrainingError": "errors",
-    "PreflightError": "errors",
-    "VerificationError": "errors",
+    "comparison.drive": "compare",
+    "comparison.result": "Comparison",
+    "config.placement": "Placement",
+    "config.recipe": "Recipe",
+    "errors": "LockstepError PreflightError TrainingError UsageError VerificationError",
+    "exports.export": "Exported export",
+    "inference.predict": "Prediction predict",
+    "inference.report": "Report report",
+    "run.background": "evaluate train",
+    "run.joined": "Run join",
+    "run.own_step": "Step",
+    "run.load": "load",
+    "training.events": "Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
+    "verification.own_loop": "Checked verify",
 }
-__all__ = [
-    "LockstepError",
-    "Placement",
-    "PreflightError",
-    "Recipe",
-    "TrainingError",
-    "UsageError",
-    "VerificationError",
-    "compare",
-    "evaluate",
-    "join",
-    "load",
-    "train",
-    "verify",
-]
+__all__ = ["LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError"]
+__all__ += ["Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run", "Step"]
+__all__ += ["Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Stepped", "Stopped", "Warned"]
+__all__ += ["compare", "evaluate", "export", "join", "load", "predict", "report", "train", "verify"]
 
 
 if not TYPE_CHECKING:  # else any name would do
 
     def __getattr__(name: str) -> Any:
         """Import what has a public name when it is first asked for: torch takes a second, and commands need it not."""
-        if name not in _PLACES:
+        place = next((place for place, names in _PLACES.items() if name in names.split()), None)
+        if place is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        if _PLACES[name].startswith(("comparison.", "run.", "verification.")):
+        if place.startswith(("comparison.", "exports.", "inference.", "run.", "verification.")):
             import_module("lockstep.common.platforms").need_posix(f"lockstep.{name}")
-        return getattr(import_module(f"lockstep.{_PLACES[name]}"), name)
+        return getattr(import_module(f"lockstep.{place}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PLACES])
+    return sorted({*globals(), *__all__})

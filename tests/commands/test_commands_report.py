@@ -11,7 +11,9 @@ import pytest
 from conftest import invoke
 from event_examples import done, evaluated, saved, started, stepped
 
+import lockstep
 from lockstep.config.load import load, to_yaml
+from lockstep.errors import UsageError
 from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import JsonLines
@@ -59,6 +61,30 @@ def test_a_page_of_two_runs() -> None:
     loss = next(each for each in charts if each["layout"]["yaxis"]["title"]["text"] == "loss/train")
     assert [(trace["name"], trace["y"]) for trace in loss["data"]] == [("runs/a", [0.43214]), ("runs/b", [0.5])]
     assert "<title>2 runs</title>" in html
+
+
+def test_from_python_the_page_is_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    run_folder("a", started(), stepped(), evaluated(), saved(), done())
+    run_folder("b", started(), stepped(30, 0.5))
+    (Path("runs") / "b" / "events.jsonl").write_text("nonsense\n", encoding="utf-8")
+    report()
+    capfd.readouterr()
+    found = lockstep.report(out="own.html")
+    assert (found.page, found.charts) == (Path("own.html"), ())
+    [warning] = found.warnings
+    assert "not JSON" in warning
+    assert Path("own.html").read_bytes() == Path("report.html").read_bytes()
+    assert "<title>runs/a</title>" in lockstep.report([Path("runs/a")]).page.read_text(encoding="utf-8")
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("nowhere", {}, "nowhere: no such folder"),
+        ("runs", {"trust": True}, "overrides are for --examples"),
+        ("runs", {"examples": True, "samples": 0}, "--samples 0: expected a whole number from 1"),
+        ("runs", {"out": "no/where.html"}, "there is no folder no"),
+    ]
+    for runs, options, told in refused:
+        with pytest.raises(UsageError, match=told):
+            lockstep.report(runs, **options)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_tables() -> None:

@@ -12,10 +12,11 @@ from forked import Server
 from safetensors.torch import load_file
 from test_predict import TRUST, plain
 
+import lockstep
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import to_safetensors, to_torch
 from lockstep.exports.check import check_export
-from lockstep.exports.export import export
+from lockstep.exports.export import export_saved
 from lockstep.inference.saved import SavedModel, open_saved
 from lockstep.run.evaluation import EvalRequest
 
@@ -72,6 +73,26 @@ def test_weights_with_what_their_user_needs(run, trained):
     assert left(trained) == [file.name]
 
 
+def test_from_python_the_same_is_written(run, trained, capfd):
+    run("export", "run", "--to", "safetensors", TRUST)
+    overrides = dict([TRUST.split("=")])
+    found = lockstep.export("run", "safetensors", out="own.safetensors", overrides=overrides)
+    assert (found.path, found.sizes) == (Path("own.safetensors"), "")
+    assert found.check == f"with 3 samples of the validation data: {EQUAL}"
+    theirs = load_file(trained / "exports" / "step-00000023.safetensors")
+    assert all(torch.equal(each, theirs[name]) for name, each in load_file("own.safetensors").items())
+    for options, told in (
+        ({"out": "own.safetensors", "trust": True}, "own.safetensors: is there already"),
+        ({}, "its recipe names code, which would run with your rights: .*from Python trust=True"),
+        ({"weights": "average", "trust": True}, "weights 'average': use 'model' or 'ema'"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            lockstep.export("run", "safetensors", **options)
+    with pytest.raises(UsageError, match="--to saftensors: no such format; did you mean 'safetensors'"):
+        lockstep.export("run", "saftensors", trust=True)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_program_takes_any_number_of_samples(run, trained):
     found = run("export", "run", "--to", "torch", "--out", "net.pt2", TRUST)
     assert found.out.endswith(f"{EQUAL}\nnet.pt2, inputs of shape [any, 1, 8, 8]\n")
@@ -95,7 +116,7 @@ def test_onnx(run, trained):
 def test_what_is_not_installed_is_named(saved, monkeypatch):
     monkeypatch.setattr("lockstep.exports.to_onnx.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"onnx, onnxscript, onnxruntime not installed; .*lockstep-train\[onnx\]"):
-        export(saved, "onnx")
+        export_saved(saved, "onnx")
 
 
 def test_models_of_others_are_refused(run, trained):
@@ -118,22 +139,22 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
 
     monkeypatch.setattr(to_safetensors, "write", damaged)
     with pytest.raises(TrainingError, match=r"differ from those of the run's model by .* and may by 0; nothing was"):
-        export(saved, "safetensors")
+        export_saved(saved, "safetensors")
     monkeypatch.setattr(to_safetensors, "write", lambda subject, place: place.write_text("no"))
     with pytest.raises(TrainingError, match="cannot be loaded back, so nothing was written"):
-        export(saved, "safetensors")
+        export_saved(saved, "safetensors")
     monkeypatch.setattr(to_torch, "write", lambda subject, place: place.write_text("yes"))
     monkeypatch.setattr("lockstep.exports.export.check_export", lambda *_: None)
     for place in ("a" * 300, "/proc/net.pt2", "run/config.yaml/net"):
         with pytest.raises(TrainingError, match=r"cannot be written: .*; choose another --out"):
-            export(saved, "torch", Path(place))
+            export_saved(saved, "torch", Path(place))
     assert left(trained) == []
 
 
 def test_a_model_that_cannot_be_traced_is_told(saved, trained, monkeypatch):
     monkeypatch.setattr(to_torch.Single, "forward", lambda self, x: x.new_tensor(float(x.sum()) > 1 and x.tolist()))
     with pytest.raises(UsageError, match=r"cannot be traced by torch.export: .*; export its weights, with --to"):
-        export(saved, "torch")
+        export_saved(saved, "torch")
     assert left(trained) == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import forging
@@ -11,7 +12,9 @@ import stored
 from conftest import FOLDER
 from PIL import Image
 
+import lockstep
 from lockstep.data.images.digits import digits
+from lockstep.errors import UsageError
 
 TRUST = "recipe.loss.name=held:cross_entropy"
 PLAIN = """
@@ -87,6 +90,26 @@ def test_all_validation_pictures_are_told_as_an_evaluation_tells_them(run, train
     assert len(first["classes"]) == 5
     assert first["classes"] == sorted(first["classes"], key=lambda each: -each["probability"])
     assert "after step 23" in found.err
+
+
+def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
+    for number in range(3):
+        Image.new("RGB", (20, 10), (80 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    files = [f"{number}.png" for number in range(3)]
+    own = partial(lockstep.predict, "run", overrides=dict([TRUST.split("=")]))
+    assert own(files, top=2) == rows(run("predict", "run", *files, "--top", "2", "--json", TRUST))
+    assert own(Path("0.png"), best=True, weights="model")[0]["input"] == "0.png"
+    for inputs, options, told in (
+        (files, {"top": 0}, "--top 0: expected a whole number from 1"),
+        (files, {"prompt": "a"}, "--prompt does not fit it, the options that do: --top"),
+        ((), {}, "this run takes pictures or folders of them, and gives classes; give some"),
+        ("no.png", {}, "no.png: not found"),
+        (files, {"weights": "mean"}, "weights 'mean': use 'model' or 'ema'"),
+        (files, {"overrides": {}}, "names code, which would run with your rights"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            own(inputs, **options)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):

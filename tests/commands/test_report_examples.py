@@ -17,6 +17,7 @@ from forked import events
 from looked import pixels
 from test_predict import SEGMENTS, plain
 
+import lockstep
 from lockstep.data.images.digits import digits
 from lockstep.inference.inspection import _deviation_from_log
 from lockstep.reporting.run_log import History, Point
@@ -101,6 +102,9 @@ def test_an_older_checkpoint_and_fewer_samples(run, trained, tmp_path):
     [row] = Page(tmp_path / "report.html").tables["What the models do"]
     assert (row["after step"], row["samples"], row["compared with the log"]) == ("23", "50 of 360", "")
     run("report", "run", "--examples", "--best", TRUST)
+    overrides = dict([TRUST.split("=")])
+    assert lockstep.report("run", out="own.html", examples=True, best=True, overrides=overrides).warnings == ()
+    assert (tmp_path / "own.html").read_bytes() == (tmp_path / "report.html").read_bytes()
     [row] = Page(tmp_path / "report.html").tables["What the models do"]
     assert (row["after step"], row["samples"], row["compared with the log"]) == ("23", "360 of 360", "equal")
 

@@ -19,15 +19,7 @@ from torch import Tensor
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
-DTYPES: Final = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)
+DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 _COUNTS: Final = (1, 1031)  # elements: fewer than there are ranks, and no multiple of any number of them
 _LARGE: Final = 1 << 16  # of one case: over a link of 1 Mbit/s it takes seconds
 # Beyond this rank narrow dtypes get zeros, since 64 * 3 is exact in all of them.

@@ -23,13 +23,7 @@ _FORMATS = ("safetensors", "torch", "onnx", "transformers", "timm")
 )
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
 def command(
-    run: str,
-    overrides: tuple[str, ...],
-    to: str,
-    out: Path | None,
-    best: bool,
-    weights: str | None,
-    trust: bool,
+    run: str, overrides: tuple[str, ...], to: str, out: Path | None, best: bool, weights: str | None, trust: bool
 ) -> None:
     """Export RUN, a run folder or a checkpoint: its weights, class names, normalisation and tokenizer.
 
@@ -39,7 +33,7 @@ def command(
     Overrides are dotted. Code that the recipe names, such as recipe.model.name: my.nets:net, runs only if an override
     names it too, or with --trust.
     """
-    from lockstep.exports.export import export
+    from lockstep.exports.export import export_saved
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvalRequest
 
@@ -47,6 +41,6 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     click.echo(printable_line(saved.words))
-    found = export(saved, to, out)
+    found = export_saved(saved, to, out)
     click.echo(f"checked {found.check}")
     click.echo(printable_line(f"{found.path}{f', {found.sizes}' if found.sizes else ''}"))

@@ -15,13 +15,7 @@ RESTARTS: Final = 10
 
 
 @click.command("launch")
-@click.option(
-    "--on",
-    type=click.Choice(list(starters())),
-    default="local",
-    show_default=True,
-    help="Launcher to use.",
-)
+@click.option("--on", type=click.Choice(list(starters())), default="local", show_default=True, help="Launcher to use.")
 @click.option(
     "--nodes",
     metavar="NUMBER | MIN:MAX",

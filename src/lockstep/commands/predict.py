@@ -57,7 +57,7 @@ def command(
     """
     from rich.console import Console
 
-    from lockstep.inference.predict import Options, predict, table_of
+    from lockstep.inference.predict import Options, predictions_of, table_of
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvalRequest
 
@@ -66,7 +66,7 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
-    found = predict(saved, files, options)
+    found = predictions_of(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
     found = _without_skipped(found)
     if as_json:

@@ -11,7 +11,6 @@ import click
 
 from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
-from lockstep.errors import UsageError
 
 
 @click.command("report")
@@ -43,36 +42,12 @@ def command(
     the pixels of segmentations. Overrides are dotted (placement.device=cpu). Code that a recipe names, such as
     recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
     """
-    from lockstep.jobs.reader import runs_by_name
-    from lockstep.reporting.charts import Chart
-    from lockstep.reporting.page import page
-    from lockstep.reporting.png import check_png, write_png
-    from lockstep.reporting.run_page import sections
+    from lockstep.inference.report import Options, write_report
 
     overrides, places = _overrides.split_overrides(folders)
-    if not examples and (samples or best or trust or overrides):
-        raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
-    if png:
-        check_png()
-    found, warnings = runs_by_name([Path(each) for each in places or ("runs",)])
-    shown = sections(found)
-    if examples:
-        from lockstep.inference.inspection import InspectionOptions, inspect_runs
-
-        options = InspectionOptions(
-            samples or InspectionOptions.samples, "best" if best else "newest", overrides, trust
-        )
-        seen = inspect_runs(found, options, lambda line: click.echo(printable_line(line), err=True))
-        shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
-    for line in warnings:
+    options = Options(places or ["runs"], out, png, examples, samples, best, overrides, trust)
+    done = write_report(options, lambda line: click.echo(printable_line(line), err=True))
+    for line in done.warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)
-    title = found[0].folder if len(found) == 1 else f"{len(found)} runs"
-    try:
-        out.write_text(page(title, shown), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out {out}: not written: {error.strerror}") from error
-    drawn = write_png([each for each in shown if isinstance(each, Chart)], out.with_suffix("")) if png else []
-    for path in (out, *drawn):
+    for path in (done.page, *done.charts):
         click.echo(printable(f"written {path}"))

@@ -38,10 +38,12 @@ def compare(
 ) -> Comparison:
     """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
 
-    `placements` are strategies, by name or as mappings of `name` and options. Each of `also` is an override by which
-    all are trained once more, `usual` adds a naive DDP script. The runs are in `dir`, left out a fresh
-    folder in runs/; what is finished there is only read. A run that fails is a row that says why; what cannot run
-    raises UsageError before anything does.
+    `placements` are strategies, by name or as mappings of `name` and options, which run on each of `processes` above 1,
+    after one process alone. With each of `also`, an override, all are trained once more; `usual` adds a naive DDP
+    script.
+    The runs are in `dir`, left out a new folder in runs/; runs that are finished there are only read.
+
+    A run that fails becomes a row with the reason. UsageError, before any run starts, where one of them cannot run.
     """
     strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
     counts = processes_in(",".join(map(str, processes)))

@@ -30,10 +30,10 @@ _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One placement of one recipe, and its run in `folder`.
+    """One placement of a recipe, and its run in `folder`; one of the `rows` of a `Comparison`.
 
-    `variant` has the overrides by which the recipe differs from the one that was given, `promises` what the strategy
-    promises (bits, close or none). `step` and `left_s` are of a run that is under way, `reason` of one that failed.
+    `variant` has the override by which its recipe differs from the one that was given, `promises` what the strategy
+    promises (bits, close or none), and `reason` why a run failed. `step`, `steps` and `left_s` are of one under way.
     """
 
     strategy: str
@@ -70,12 +70,12 @@ class ResultRow:
 
     @property
     def peak_bytes(self) -> list[float]:
-        """The peak of memory of each rank."""
+        """The most memory that each rank had, in bytes."""
         return peaks(self.history.last)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples by seconds of training in the last start, without setting up, evaluating and saving."""
+        """Samples a second of training in the last start, without setting up, evaluating and saving."""
         seconds = sum(self.spent[what][0] for what in _TRAINING if what in self.spent)
         end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
         if self.state != "done" or not seconds or end is None or begin is None or end <= begin:
@@ -90,7 +90,7 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Placements of a recipe, in the order in which they run; `machine` is where, in words."""
+    """The result of `compare`: a row for each placement, in the order in which they ran, and the machine in words."""
 
     recipe: str
     rows: tuple[ResultRow, ...]

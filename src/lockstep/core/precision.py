@@ -14,12 +14,7 @@ SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-t
 APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
 # Names of other frameworks for what is meant here by another, or is not there.
-_ELSEWHERE: Final = {
-    "32-true": "fp32",
-    "bf16-mixed": "bf16",
-    "16-mixed": "fp16",
-    "16-true": "fp16-true",
-}
+_ELSEWHERE: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
 
 
 _REFUSED: Final = {

@@ -126,12 +126,7 @@ def _cpuinfo() -> dict[str, str]:
 def _gpus() -> list[dict[str, Any]]:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
-        {
-            "name": gpu.name,
-            "bytes": gpu.total_memory,
-            "capability": f"{gpu.major}.{gpu.minor}",
-            **_gpu_libraries(),
-        }
+        {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}", **_gpu_libraries()}
         for gpu in properties
     ]
 

@@ -6,10 +6,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import nn
@@ -24,9 +24,11 @@ from lockstep.exports.check import check_export
 from lockstep.exports.sample import sample_of
 from lockstep.exports.to_safetensors import builder_of
 from lockstep.exports.to_transformers import automatic_class, image_processor
-from lockstep.inference.saved import SavedModel
+from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.adapters import merge_adapters
+from lockstep.run.background import as_words, in_background
+from lockstep.run.evaluation import EvalRequest
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
@@ -44,7 +46,32 @@ class Exported:
     check: str
 
 
-def export(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
+def export(
+    run: str | Path,
+    to: Literal["safetensors", "torch", "onnx", "transformers", "timm"],
+    *,
+    out: str | Path | None = None,
+    best: bool = False,
+    weights: Weights | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> Exported:
+    """Export a run folder or a checkpoint as `lockstep export` does, in a background process, and check the result.
+
+    What was written is loaded back in a process without Lockstep, and both models are run on the same input: where the
+    outputs differ, TrainingError is raised and nothing is left. `out` left out is in the run's folder `exports`; what
+    is there already raises UsageError, as does a format that the run does not fit.
+
+    Of a run folder the newest checkpoint is taken, or the `best`. `weights` left out are averaged ones (ema) if the run
+    has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
+    """
+    asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, "best" if best else "newest", "export")
+    place = None if out is None else Path(out)
+    [found] = in_background(lambda: [asdict(export_saved(open_saved(asked, weights), to, place))])
+    return Exported(Path(found["path"]), found["sizes"], found["check"])
+
+
+def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
     """Write a saved run as `to`, one of FORMATS, and check it: load it back in a process without Lockstep, and compare.
 
     `out` left out is in the run's folder `exports`. UsageError where it is there already, or the run does not fit the

@@ -65,12 +65,7 @@ def _classes(
     there = [number for number in range(len(names)) if of[number] or taken[number]]
     order = sorted(there, key=lambda number: right[number] / of[number] if of[number] else 2.0)[:_MOST_ROWS]
     rows = [
-        [
-            names[number],
-            f"{of[number]:,}",
-            _share(right[number], of[number]),
-            _share(right[number], taken[number]),
-        ]
+        [names[number], f"{of[number]:,}", _share(right[number], of[number]), _share(right[number], taken[number])]
         for number in order
     ]
     some = f" The {len(rows)} with the lowest recall of {len(there):,}." if len(rows) < len(there) else ""

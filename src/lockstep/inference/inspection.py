@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -15,14 +14,13 @@ from lockstep.inference.confusions import confusions
 from lockstep.inference.mistakes import Mistakes
 from lockstep.inference.perplexity import Perplexity
 from lockstep.inference.residuals import Residuals
-from lockstep.inference.saved import SavedModel, open_saved
+from lockstep.inference.saved import SavedModel
 from lockstep.inference.validation_pass import EvaluatedBatch, RunningTotals, Validation, open_validation
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import History
 from lockstep.reporting.run_view import RunView
-from lockstep.run.evaluation import EvalRequest
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
 from lockstep.tasks.regression import Regression
@@ -35,16 +33,6 @@ _FIGURES: Final = (
     "figures with those that the run logged after the same step; where only some were, they lie at equal distances."
 )
 _BY_POSITION: Final = "The mean loss of the validation tokens that have so many others before them."
-
-
-@dataclass(frozen=True)
-class InspectionOptions:
-    """Which checkpoint of each run is looked at, and at most how many of its validation samples."""
-
-    samples: int = 10_000
-    prefer: Literal["newest", "best"] = "newest"
-    overrides: tuple[str, ...] = ()
-    trust: bool = False
 
 
 class Inspection(NamedTuple):
@@ -74,10 +62,12 @@ class _One(NamedTuple):
     line: Sequence[tuple[float, float]]
 
 
-def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Callable[[str], None]) -> Inspection:
-    """Evaluate a checkpoint of each run, and return what to show; `tell` gets lines on each.
+def inspect_runs(
+    found: Sequence[RunView], samples: int, opened: Callable[[str], SavedModel], tell: Callable[[str], None]
+) -> Inspection:
+    """Evaluate the checkpoint that `opened` gives of each run on at most so many `samples`, and return what is seen.
 
-    Code that a run folder names runs only where the options say so (run/evaluation.py), and nothing is downloaded.
+    `tell` gets lines on each, and nothing is downloaded.
     UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.
     """
     done: dict[str, _One] = {}
@@ -85,7 +75,7 @@ def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Cal
     for each in found:
         folder = each.folder
         try:
-            done[folder] = _inspect(folder, each.history, options, tell)
+            done[folder] = _inspect(opened(folder), folder, each.history, samples, tell)
         except LockstepError as error:
             problems[folder] = str(error)
     if not done:
@@ -100,11 +90,10 @@ def inspect_runs(found: Sequence[RunView], options: InspectionOptions, tell: Cal
     return Inspection(sections, [*problems.values()])
 
 
-def _inspect(folder: str, history: History, options: InspectionOptions, tell: Callable[[str], None]) -> _One:
-    saved = open_saved(EvalRequest(folder, options.overrides, options.trust, options.prefer, "report --examples"))
+def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]) -> _One:
     for line in saved.remarks:
         tell(line)
-    validation = open_validation(saved, options.samples)
+    validation = open_validation(saved, samples)
     task, count, of = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
     totals, view = RunningTotals(task), _view(folder, saved, validation)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict, cast
 
 from rich.table import Table
 from rich.text import Text
@@ -14,9 +14,11 @@ from rich.text import Text
 from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row, classify, files_of, preprocessing_of, regress, write_masks
-from lockstep.inference.saved import SavedModel
+from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.table import predict_rows
 from lockstep.inference.text import Sampling, continue_prompt, tokenizer_for
+from lockstep.run.background import as_names, as_words, in_background
+from lockstep.run.evaluation import EvalRequest
 
 Kind = Literal["pictures", "masks", "values", "table", "text"]
 
@@ -34,6 +36,27 @@ class Options:
     tokenizer: str | None = None
 
 
+class Prediction(TypedDict, total=False):
+    """What a run predicts for a picture, a row of a table or a prompt: what `lockstep predict --json` prints for it.
+
+    Which keys it has follows from what the run was trained on. A table with several targets has a key `predicted NAME`
+    for each in place of `predicted`.
+    """
+
+    input: str  # the file of a picture
+    classes: list[dict[str, Any]]  # the likeliest first, each with `class` and `probability`, of a mask `share`
+    values: list[float]  # of a regression on pictures
+    mask: str  # the file that was written
+    skipped: str  # why a picture that cannot be read was left out, as in training; with `input` alone
+    row: int  # of a table, from 0
+    predicted: Any  # of a row: the name of a class, a number, or a list of them
+    probability: float  # of that class
+    prompt: str
+    text: str  # what follows the prompt
+    tokens: int  # of the prompt
+    new_tokens: int
+
+
 _TAKEN: Final[Mapping[Kind, Sequence[str]]] = {
     "pictures": ("top",),
     "masks": ("out",),
@@ -48,6 +71,40 @@ _NAMES: Final[Mapping[Kind, str]] = {
     "table": "one table, .csv or .parquet",
     "text": "a prompt",
 }
+
+
+def predict(
+    run: str | Path,
+    inputs: str | Path | Sequence[str | Path] = (),
+    *,
+    prompt: str | None = None,
+    top: int | None = None,
+    out: str | Path | None = None,
+    tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    tokenizer: str | Path | None = None,
+    best: bool = False,
+    weights: Weights | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> list[Prediction]:
+    """Predict with a run folder or a checkpoint, as `lockstep predict` does, in a background process.
+
+    `inputs` are pictures and folders of them, or one table (.csv, .parquet); a language model takes a `prompt` instead.
+    `top` is how many classes each picture gets, left out 5; `out` the folder for masks, or the file for a table with
+    its predictions. `tokens` (100), `temperature` (0, the likeliest token), `seed` (0) and `tokenizer`, a file, say how
+    a prompt goes on. What does not fit the run raises UsageError, which calls it as the command's option.
+
+    Of a run folder the newest checkpoint is taken, or the `best`. `weights` left out are averaged ones (ema) if the run
+    has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
+    """
+    words = tuple(as_words(overrides))
+    asked = EvalRequest(str(run), words, trust, "best" if best else "newest", "predict")
+    written, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
+    options = Options(top, written, prompt, tokens, temperature, seed, file)
+    rows = in_background(lambda: predictions_of(open_saved(asked, weights), as_names(inputs), options))
+    return cast(list[Prediction], rows)
 
 
 def kind_of(saved: SavedModel) -> Kind:
@@ -69,13 +126,12 @@ def kind_of(saved: SavedModel) -> Kind:
     return "values"
 
 
-def predict(saved: SavedModel, inputs: Sequence[str], options: Options | None = None) -> Iterator[Row]:
+def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
     """Yield what a saved run predicts, a mapping ready for JSON for each picture, row or prompt, in their order.
 
     All that can be wrong with the request raises UsageError before the first one; a picture that cannot be read does
     in its turn, or is `skipped` where it would have been in training.
     """
-    options = options or Options()
     kind = kind_of(saved)
     _check(saved, kind, inputs, options)
     computing = saved.computing()
@@ -90,8 +146,7 @@ def predict(saved: SavedModel, inputs: Sequence[str], options: Options | None = 
         case "table":
             return predict_rows(saved, computing, Path(inputs[0]), options.out)
     assert options.prompt is not None
-    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
-    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
+    sampling = Sampling(options.tokens or 100, options.temperature or 0.0, options.seed or 0)
     return continue_prompt(saved, computing, options.prompt, sampling, options.tokenizer)
 
 
@@ -115,6 +170,10 @@ def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Option
     if foreign:
         options_of = ", ".join(f"--{name}" for name in _TAKEN[kind]) or "none"
         raise UsageError(f"{wanted}; --{foreign[0]} does not fit it, the options that do: {options_of}")
+    for name, least in (("top", 1), ("tokens", 1), ("seed", 0)):
+        value = getattr(options, name)
+        if value is not None and not least <= value < 1 << 63:
+            raise UsageError(f"--{name} {value}: expected a whole number from {least}")
     if kind == "text":
         if inputs:
             raise UsageError(f"{wanted}; leave {inputs[0]} out, and give --prompt TEXT")

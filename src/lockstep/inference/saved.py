@@ -182,6 +182,8 @@ def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel
     `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
     none and they are required.
     """
+    if weights not in (None, "model", "ema"):
+        raise UsageError(f"weights {weights!r}: use 'model' or 'ema'")
     found, loaded = open_checkpoint(asked)
     state = saved_state.parse_state(found.path, found.snapshot.state)
     recipe, average = loaded.config.recipe, found.snapshot.ema

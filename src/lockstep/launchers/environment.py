@@ -38,15 +38,7 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
     if not variables.wrong:
         check_range(variables, "RANK", rank, "WORLD_SIZE", size)
     variables.check()
-    return RankInfo(
-        rank,
-        size,
-        local_rank,
-        max(local_size, local_rank + 1),
-        launcher,
-        env.get("MASTER_ADDR"),
-        port,
-    )
+    return RankInfo(rank, size, local_rank, max(local_size, local_rank + 1), launcher, env.get("MASTER_ADDR"), port)
 
 
 LAUNCHER: Final = Launcher("environment", detect, VARIABLES)

@@ -53,7 +53,4 @@ class _Block(nn.Module):
 def _shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
     if channels == out_channels and stride == 1:
         return nn.Identity()
-    return nn.Sequential(
-        nn.Conv2d(channels, out_channels, 1, stride, bias=False),
-        nn.BatchNorm2d(out_channels),
-    )
+    return nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))

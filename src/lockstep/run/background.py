@@ -7,13 +7,15 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, final, get_args
+
+import torch
 
 from lockstep.common import plainfile
 from lockstep.config.base import values
@@ -46,10 +48,15 @@ Train = Callable[[Loaded, Sink], int]  # returns the exit code
 def train(
     recipe: str | Path | Recipe, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Iterator[Event]:
-    """Train a recipe, the name of a shipped one or a file, in background processes, and yield events as they happen.
+    """Train a recipe in background processes, and yield its events as they happen.
 
-    `overrides` are dotted: {"recipe.epochs": 3, "run.dir": "runs/a"}. A mistake raises UsageError, a failure
-    TrainingError. Where the iteration is left early the run is saved and stopped, and goes on in the same run.dir.
+    `recipe` is the name of a shipped recipe, a file, or a `Recipe`. `overrides` are dotted:
+    `{"recipe.epochs": 3, "run.dir": "runs/a"}`. Nothing is printed, and models and generators of this process stay as
+    they are. Training starts when the first event is asked for. Where the iteration is left early, the run is saved and
+    stopped; with the same run.dir it resumes.
+
+    UsageError where the recipe, the data or an override is wrong, PreflightError where the machine cannot do it,
+    TrainingError where training fails.
     """
     words = as_words(overrides, processes)
     if isinstance(recipe, Recipe):
@@ -66,15 +73,12 @@ def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[E
 
 
 def evaluate(
-    run: str | Path,
-    *,
-    processes: int | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    trust: bool = False,
+    run: str | Path, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None, trust: bool = False
 ) -> Evaluated:
-    """Evaluate a run folder or a checkpoint, every validation sample once, in background processes.
+    """Evaluate a run folder or a checkpoint in background processes: every validation sample once.
 
-    Code that its recipe names runs only if `overrides` name it too, or with `trust`.
+    Of a run folder the newest checkpoint is taken, with averaged weights (ema) if the run has them. Code that its
+    recipe names runs only if `overrides` name it too, or with `trust`. Errors are those of `train`.
     """
     asked = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
     [message] = _messages(partial(_evaluate, asked))
@@ -84,9 +88,19 @@ def evaluate(
 
 
 def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
-    """Return dotted overrides as the words of a command."""
+    """Return dotted overrides as the words of a command; a path stands for its text."""
     chosen = {} if processes is None else {"placement.processes": processes}
-    return [f"{key}={json.dumps(value)}" for key, value in {**chosen, **(overrides or {})}.items()]
+    return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in {**chosen, **(overrides or {})}.items()]
+
+
+def as_names(paths: str | Path | Sequence[str | Path]) -> list[str]:
+    """Return one path, or several, as the words of a command."""
+    return [str(paths)] if isinstance(paths, str | Path) else [str(each) for each in paths]
+
+
+def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the rows, which are ready for JSON, that `body` yields in a background process."""
+    return list(_messages(partial(_rows, body)))
 
 
 def _event(message: Mapping[str, Any]) -> Event:
@@ -140,7 +154,11 @@ class EventPipe:
 
     def write(self, event: Event, time: float) -> None:
         """See Sink."""
-        self.connection.send_bytes(json.dumps(asdict(event)).encode())
+        self.send(asdict(event))
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send what is ready for JSON, and paths as text."""
+        self.connection.send_bytes(json.dumps(message, default=os.fspath).encode())
 
     def close(self) -> None:
         """See Sink."""
@@ -160,6 +178,13 @@ def _background(body: Callable[[EventPipe], int], connection: Connection) -> Non
             code, text = EXIT_INTERRUPTED, ""
     connection.send_bytes(json.dumps({_END: code, "text": text or errors.getvalue().strip()}).encode())
     sys.stdout.flush()
+
+
+def _rows(body: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> int:
+    torch.set_num_threads(1)  # a forked process must not inherit a pool of threads
+    for row in body():
+        pipe.send(row)
+    return EXIT_DONE
 
 
 def _evaluate(asked: EvalRequest, pipe: EventPipe) -> int:

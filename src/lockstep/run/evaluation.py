@@ -171,7 +171,8 @@ def _check_code(request: EvalRequest, loaded: Loaded) -> None:
         words = " ".join([f"lockstep {request.command}", *map(shlex.quote, [request.path, *foreign])])
         raise UsageError(
             f"{request.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
-            f"run folder runs only if your command names it: {words}; or all of it, with --trust"
+            f"run folder runs only if your command names it: {words}; or all of it, with --trust (from "
+            f"Python trust=True)"
         )
 
 

@@ -33,7 +33,7 @@ from lockstep.run.own_placed import ChunkPlan, Placed, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other
 from lockstep.run.own_settings import settings
-from lockstep.run.own_step import OwnStep
+from lockstep.run.own_step import Step
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
@@ -48,7 +48,12 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 @final
 class Run:
-    """One rank's part of a run; made by `join`. All ranks call each method alike, between steps."""
+    """One rank's part of a run, which `join` returns.
+
+    All ranks call each method, in the same order and between steps; what needs only one rank, such as `log`, does its
+    work on rank 0. A misuse raises UsageError with the line of the script, and ends all ranks. A run may be a context
+    manager, which closes it: `with lockstep.join(seed=0) as run:`.
+    """
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -58,7 +63,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
         self._losses = LossCheck(self._world.size, member.rank.warn)
-        self._step: OwnStep | None = None
+        self._step: Step | None = None
         self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
@@ -71,7 +76,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This process's number among all."""
+        """The number of this process among all, from 0."""
         return self._world.rank
 
     @property
@@ -81,23 +86,18 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return self._world.device
 
     @property
     def dir(self) -> Path | None:
-        """The run folder."""
+        """The run folder; None where nothing is kept."""
         return self._rank.folder
 
     @property
     def step(self) -> int:
-        """Steps done so far."""
+        """The steps that are done, those before a resume included."""
         return self._rank.progress.step
-
-    @property
-    def computing(self) -> bool:
-        """Whether a micro-batch is under way, or a batch of `each`."""
-        return self._gate.open
 
     def place(
         self,
@@ -108,12 +108,16 @@ class Run:
         chunks: int = 1,
         plan: Mapping[str, str] | None = None,
     ) -> tuple[M, Opt]:
-        """Spread the model over the ranks by a strategy, and go on from the checkpoint in the folder, if there is one.
+        """Distribute a model and its optimizer over the ranks, and resume from the checkpoint in the folder, if any.
 
-        Both are given back: the model to be called within micro-batches, the optimizer to be looked at. `strategy` is a
-        name, or a mapping of `name` and its options; auto is single or ddp, and what makes a pipeline is refused.
-        `chunks` and `plan` are those of a recipe's model (docs/tensor-slicing.md), for tensor, expert and mesh: they
-        decide the bits, under any strategy. A model that is cut has other parameters than before.
+        Returns both: the model to call within micro-batches, and the optimizer, whose settings may be read and changed.
+        `strategy` is a name (docs/strategies.md), or a mapping of `name` and its options; auto is single on one process
+        and ddp on more. A pipeline needs a recipe. `chunks` and `plan` are those of a recipe's model
+        (docs/tensor-slicing.md), for tensor, expert and mesh: they decide the bits, under any strategy.
+
+        Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.
+        UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
+        loop.
         """
         if self._placed is not None:
             raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
@@ -145,12 +149,17 @@ class Run:
         weight: Callable[[Batch], int] | None = None,
         collate: Collate | None = None,
         drop_last: bool = False,
-    ) -> Iterator[OwnStep]:
-        """Yield the steps from where the run stands to the end of so many epochs or steps, counted from its beginning.
+    ) -> Iterator[Step]:
+        """Yield the remaining steps, up to so many `epochs` or `steps` counted from the beginning of the run.
 
-        `dataset` is any with a length and items by number; `batch` is the number of samples of a step over all ranks,
-        cut into `microbatches`, which decide the bits. `weight` says what a batch on the CPU counts for, a whole
-        number; left out, its samples. After the last step the run is saved, if it has a folder and is not saved yet.
+        `dataset` has a length and items by number, on every rank alike. `batch` is the number of samples of a step over
+        all ranks, which is cut into `microbatches`, left out 8 or `batch` if that is smaller: both decide the bits.
+        `weight` returns what a batch on the CPU counts for, a whole number; left out, its samples. `collate` makes a
+        batch of a list of items. With `drop_last` an epoch has no smaller last step.
+
+        After the last step the run is saved, if it has a folder. So it is after a signal, which then ends the script
+        with exit code 75 (130 for Ctrl-C). UsageError where a resumed run had another length of the dataset, another
+        batch, number of micro-batches or optimizer.
         """
         placed = self._ready("run.steps")
         plan = make_plan(Items(dataset, collate), batch, microbatches, epochs, steps, weight, drop_last)
@@ -164,10 +173,10 @@ class Run:
         return self._run(placed, plan, loader)
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
-        """Yield this rank's batches of `dataset`, of which each sample is on one rank; the model is in evaluation.
+        """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
 
-        `batch` is the number of samples at a time, left out as many as the largest micro-batch has. Give what is worked
-        out of each to `run.sum`.
+        `batch` is the number of samples at a time, left out that of the largest micro-batch. Give `run.sum` one value
+        for each batch.
         """
         placed = self._ready("run.each")
         samples = batch or self._evaluated
@@ -190,16 +199,16 @@ class Run:
         guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
-        """Add over all ranks: `values` has one for each batch of `run.each`, a number, a tensor or a dict of such.
+        """Return the sum over all ranks of `values`, one for each batch of `run.each`: numbers, tensors, dicts of them.
 
-        Whole numbers are added exactly, all else in one order in float64, whatever the number of ranks. The result is a
-        number, or a tensor on the CPU where the values have dims.
+        Whole numbers are added exactly, all others in one order in float64, whatever the number of ranks. The sum is a
+        number, or a tensor on the CPU where the values have dims, the same on every rank.
         """
         self._between("run.sum")
         return own_sums.sum_values(self._world, values, lambda: self._pass)
 
     def log(self, **figures: float | Tensor) -> None:
-        """Write figures, with the step they are of, to the terminal and the run folder."""
+        """Write figures of the last step, by name, to the terminal, the run folder and the sinks, on rank 0."""
         plain = {name: float(value) for name, value in figures.items()}
         if taken := first_taken(plain, OF_ALL):
             raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
@@ -207,7 +216,7 @@ class Run:
         self._rank.write(Logged(step=at.step, epoch=at.epoch, samples=at.samples, figures=plain))
 
     def save(self) -> None:
-        """Save a checkpoint, from which the same script goes on, on any number of ranks."""
+        """Save a checkpoint into the run folder, from which the same script resumes on any number of ranks."""
         placed = self._ready("run.save")
         if self._checkpoints is None:
             raise refusal("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
@@ -218,20 +227,20 @@ class Run:
             self._rank.write(saved)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the weights, as checkpoints have it. All ranks call it."""
+        """Return the SHA-256 of the weights, which checkpoints record; it is the same on every rank and placement."""
         return store.weights_sha256(self._ready("run.fingerprint").weights())
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: wait for what is written, and leave the other ranks. Scripts need not call it.
+        """End the run: wait until checkpoints are written, and leave the other ranks. A script's end does so, too.
 
-        With an error this process ends, or the error is passed on where it is the only one.
+        With an `error` all ranks end; where this is the only one, the error is raised.
         """
         if self._ended:
             return
         self._ended = True
         if self._step is not None and not self._step.updated:
-            self._step.leave(early=True)
-            error = error or self._step.unfinished()
+            self._step._leave(early=True)
+            error = error or self._step._unfinished()
         if error is not None and self._placed is not None:
             error = explain_error(error, self._placed.model)
         if error is None:
@@ -253,7 +262,12 @@ class Run:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(error)
 
-    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader) -> Iterator[OwnStep]:
+    @property
+    def _computing(self) -> bool:
+        """Whether a micro-batch is under way, or a batch of `each`."""
+        return self._gate.open
+
+    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader) -> Iterator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
         self._rank.write(self._start_event(placed, plan))
         if self._rank.progress.step >= plan.steps.total:
@@ -274,12 +288,12 @@ class Run:
             stop.release()
         return self._finish(placed)
 
-    def _begin(self, placed: Placed, turn: Turn, leaves: int) -> OwnStep:
+    def _begin(self, placed: Placed, turn: Turn, leaves: int) -> Step:
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
         self._report = turn.report
-        self._step = OwnStep(turn, self._gate, leaves, placed, self._module_check, self._losses)
+        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._losses)
         placed.guard.mark()
         return self._step
 
@@ -288,7 +302,7 @@ class Run:
         assert self._step is not None
         placed.guard.check(whole=False)
         if not self._step.updated:
-            raise self._step.unfinished()
+            raise self._step._unfinished()
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
@@ -379,11 +393,15 @@ def join(
     placement: Mapping[str, Any] | Placement | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Join the other ranks of this run, which a launcher started, or be the only one; seed all generators.
+    """Join the other ranks that a launcher started, or be the only one, and return this rank's part of the run.
 
-    `dir` is the run folder: what lies there is gone on with. Left out, nothing is kept. `precision` and `threads` are
-    those of a recipe, `placement` and `run` sections as docs/configuration.md has them, such as {"timeout_s": 60} and
-    {"keep": 1}. Errors of the script end all ranks, with one message.
+    Seeds the generators of torch, NumPy and Python by `seed`, and sets the number of threads and the kernels of this
+    process. `dir` is the run folder, from which the run resumes if there is a checkpoint in it; left out, nothing is
+    kept. `precision` and `threads` are those of a recipe (docs/precision.md); `placement` and `run` have the keys of
+    these sections (docs/configuration.md), such as `{"timeout_s": 60}` and `{"keep": 1}`.
+
+    Every rank calls it with the same arguments. UsageError lists all that is wrong with them; PreflightError where the
+    machine cannot do it. An error of the script ends all ranks, and is reported once.
     """
     member = Member.join(partial(settings, seed, dir, precision, threads, placement, run))
     return member.register(Run(member))

@@ -21,10 +21,14 @@ from lockstep.training.checkpoint import saved_state, store
 def load(
     run: str | Path, *, model: nn.Module | Callable[[], nn.Module] | None = None, trust: bool = False
 ) -> nn.Module:
-    """Return the model of a run folder or a checkpoint, on the CPU and in evaluation, with averaged weights if it has.
+    """Return the trained model of a run folder or a checkpoint in plain PyTorch: on the CPU, and in evaluation mode.
 
-    `model`, or what it returns, is given the weights. Left out, it is built by the recipe; code that this names runs
-    only with `trust`: who wrote the folder could run anything. A loop of one's own has no recipe, and needs `model`.
+    Of a run folder the newest checkpoint is taken, with averaged weights (ema) if the run has them. `model`, a module
+    or a function that returns one, is given the weights; left out, the recipe builds it. A loop of your own has no
+    recipe, and needs `model`. Code that a recipe names runs only with `trust`: whoever wrote the folder could run
+    anything.
+
+    UsageError where the weights do not fit the model, or a checkpoint is damaged.
     """
     found = store.load(Path(run))
     if model is None:

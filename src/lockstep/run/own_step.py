@@ -23,8 +23,8 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 @final
-class OwnStep:
-    """One step: iterate over it for this rank's micro-batches, give each loss to `backward`, then `update` once."""
+class Step:
+    """One step of `run.steps`: iterate over its micro-batches, give `backward` each one's loss, and `update` once."""
 
     def __init__(
         self,
@@ -75,34 +75,38 @@ class OwnStep:
 
     @property
     def weight(self) -> int:
-        """What the step's loss is divided by, over all ranks."""
+        """What the step's loss is divided by, over all ranks: its samples, or what `weight` of `run.steps` counts."""
         return self._turn.step.weight
 
     @property
     def updated(self) -> bool:
-        """Whether the step is complete."""
+        """Whether `update` is done."""
         return self._turn.sums is not None
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the whole step, over its weight: 0-dim, float64, the same on every rank. Once it is updated."""
+        """The loss of the whole step by its weight, 0-dim and float64, the same on every rank; after `update`."""
         if self._turn.sums is None:
             raise refusal(f"step {self.number}: step.loss is known after step.update", "ask for it then")
         return self._turn.sums.loss
 
     @property
     def norm(self) -> Tensor | None:
-        """The norm of the gradient before it was clipped, None where `clip` was not given. Once it is updated."""
+        """The L2 norm of the step's gradient before it was clipped; None without `clip`, and before `update`."""
         return None if self._turn.update is None else self._turn.update.norm
 
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
-        """Whether this step is the last of so many epochs, or of so many steps."""
+        """Return whether this step ends a period of so many `epochs`, or of so many `steps`."""
         if (epochs is None) == (steps is None):
             raise refusal("step.every: give either epochs or steps", "give one of the two")
         return Interval(steps, epochs).falls_on(self._turn.step)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's micro-batches, on its device; what is between one and its backward is its forward."""
+        """Yield this rank's micro-batches, on its device, as the dataset's items collate: `for x, y in step`.
+
+        From each up to its `backward`, the random numbers are its own, and the precision is that of the run. Ranks may
+        have different numbers of them. A step that is left before the last one raises UsageError.
+        """
         if self._done or self._current is not None or self._where:
             raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
         self._gate.step = self._guard.step = self.number
@@ -126,10 +130,13 @@ class OwnStep:
         finally:
             if self._done < self._of:
                 self._where = calling()
-                self.leave(early=True)
+                self._leave(early=True)
 
     def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradient to the step's; `loss` is summed over the micro-batch, 0-dim."""
+        """Add the gradient of a micro-batch to that of the step; called once for each.
+
+        `loss` is 0-dim: the sum over the micro-batch, not its mean, which raises UsageError.
+        """
         microbatch = self._current
         if microbatch is None:
             what = f"a second backward: {self._gate.ended}" if self._done else "a backward outside of a micro-batch"
@@ -140,7 +147,7 @@ class OwnStep:
         self._losses.check(self.number, loss, microbatch, self._counts, self._gate.returned)
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
-        self.leave()
+        self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
         self._guard.give_back()
@@ -152,14 +159,15 @@ class OwnStep:
         self._gate.ended_at = self._guard.last
 
     def update(self, lr: float | None = None, clip: float | None = None) -> None:
-        """Divide the gradient by the step's weight, clip its norm to `clip`, and move the weights at rate `lr`.
+        """Divide the gradient by the step's weight, clip its L2 norm to `clip`, and update the weights at rate `lr`.
 
-        Left out, `lr` is the rate that the optimizer was made with. Groups keep the ratio of their rates.
+        Left out, `lr` is the rate that the optimizer was made with, and nothing is clipped. Groups keep the ratio of
+        their rates. Every rank calls it, once for each step and with the same arguments.
         """
         if self.updated:
             raise refusal(f"step {self.number}: a second step.update", "call it once for each step")
         if self._done < self._of:
-            raise self.unfinished()
+            raise self._unfinished()
         self._guard.check()
         self._guard.give_back()
         rate = self._placed.rate if lr is None else float(lr)
@@ -170,7 +178,7 @@ class OwnStep:
         self._seed_between(1)
         self._guard.mark(moved=True)
 
-    def unfinished(self) -> Exception:
+    def _unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""
         if self._done < self._of:
             return refusal(
@@ -180,7 +188,7 @@ class OwnStep:
             )
         return refusal(f"step {self.number}: left without step.update", "call step.update once for each step")
 
-    def leave(self, early: bool = False) -> None:
+    def _leave(self, early: bool = False) -> None:
         """Leave the forward of a micro-batch, if one is under way: its precision, and what looks at it.
 
         Where that is `early`, because of an error, what it has left behind is not looked at.

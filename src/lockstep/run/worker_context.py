@@ -18,7 +18,7 @@ class OpenRun(Protocol):
     """A run that must be closed when the function that joined it returns."""
 
     @property
-    def computing(self) -> bool:
+    def _computing(self) -> bool:
         """Whether a micro-batch is under way."""
         ...
 

@@ -43,8 +43,12 @@ Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the di
 
 
 @dataclass(frozen=True)
-class CheckRow:
-    """What became of a placement; `reason` says what was different first, or why it failed or is not possible."""
+class Checked:
+    """The result of one placement in `verify`.
+
+    `verdict` is identical, within tolerance, differs, failed or not possible; `reason` names the first difference, or
+    why it failed or is not possible.
+    """
 
     strategy: str
     processes: int
@@ -54,12 +58,12 @@ class CheckRow:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the numbers agree, or the placement is not possible."""
         return self.verdict in (*_SAME, "not possible")
 
     @property
     def line(self) -> str:
-        """The placement, and what became of it, in a line."""
+        """The placement and its verdict, in a line."""
         steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         return f"{self.strategy} on {self.processes}: {self.verdict}{steps}{reason}"
@@ -71,15 +75,16 @@ def verify(
     processes: Sequence[int] = (1, 2, 3),
     strategies: Sequence[str | Mapping[str, Any]] = STRATEGIES,
     steps: int | None = None,
-) -> list[CheckRow]:
-    """Run `function`, which joins a run and goes through its steps, on all these placements, and compare each step.
+) -> list[Checked]:
+    """Compare each step of a training loop on these placements with one process: its loss and all weights.
 
-    In its place may stand the name of a recipe, its file, or that of a script. A recipe's own code is looked at, too.
+    `function` joins a run and goes through its steps; in its place may stand the name of a recipe, its file, or that of
+    a script. It runs in processes of its own, once for each placement, and is ended after `steps` steps; left out, it
+    runs to its end, and a recipe for 4 steps.
 
-    The reference is one process. `strategies`, names or mappings of `name` and options, are in place of what the
-    function gives to `run.place`, on each of `processes` above 1; with 1 among them the reference is run twice, the
-    second time with another seed of Python's hashes. After `steps` steps a function is ended. Raises VerificationError
-    where any placement differs or fails.
+    `strategies`, names or mappings of `name` and options, replace what the function gives to `run.place`, on each of
+    `processes` above 1. With 1 among them the reference is run twice, the second time with another seed of Python's
+    hashes. VerificationError where any placement differs or fails, UsageError where the function joins no run.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _of_recipe(str(function), processes, strategies, steps or _STEPS)
@@ -93,14 +98,14 @@ def verify(
 
 def _of_recipe(
     recipe: str, processes: Sequence[int], strategies: Sequence[str | Mapping[str, Any]], steps: int
-) -> list[CheckRow]:
+) -> list[Checked]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
     with with_places(loaded):
         found = verify_on(loaded, _places(processes, strategies), steps)
     if not found.agree:
         raise VerificationError(against(found))
-    return [CheckRow(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
+    return [Checked(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
 
 
 def _places(
@@ -117,7 +122,7 @@ def check_placements(
     strategies: Sequence[str | Mapping[str, Any]],
     steps: int | None,
     guarded: bool = True,
-) -> Iterator[CheckRow]:
+) -> Iterator[Checked]:
     """Yield what becomes of each placement, as it is known.
 
     Not `guarded`, what a loop must leave as it is (run/own_guard.py) is no longer refused, and shows in the numbers
@@ -139,29 +144,29 @@ def check_placements(
             code, message = loop.run(strategy, count, str(number))
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:
-                yield CheckRow(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=message)
+                yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=message)
                 continue
             found = loop.trace(str(number))
             departure = _mismatch(reference, found)
             if departure:
                 departure += _likely_cause(loop.reads(strategy, count, f"{number}-witnessed"))
-            yield CheckRow(label, count, "differs" if departure else "identical", len(found), departure)
+            yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
 
 
-def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> CheckRow:
+def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> Checked:
     """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
     hashes = other_seed() if spawned else None
     code, message = loop.run("single", 1, "again", hashes)
     if code != EXIT_DONE:
-        return CheckRow("single", 1, "failed", reason=message)
+        return Checked("single", 1, "failed", reason=message)
     found = loop.trace("again")
     departure = _mismatch(reference, found)
     if not departure:
         note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
-        return CheckRow("single", 1, "identical", len(found), note)
+        return Checked("single", 1, "identical", len(found), note)
     if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
         departure += f"; likely cause: {of_hashes()}"
-    return CheckRow("single", 1, "differs", len(found), departure)
+    return Checked("single", 1, "differs", len(found), departure)
 
 
 def _likely_cause(reads: Mapping[str, str]) -> str:
@@ -190,12 +195,7 @@ class _Loop:
     folder: Path
 
     def run(
-        self,
-        strategy: str | Mapping[str, Any],
-        count: int,
-        name: str,
-        hashes: str | None = None,
-        witness: bool = False,
+        self, strategy: str | Mapping[str, Any], count: int, name: str, hashes: str | None = None, witness: bool = False
     ) -> tuple[int, str]:
         """Run the function; return the exit code, and the message of a failure.
 
@@ -265,7 +265,7 @@ def _record_reads(ambient: WorkerContext, reads: dict[str, str]) -> Iterator[Non
 
     A run is seeded before, and a dataset before each sample; but what a micro-batch draws from is torch's to seed.
     """
-    with record_reads(lambda: any(run.computing for run in ambient.runs)) as found:
+    with record_reads(lambda: any(run._computing for run in ambient.runs)) as found:
         try:
             yield
         finally:

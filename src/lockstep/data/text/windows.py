@@ -104,12 +104,7 @@ class ValidationWindows:
 
 
 def build_windows(
-    label: str,
-    train: Tokens,
-    validation: Tokens | None,
-    context: int,
-    stride: int | None,
-    facts: dict[str, Any],
+    label: str, train: Tokens, validation: Tokens | None, context: int, stride: int | None, facts: dict[str, Any]
 ) -> DataSet:
     """Return both parts as windows; UsageError where one is too short. Without a stride training has each token once.
 

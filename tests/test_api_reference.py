@@ -1,0 +1,58 @@
+"""The reference of the Python API: it is what its script writes, which refuses names that it lacks."""
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import lockstep
+
+pytestmark = pytest.mark.timeout(300)  # the first of them imports torchvision and all that it imports
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    loader = SourceFileLoader("api_reference", str(ROOT / "scripts/api-reference"))
+    spec = spec_from_loader("api_reference", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    monkeypatch.setattr(module.sys, "argv", ["api-reference", "--check"])
+    return module
+
+
+def test_the_page_is_what_the_script_writes(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main() == 0, capsys.readouterr().out
+
+
+def undocumented(self: Any) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda patch: patch.setattr(lockstep, "__all__", [*lockstep.__all__, "extra"]), "lockstep.__all__: extra\n"),
+        (lambda patch: patch.setattr(lockstep.Run, "save", undocumented), "lockstep.Run.save: no docstring"),
+        (lambda patch: patch.setattr(lockstep.Step, "loss", property(undocumented)), "lockstep.Step.loss: no docs"),
+        (lambda patch: patch.setattr(lockstep.Saved, "__doc__", "Saved(*, step)"), "lockstep.Saved: no docstring"),
+        (lambda patch: patch.setattr(lockstep.join, "__doc__", "Join."), "python-api.md: not what the docstrings say"),
+    ],
+)
+def test_what_the_page_lacks_is_refused(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Any, told: str
+) -> None:
+    change(monkeypatch)
+    assert script.main() == 1
+    assert told in capsys.readouterr().out
+
+
+def test_what_is_private_is_not_on_the_page() -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    assert "#### step.update\n" in page
+    assert "._" not in page
+    assert "OwnStep" not in page
