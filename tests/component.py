@@ -2,7 +2,10 @@
 
 import os
 import shutil
-from importlib.util import find_spec
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,3 +60,13 @@ def _miss(component: str, reason: str) -> None:
     if component in os.environ.get("LOCKSTEP_REQUIRE", "").split(","):
         pytest.fail(f"{reason}: LOCKSTEP_REQUIRE asks for it")
     pytest.skip(reason)
+
+
+def script(name: str) -> ModuleType:
+    """Return a program of scripts/ as a module."""
+    loader = SourceFileLoader(name.replace("-", "_"), str(Path(__file__).parents[1] / "scripts" / name))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module

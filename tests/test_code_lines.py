@@ -1,13 +1,11 @@
 """scripts/code-lines: what counts as a line of code, and that more than a ceiling is refused."""
 
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from component import script
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts/code-lines"
 SOURCE = '''"""A module's docstring.
 
 Of three lines."""
@@ -33,23 +31,18 @@ class Circle:  # 4
 
 
 @pytest.fixture
-def script() -> ModuleType:
-    loader = SourceFileLoader("code_lines", str(SCRIPT))
-    spec = spec_from_loader("code_lines", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+def counting() -> ModuleType:
+    return script("code-lines")
 
 
-def test_comments_blanks_and_docstrings_are_no_code(script: ModuleType, tmp_path: Path) -> None:
+def test_comments_blanks_and_docstrings_are_no_code(counting: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "circle.py").write_text(SOURCE)
-    assert script.lines_of_code(tmp_path / "circle.py") == 9
+    assert counting.lines_of_code(tmp_path / "circle.py") == 9
 
 
 @pytest.mark.parametrize(("ceiling", "code"), [(9, 0), (8, 1)])
 def test_more_than_a_ceiling_is_refused(
-    script: ModuleType,
+    counting: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -58,8 +51,8 @@ def test_more_than_a_ceiling_is_refused(
 ) -> None:
     (tmp_path / "package/room").mkdir(parents=True)
     (tmp_path / "package/room/circle.py").write_text(SOURCE)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script, "CEILINGS", {"package": ceiling})
+    monkeypatch.setattr(counting, "ROOT", tmp_path)
+    monkeypatch.setattr(counting, "CEILINGS", {"package": ceiling})
     monkeypatch.setattr("sys.argv", ["code-lines"])
-    assert script.main() == code
+    assert counting.main() == code
     assert f"package: 9 lines of code, {ceiling} allowed" in capsys.readouterr().out

@@ -2,24 +2,18 @@
 
 import shlex
 from collections import Counter
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from component import script
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def mutants() -> ModuleType:
-    loader = SourceFileLoader("mutants", str(ROOT / "scripts/mutants"))
-    spec = spec_from_loader("mutants", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return script("mutants")
 
 
 def test_each_line_is_there_once_and_what_it_becomes_is_code(mutants: ModuleType) -> None:

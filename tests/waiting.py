@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from lockstep.ranks.timing import Timing
 
 # What ranks of a test wait, which are there at once: about a fifth of what they do for users.
@@ -47,3 +49,8 @@ def free_port() -> int:
     """Return a port of the loopback interface that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def below(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have started, and so on."""
+    return [each.pid for each in psutil.Process(pid).children(recursive=True)]

@@ -1,6 +1,7 @@
 """Started commands for tests, ended with them; and runs that several tests look at."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -113,6 +114,14 @@ def finished(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Start:
         return command
 
     return finished
+
+
+@pytest.fixture
+def trained(finished: Start, tmp_path: Path) -> Path:
+    """Return a run that learned digits, in the test's folder, with two checkpoints and averaged weights."""
+    words = ("recipe.epochs=2", "recipe.ema={decay: 0.9}", "run.save_every={epochs: 1}")
+    shutil.copytree(finished(*words).folder / "run", tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
 
 
 @pytest.fixture

@@ -420,10 +420,3 @@ class Edited(Jittering):
 def edited() -> tuple[Edited, Edited]:
     """Both parts of such a data set."""
     return Edited(40), Edited(12)
-
-
-class Rarely(_Linear):
-    """Draws from Python's generator in a forward of a thousand only, as a layer that is dropped now and then."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.linear(inputs.flatten(1) * (2 if random.random() < 0.001 else 1))

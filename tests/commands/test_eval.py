@@ -48,6 +48,19 @@ def test_code_that_only_the_folder_names_does_not_run(run, start, latest, tmp_pa
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("words", ["predict run one.png", "report --examples run"])
+def test_nor_does_it_under_other_commands(run, latest, tmp_path, words):
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "one.png").touch()
+    forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
+    refused = run(*words.split(), "recipe.loss.name=held:cross_entropy", code=2)
+    begin = words.removesuffix(" one.png")
+    assert f"lockstep {begin} recipe.model.name=evil:anything; or all of it, with --trust" in refused.err
+    assert not (tmp_path / "ran").exists()
+    run(*words.split(), "--trust", code=2)
+    assert (tmp_path / "ran").exists()
+
+
 def test_code_that_the_command_names_runs(run, latest):
     refused = run("eval", "run", code=2)
     assert "recipe.loss.name=held:cross_entropy" in refused.err

@@ -5,9 +5,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import forging
 import numpy as np
-import pytest
 import stored
 from conftest import FOLDER
 from PIL import Image
@@ -61,14 +59,6 @@ def plain(here: Path, model: str, data: str, epochs: int, rate: float) -> str:
 
 def rows(command):
     return [json.loads(line) for line in command.out.splitlines()]
-
-
-@pytest.fixture
-def trained(finished, tmp_path: Path) -> Path:
-    """Return a run that learned digits, in the test's folder, with two checkpoints and averaged weights."""
-    words = ("recipe.epochs=2", "recipe.ema={decay: 0.9}", "run.save_every={epochs: 1}")
-    shutil.copytree(finished(*words).folder / "run", tmp_path / "run", symlinks=True)
-    return tmp_path / "run"
 
 
 def test_all_validation_pictures_are_told_as_an_evaluation_tells_them(run, trained, tmp_path):
@@ -127,18 +117,6 @@ def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):
     found = run("predict", "run", "moved/val", "recipe.data.on_error=skip", "--json")
     assert [row["input"] for row in rows(found)] == [f"moved/val/{each}.jpg" for each in ("cat/1", "dog/0", "dog/1")]
     assert "skipped, as in training: moved/val/cat/0.jpg: cannot be read as an image" in found.err
-
-
-def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
-    (tmp_path / "evil.py").write_text("open('ran', 'w')\nanything = None\n")
-    (tmp_path / "one.png").touch()
-    latest = (trained / "checkpoints" / "latest").resolve()
-    forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
-    refused = run("predict", "run", "one.png", TRUST, code=2)
-    assert "lockstep predict run recipe.model.name=evil:anything; or all of it, with --trust" in refused.err
-    assert not (tmp_path / "ran").exists()
-    run("predict", "run", "one.png", "--trust", code=2)
-    assert (tmp_path / "ran").exists()
 
 
 def test_best_and_averages_that_are_not_there(run, finished, tmp_path):

@@ -8,14 +8,13 @@ from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
-import forging
 import pytest
 import stored
 import torch
 from conftest import FOLDER
 from forked import events
 from looked import pixels
-from test_predict import SEGMENTS, plain
+from test_predict import SEGMENTS, TRUST, plain
 
 import lockstep
 from lockstep.data.images.digits import digits
@@ -37,7 +36,6 @@ class Wrong:
     def figures(self, sums):
         return {"wrong": sums["wrong"] / sums["samples"]}
 """
-TRUST = "recipe.loss.name=held:cross_entropy"
 
 
 class Page:
@@ -59,14 +57,6 @@ class Page:
 
 def chunks(cells: list[str], size: int) -> list[list[str]]:
     return [cells[first : first + size] for first in range(0, len(cells), size)]
-
-
-@pytest.fixture
-def trained(finished, tmp_path: Path) -> Path:
-    """Return a run that learned digits with a loss of its user's own, in the test's folder, with averaged weights."""
-    words = ("recipe.epochs=2", "recipe.ema={decay: 0.9}", "run.save_every={epochs: 1}")
-    shutil.copytree(finished(*words).folder / "run", tmp_path / "run", symlinks=True)
-    return tmp_path / "run"
 
 
 def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
@@ -107,18 +97,6 @@ def test_an_older_checkpoint_and_fewer_samples(run, trained, tmp_path):
     assert (tmp_path / "own.html").read_bytes() == (tmp_path / "report.html").read_bytes()
     [row] = Page(tmp_path / "report.html").tables["What the models do"]
     assert (row["after step"], row["samples"], row["compared with the log"]) == ("23", "360 of 360", "equal")
-
-
-def test_code_that_only_the_folder_names_does_not_run(run, trained, tmp_path):
-    (tmp_path / "evil.py").write_text("open('ran', 'w')\nanything = None\n")
-    latest = (trained / "checkpoints" / "latest").resolve()
-    forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
-    refused = run("report", "run", "--examples", TRUST, code=2)
-    assert "lockstep report --examples run recipe.model.name=evil:anything; or all of it, with --trust" in refused.err
-    run("report", "run")  # curves alone
-    assert not (tmp_path / "ran").exists()
-    run("report", "run", "--examples", "--trust", code=2)
-    assert (tmp_path / "ran").exists()
 
 
 def test_a_run_that_cannot_be_evaluated_is_named_beside_the_others(run, finished, trained, images, tmp_path):

@@ -1,7 +1,6 @@
 """scripts/with-etcd starts an etcd for one command, ends with it, has its exit code and leaves nothing behind."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from component import require_etcd, require_hosts
-from waiting import until
+from waiting import below, ended, until
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-etcd"
 # Writes and reads by the client that torch uses, and says where.
@@ -50,26 +49,13 @@ def test_it_listens_where_other_hosts_reach_it() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGKILL, -9)])
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
-    write = f"echo $ETCD_ENDPOINT > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/up; sleep 100"
-    with subprocess.Popen([SCRIPT, "sh", "-c", write]) as process:
+    with subprocess.Popen([SCRIPT, "sh", "-c", f"touch {tmp_path}/up; sleep 100"]) as process:
         until((tmp_path / "up").exists, 30)
-        endpoint = (tmp_path / "up").read_text(encoding="utf-8").strip()
-        assert having(endpoint)
+        pids = below(process.pid)
+        assert len(pids) > 1
         process.send_signal(number)
         assert process.wait(30) == code
-    until(lambda: not having(endpoint))
-
-
-def having(text: str) -> list[str]:
-    """Return the processes that have the text among their words or in their environment."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        found += [entry.name] if text.encode() in words and int(entry.name) != os.getpid() else []
-    return found
+    until(lambda: all(map(ended, pids)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from component import require_hosts
-from waiting import until
+from waiting import below, ended, until
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-hosts"
 # A port that nobody listens at refuses at once, where it is reached at all.
@@ -96,23 +96,11 @@ def test_what_runs_on_a_host_hears_signals_and_ends_with_who_started_it(tmp_path
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
     with subprocess.Popen([SCRIPT, "1", "on", "h0", "sh", "-c", 'touch "$0"; sleep 100', tmp_path / "up"]) as process:
         until((tmp_path / "up").exists)
-        pids = marked(tmp_path)
+        pids = below(process.pid)
         assert pids
         process.send_signal(number)
         assert process.wait(30) == code
-    until(lambda: not marked(tmp_path))
-
-
-def marked(folder: Path) -> list[str]:
-    """Return the processes that have the folder among their words."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found += [entry.parent.name] if str(folder).encode() in words else []
-    return found
+    until(lambda: all(map(ended, pids)))
 
 
 @pytest.mark.parametrize("words", [(), ("2",), ("0", "true"), ("many", "true"), ("201", "true")])

@@ -2,12 +2,11 @@
 
 import signal
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from component import require_slurm
-from waiting import until
+from waiting import below, ended, until
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-slurm"
 
@@ -15,16 +14,6 @@ SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-slurm"
 @pytest.fixture(autouse=True)
 def _slurm() -> None:
     require_slurm()
-
-
-def below(pid: int) -> set[int]:
-    """Return the processes that a process started, and those that they started, and so on."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # Slurm's daemons have threads that end soon
-            for child in map(int, task.read_text(encoding="utf-8").split()):
-                found |= {child} | below(child)
-    return found
 
 
 def test_its_exit_code_is_that_of_the_command() -> None:
@@ -40,7 +29,7 @@ def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> 
         pids = below(process.pid)
         process.send_signal(number)
         assert process.wait(30) == code
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
+    until(lambda: all(map(ended, pids)), 30)
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:
