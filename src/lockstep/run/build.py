@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, map_tensors
+from lockstep.core.batch import Batch, Inputs, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shard import Chunked
@@ -38,7 +38,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
-from lockstep.run.chunking import check_loss, chunk_layouts, in_chunks
+from lockstep.run.chunking import Build, check_loss, chunk_layouts, in_chunks
 from lockstep.run.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
@@ -49,11 +49,6 @@ from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import Problem, Task
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import with_metrics
-
-_FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
-_CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
-_EXAMPLES: Final = 4  # samples of each split that are looked at before a run
-_TRIED: Final = 64  # samples, where those cannot be read
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,8 @@ class Setup:
     special: Mapping[str, dict[str, Any]]  # what the optimizer does otherwise to single parameters
     tensors: Mapping[str, Form]  # of the model's state
     trained: Mapping[str, Form]  # of the parameters that are trained
-    blank: Callable[[], nn.Module]  # builds the model, with weights of no meaning
-    uncut: Callable[[], nn.Module]  # builds it with its first weights and without chunks
+    blank: Build  # builds the model, with weights of no meaning
+    uncut: Build  # builds it with its first weights and without chunks
     buffers: frozenset[str]  # names of the model's tensors that are no parameters
     flops: int | None  # of a sample, forward and backward
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
@@ -168,81 +163,116 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     data = open_recipe_data(recipe)
     steps = planning.steps(recipe, len(data.train))
     example, evaluation = examples(recipe, data)
-    name = f"model {recipe.model.name}"
-    task, task_line = find_task(values(recipe), name, data.facts, example)
+    task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
     task = with_metrics(task, recipe.metrics)
-    plain = plain_model(recipe, data.facts)
-    if recipe.model.pretrained:
-        check_pretrained(recipe.model.name, recipe.model.source)
-    tuning = tuning_of(recipe)
-    uncut = partial(build_finetuned, plain, tuning)
-    dtype, stored = computing_dtype(recipe.precision), stored_dtype(recipe.precision)
-    check = partial(
-        check_model,
-        name=recipe.model.name,
-        evaluation=task.inputs(repeat_samples(evaluation, 2)),
-        training=task.inputs(repeat_samples(example, fewest_samples(recipe, steps))),
-        check=partial(_check_task, task, example),
-    )
-    summary = check(uncut)
+    models = _models(recipe, data, first)
+    summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)
     _check_batchnorm(recipe, summary)
-    chunked = chunk_layouts(uncut, recipe.model)
-    build = in_chunks(uncut, recipe.model)
+    chunked = chunk_layouts(models.uncut, recipe.model)
     if recipe.model.chunks > 1:
-        check(build)
-    given = task.inputs(repeat_samples(example, 2))
-    if recipe.model.sequence_chunks > 1:
-        if summary.batchnorm:
-            raise UsageError(
-                f"recipe.model.sequence_chunks: {name} has BatchNorm, which would normalise over a chunk; leave the "
-                f"key out, or use another model"
-            )
-        given = check_sequences(build, task, repeat_samples(example, 2), recipe.model.sequence_chunks, name)
-    if dtype is not None:
-        inputs = task.inputs(repeat_samples(evaluation, 2))
-        check_dtype(build, computing_in, name=recipe.model.name, inputs=inputs, dtype=dtype)
-    dims = sorted({len(form.shape) for form in summary.trained.values()})
-    special = special_settings(recipe, [*summary.trained], build)
-    for make in with_each(recipe, special):
-        check_optimizer(make, dims)
-        if stored is not None:
-            check_stored(make, stored)
-    if ":" in recipe.optimizer.name:
-        check_own(recipe.optimizer.name, optimizer(recipe))
+        _check_model(recipe, steps, task, models.cut, example, evaluation)
+    inputs = _check_computing(recipe, task, models, summary, example, evaluation)
+    special = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    taken = None if first is None else first.into(on_meta(uncut if first.adapted else plain))
-    pretrained = partial(build_finetuned, partial(plain, pretrained=recipe.model.pretrained), tuning, first)
-    whole = in_chunks(pretrained, recipe.model)
-    problem = Problem(
-        task,
-        partial(initialise, whole, recipe.seed),
-        name,
-        map_tensors(lambda tensor: tensor.to("meta"), given),
-    )
-    warnings = tuple(few_samples(recipe, steps)) if summary.batchnorm else ()
-    if first is not None and taken is not None and (taken.fresh or taken.left_over):
-        warnings = (*warnings, f"first weights from {first.place}: {taken}")
+    taken = None if first is None else first.into(on_meta(models.uncut if first.adapted else models.plain))
+    stored = stored_dtype(recipe.precision)
     return Setup(
         recipe=recipe,
         data=data,
-        problem=problem,
+        problem=Problem(
+            task,
+            partial(initialise, in_chunks(models.first, recipe.model), recipe.seed),
+            f"model {recipe.model.name}",
+            map_tensors(lambda tensor: tensor.to("meta"), inputs),
+        ),
         steps=steps,
         parameters=summary.parameters,
-        dims=tuple(dims),
+        dims=_dims(summary),
         special=special,
         tensors={key: each if key in summary.buffers else each.cast(stored) for key, each in summary.tensors.items()},
         trained={key: each.cast(stored) for key, each in summary.trained.items()},
-        blank=build,
-        uncut=partial(initialise, pretrained, recipe.seed),
+        blank=models.cut,
+        uncut=partial(initialise, models.first, recipe.seed),
         buffers=summary.buffers,
         flops=summary.flops,
-        warnings=warnings,
+        warnings=tuple(_warnings(recipe, steps, summary, first, taken)),
         source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
         first=first,
         taken=taken,
         task_line=task_line,
         chunked=chunked,
     )
+
+
+class _Models(NamedTuple):
+    """What builds the recipe's model, with more and more of what the recipe does to it."""
+
+    plain: Build  # as its library has it, with weights of no meaning
+    uncut: Build  # with adapters, and with what is frozen
+    cut: Build  # in chunks, too
+    first: Build  # uncut, with its first weights
+
+
+def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
+    if recipe.model.pretrained:
+        check_pretrained(recipe.model.name, recipe.model.source)
+    plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
+    uncut = partial(build_finetuned, plain, tuning)
+    pretrained = partial(plain, pretrained=recipe.model.pretrained)
+    return _Models(plain, uncut, in_chunks(uncut, recipe.model), partial(build_finetuned, pretrained, tuning, first))
+
+
+def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
+    """Try a model and the task on the samples of the smallest micro-batch, and on two in evaluation."""
+    return check_model(
+        build,
+        name=recipe.model.name,
+        evaluation=task.inputs(repeat_samples(evaluation, 2)),
+        training=task.inputs(repeat_samples(example, fewest_samples(recipe, steps))),
+        check=partial(_check_task, task, example),
+    )
+
+
+def _check_computing(
+    recipe: Recipe, task: Task, models: _Models, summary: Summary, example: Batch, evaluation: Batch
+) -> Inputs:
+    """Try the model as it is computed: by sequences in chunks, and at a low precision; return what it takes."""
+    name, dtype = recipe.model.name, computing_dtype(recipe.precision)
+    inputs = task.inputs(repeat_samples(example, 2))
+    if recipe.model.sequence_chunks > 1:
+        if summary.batchnorm:
+            raise UsageError(
+                f"recipe.model.sequence_chunks: model {name} has BatchNorm, which would normalise over a chunk; leave "
+                f"the key out, or use another model"
+            )
+        given, chunks = repeat_samples(example, 2), recipe.model.sequence_chunks
+        inputs = check_sequences(models.cut, task, given, chunks, f"model {name}")
+    if dtype is not None:
+        check_dtype(models.cut, computing_in, name=name, inputs=task.inputs(repeat_samples(evaluation, 2)), dtype=dtype)
+    return inputs
+
+
+def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[str, dict[str, Any]]:
+    """Try the optimizer with each of the settings that parameters have; return those that single ones have."""
+    special, stored = special_settings(recipe, [*summary.trained], models.cut), stored_dtype(recipe.precision)
+    for make in with_each(recipe, special):
+        check_optimizer(make, _dims(summary))
+        if stored is not None:
+            check_stored(make, stored)
+    if ":" in recipe.optimizer.name:
+        check_own(recipe.optimizer.name, optimizer(recipe))
+    return special
+
+
+def _dims(summary: Summary) -> tuple[int, ...]:
+    return tuple(sorted({len(form.shape) for form in summary.trained.values()}))
+
+
+def _warnings(recipe: Recipe, steps: Steps, summary: Summary, first: First | None, taken: Fit | None) -> Iterator[str]:
+    if summary.batchnorm:
+        yield from few_samples(recipe, steps)
+    if first is not None and taken is not None and (taken.fresh or taken.left_over):
+        yield f"first weights from {first.place}: {taken}"
 
 
 def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
