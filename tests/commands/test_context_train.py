@@ -51,8 +51,8 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, tiny, wor
 
 @pytest.mark.parametrize(
     "words",
-    [PIPED, *(pytest.param(each, marks=RESUMED) for each in (ON_2, (*BOTH, *MESH)))],
-    ids=["sequences and stages", "sequences", "sequences and features"],
+    [PIPED, (*BOTH, *MESH), pytest.param(ON_2, marks=RESUMED)],
+    ids=["sequences and stages", "sequences and features", "sequences"],
 )
 def test_it_is_verified_on_several_processes(run, tiny, words):
     verified = run("verify", tiny, *words)

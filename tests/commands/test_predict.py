@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pytest
 import stored
 from conftest import FOLDER
 from PIL import Image

@@ -59,7 +59,7 @@ def train(first: nn.Module, level: Level, x: Tensor, y: Tensor) -> tuple[float, 
                 weight.copy_(master)  # rounds
     zero = torch.cat([each.grad.flatten() == 0 for each in copies if each.grad is not None]).double().mean().item()
     error = (loss / y.square().mean()).item()
-    print(f"{level.name:12} error {error:6.2%}, {zero:4.0%} of gradients zero, {skipped} steps skipped")
+    print(f"{level.name:12} error {error:5.1%}, {zero:4.0%} of gradients zero, {skipped} steps skipped")
     return error, skipped
 
 

@@ -177,10 +177,20 @@ class _TracedRun:
         sums = self._engine.forward_backward(microbatches, step, observe)
         loss = trace.text(float(sums.total))  # waits for the device
         self._seconds += time.perf_counter() - began
-        seen = {trace.DATA: data, trace.OWN_LOSS: _own_losses(sums, microbatches), trace.LOSS: {"": loss}}
+        seen = {trace.DATA: data, trace.OWN_LOSS: self._own_losses(sums, microbatches), trace.LOSS: {"": loss}}
         self._steps.append(StepTrace(step.number, seen))
         self._note({trace.GRADIENT: self._engine.gradients()})
         return sums
+
+    def _own_losses(self, sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
+        """Return the loss of each micro-batch, where this rank is one that computes losses: a pipeline's last stage is.
+
+        Where sequences are in chunks, the losses are those of chunks, of which each placement has others.
+        """
+        own = [each for each in microbatches if not each.dummy]
+        if self._ready.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(own):
+            return {}
+        return {str(each.index): trace.text(float(loss)) for each, loss in zip(own, sums.own_losses, strict=True)}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Stepping."""
@@ -256,14 +266,6 @@ def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
         size += length
     if group:
         yield group
-
-
-def _own_losses(sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
-    """Return the loss of each micro-batch, where this rank is one that computes losses: a pipeline's last stage is."""
-    own = [each for each in microbatches if not each.dummy]
-    if len(sums.own_losses) != len(own):
-        return {}
-    return {str(each.index): trace.text(float(loss)) for each, loss in zip(own, sums.own_losses, strict=True)}
 
 
 def checkpoint_of(folder: Path, done: int) -> Path:
