@@ -10,7 +10,7 @@ from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import Finding
 from lockstep.comm.golden import Golden
 from lockstep.comm.links import Link
-from lockstep.device.interfaces import is_loopback, owner
+from lockstep.device.interfaces import is_loopback
 
 # A link is slow beside the upper quartile of its kind, not the median: with three hosts, one of which is badly
 # connected, two links of three are slow.
@@ -83,48 +83,19 @@ def _upper(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
 
 
-def used_interfaces(
-    facts: Sequence[Mapping[str, Any]], connections: Sequence[Sequence[Sequence[Any]]], hosts: Sequence[str]
-) -> list[dict[str, str]]:
-    """Return for each rank by which of its interfaces it reaches each other host; the two ends of a connection match.
-
-    `connections` has for each rank those that it opened for exchanges: own address and port, and the other side's.
-    """
-    ends = {tuple(each[:2]): rank for rank, mine in enumerate(connections) for each in mine}
-    used: list[dict[str, str]] = []
-    for rank, mine in enumerate(connections):
-        known = facts[rank].get("network", {}).get("interfaces", {})
-        ways: dict[str, str] = {}
-        for own_address, _, address, number in mine:
-            other = ends.get((address, number))
-            if other is not None and hosts[other] != hosts[rank]:
-                ways[hosts[other]] = owner(own_address, known) or own_address
-        used.append(ways)
-    return used
-
-
-def of_interfaces(
-    facts: Sequence[Mapping[str, Any]], used: Sequence[Mapping[str, str]], hosts: Sequence[str]
-) -> Iterator[Finding]:
-    """Name the ranks whose traffic between hosts takes another than the fastest interface of their host."""
+def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+    """Name the ranks whose gloo takes another than the fastest interface of their host, where there are several."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     taken: dict[str, list[int]] = {}
-    for rank, ways in enumerate(used):
-        found = facts[rank].get("network", {}).get("interfaces", {})
-        for own in sorted(set(ways.values())):
-            taken.setdefault(own, []).append(rank)
-            speed = found.get(own, {}).get("mbit_s", 0)
-            best = max(
-                (each for each in found if not all(map(is_loopback, found[each]["addresses"]))),
-                key=lambda each: found[each]["mbit_s"],
-                default=own,
-            )
-            if own in found and all(map(is_loopback, found[own]["addresses"])):
-                yield Finding(
-                    "interface", "problem", f"{own} between hosts, of rank {rank}", "no other host is reached"
-                )
-            elif 0 < speed < found.get(best, {}).get("mbit_s", 0):
-                slower.setdefault((own, best, speed, found[best]["mbit_s"]), []).append(rank)
+    for rank, each in enumerate(facts if len(set(hosts)) > 1 else ()):
+        found, own = each.get("network", {}).get("interfaces", {}), each.get("network", {}).get("gloo")
+        if own not in found or all(map(is_loopback, found[own]["addresses"])):  # which `connections` is about
+            continue
+        taken.setdefault(own, []).append(rank)
+        best = max(found, key=lambda name: int(found[name]["mbit_s"]))
+        speed, better = found[own]["mbit_s"], found[best]["mbit_s"]
+        if 0 < speed < better:
+            slower.setdefault((own, best, speed, better), []).append(rank)
     for (own, best, speed, better), ranks in slower.items():
         yield Finding(
             "interface",
@@ -135,7 +106,7 @@ def of_interfaces(
         )
     if taken and not slower:
         text = "; ".join(f"{own} of {who(ranks, hosts)}" for own, ranks in taken.items())
-        yield Finding("interface", "ok", f"between hosts the ranks exchange by {text}")
+        yield Finding("interface", "ok", f"between hosts gloo takes {text}")
 
 
 def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding]:

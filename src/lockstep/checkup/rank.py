@@ -58,13 +58,11 @@ class CheckupRequest:
 class Measured:
     """What one rank reports of the exchanges with others.
 
-    `device`: why it has not the device that was asked for; `failed`: why it could not connect. `connections` are those
-    of this process: own address and port, and the other side's.
+    `device`: why it has not the device that was asked for; `failed`: why it could not connect.
     """
 
     device: str = ""
     failed: str = ""
-    connections: Sequence[Sequence[Any]] = ()
     links: Sequence[Mapping[str, Any]] = ()
     golden: Mapping[str, Any] = field(default_factory=dict)
 
@@ -219,11 +217,10 @@ def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _measure_links(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
-    """Return what this rank measures with the others: links and golden cases; and by which connections."""
+    """Return what this rank measures with the others: links and golden cases."""
     found = {
         "links": [asdict(each) for each in links(world, rounds(hosts), step)],
         "golden": asdict(run_golden_cases(world, step)),
-        "connections": [list(each) for each in interfaces.connections()],
     }
     world.close()
     return found
@@ -246,11 +243,10 @@ def _all_findings(
         {rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
     found_links = tuple(Link(**link) for each in measured for link in each.links)
-    used = network.used_interfaces(facts, [each.connections for each in measured], hosts)
     findings += of_ranks(facts, hosts)
     findings += network.of_connecting([each.failed for each in measured], facts, hosts)
     findings += network.of_shared([each["shared"] for each in shared], hosts)
-    findings += network.of_interfaces(facts, used, hosts)
+    findings += network.of_interfaces(facts, hosts)
     findings += network.of_links(found_links, hosts)
     findings += network.of_golden([Golden(**each.golden) for each in measured], hosts)
     return findings, found_links

@@ -66,19 +66,3 @@ def owner(address: str, found: Mapping[str, Any]) -> str | None:
         if address in interface["addresses"] or (is_loopback(address) and "127.0.0.1" in interface["addresses"]):
             return name
     return None
-
-
-def connections() -> set[tuple[str, int, str, int]]:
-    """Return the TCP connections of this process: own address and port, and those of the other side."""
-    with suppress(psutil.Error):
-        return {
-            (_plain(each.laddr.ip), each.laddr.port, _plain(each.raddr.ip), each.raddr.port)
-            for each in psutil.Process().net_connections("tcp")
-            if each.status == psutil.CONN_ESTABLISHED
-        }
-    return set()
-
-
-def _plain(address: str) -> str:
-    """Return the IPv4 address in one that IPv6 maps it to."""
-    return address.removeprefix("::ffff:")

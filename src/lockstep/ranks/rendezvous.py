@@ -87,31 +87,14 @@ class Rendezvous:
             return
         key = self._exchange("compare")
         with self._asking():
-            self.store.set(f"{key} {self.info.rank}", _short_enough(facts), LONGEST_FACTS)
-            if self.store.add(f"{key} count", 1) == self.info.size:
-                self.store.set(f"{key} all", True)
+            self._give(key, _short_enough(facts))
             if self.info.rank == 0:  # for all: else each would read what each has said
-                self._wait(f"{key} all", key)
-                self.store.set(f"{key} verdict", "\n".join(self._compare_facts(key)), LONGEST_FACTS)
+                verdict = "\n".join(differences(_first_and_unlike(self._read_all(key)), self.hosts))
+                self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
             self._wait(f"{key} verdict", key)
             verdict = self.store.read(f"{key} verdict", text, LONGEST_FACTS)
         if verdict:
             raise RanksDifferError(printable(verdict))
-
-    def _compare_facts(self, key: str) -> list[str]:
-        """Return the differences between the facts of all ranks."""
-        assert self.store is not None
-        keys = [f"{key} {rank}" for rank in range(self.info.size)]
-        unlike: dict[int, dict[str, Any]] = {}
-        first = ""
-        for rank, facts in enumerate(self.store.read_all(keys, _facts, LONGEST_FACTS)):
-            if isinstance(facts, UntrustedError):
-                raise facts
-            said = json.dumps(facts, sort_keys=True)
-            first = first or said
-            if rank == 0 or said != first:
-                unlike[rank] = facts
-        return differences(unlike, self.hosts)
 
     def gather(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return on rank 0 what each rank gives, by rank and ready for JSON, and nothing on the others.
@@ -122,12 +105,23 @@ class Rendezvous:
             return [dict(own)]
         key = self._exchange("gather")
         with self._asking():
-            self.store.set(f"{key} {self.info.rank}", own, LONGEST_FACTS)
-            if self.store.add(f"{key} count", 1) == self.info.size:
-                self.store.set(f"{key} all", True)
+            self._give(key, own)
+            if self.info.rank == 0:
+                return self._read_all(key)
             self._wait(f"{key} all", key)
-            keys = [f"{key} {rank}" for rank in range(self.info.size)] if self.info.rank == 0 else []
-            found = self.store.read_all(keys, _facts, LONGEST_FACTS)
+        return []
+
+    def _give(self, key: str, own: Mapping[str, Any]) -> None:
+        assert self.store is not None
+        self.store.set(f"{key} {self.info.rank}", own, LONGEST_FACTS)
+        if self.store.add(f"{key} count", 1) == self.info.size:
+            self.store.set(f"{key} all", True)
+
+    def _read_all(self, key: str) -> list[dict[str, Any]]:
+        """Return what each rank gave, by rank, once all have."""
+        assert self.store is not None
+        self._wait(f"{key} all", key)
+        found = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _facts, LONGEST_FACTS)
         for each in found:
             if isinstance(each, UntrustedError):
                 raise each
@@ -352,6 +346,12 @@ def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) ->
             who = ranks_in_words(others, hosts)
             lines.append(f"{name}: {who} {verb} from rank 0 ({hosts[0]}): {what}; start all ranks with the same")
     return lines
+
+
+def _first_and_unlike(facts: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the facts of rank 0 and of those that have others, by rank."""
+    said = [json.dumps(each, sort_keys=True) for each in facts]  # as text one that is no number is like itself
+    return {rank: each for rank, each in enumerate(facts) if rank == 0 or said[rank] != said[0]}
 
 
 def _name(value: Any) -> str:
