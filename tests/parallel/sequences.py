@@ -12,18 +12,17 @@ from toys import Trace
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
-from lockstep.core.order import Step, cut
+from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.core.shard import Chunked
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.context.sequence_chunks import argument_names, with_positions
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import cut_into_chunks
-from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.language import Language
 
 WORDS, LENGTH = 19, 16
@@ -84,20 +83,11 @@ def ids(samples: int, seed: int = 3) -> Tensor:
 
 
 def engine(world: World, case: Case) -> Engine:
-    numerics = Numerics(
-        microbatches=case.microbatches,
-        seed=7,
-        precision=case.precision,
-        static_scale=case.static_scale,
-        ema_decay=0.9 if case.ema else None,
-        sequence_chunks=case.chunks,
-    )
     example: Inputs = (ids(2)[:, :-1].to("meta"),)
     if case.chunks > 1:
         example = with_positions(example, argument_names(build(case)))
-    problem = Problem(Language(), partial(build, case), example=example)
-    optimizer = toys.making(case.optimizer, 0.02)
-    started: Engine = toys.named(world, case.strategy, case.options).start(problem, optimizer, world, numerics)
+    more = {"static_scale": case.static_scale, "sequence_chunks": case.chunks}
+    started: Engine = toys.started(world, case, Language(), build, example, **more)
     return CanonicalState(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 
 
@@ -113,15 +103,13 @@ def states(world: World, case: Case, first: int, state: State | None) -> tuple[S
     training = engine(world, case)
     if state is not None:
         training.load(state)
-    mesh = toys.named(world, case.strategy, case.options).mesh(world.size)
-
-    def own(step: Step, batch: Tensor) -> list[MicroBatch]:
-        cuts = cut(step.samples, min(case.microbatches, step.samples))
-        dealt = mesh.data_rank(world.rank).indices(len(cuts))
-        return [MicroBatch(index, batch[list(cuts[index])], len(cuts[index]), 0, dummy) for index, dummy in dealt]
-
-    given = ((step, own(step, batch), None) for step, batch in list(steps(case))[first:])
+    given = ((step, share(world, case, step, batch), None) for step, batch in list(steps(case))[first:])
     return toys.ended(world, training, toys.train(training, given, lambda _: 0.02, case.clip))
+
+
+def share(world: World, case: Case, step: Step, batch: Tensor) -> list[MicroBatch]:
+    dealt = toys.dealt(world, case, step)
+    return [MicroBatch(index, batch[samples], len(samples), 0, dummy) for index, samples, dummy in dealt]
 
 
 def whole_trace(world: World, case: Case) -> Trace:

@@ -13,13 +13,12 @@ from toys import Trace
 
 from lockstep.comm.world import World
 from lockstep.core import batch as batches
-from lockstep.core.order import Step, cut
+from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.numerics import Numerics
-from lockstep.tasks.base import LOSS, MicroBatch, Monitor, Problem
+from lockstep.tasks.base import LOSS, MicroBatch, Monitor
 from lockstep.tasks.batches import predictions
 
 WORDS, LENGTH = 19, 6
@@ -120,17 +119,7 @@ def engine(world: World, case: Case) -> Engine:
     task = NextToken(case.named)
     [(_, batch), *_] = steps(replace(case, samples=(2,)))
     example = batches.map_tensors(lambda tensor: tensor.to("meta"), task.inputs(batch))
-    numerics = Numerics(
-        microbatches=case.microbatches,
-        seed=7,
-        precision=case.precision,
-        ema_decay=0.9 if case.ema else None,
-        recompute=case.recompute,
-    )
-    problem = Problem(task, partial(build, case), example=example)
-    started: Engine = toys.named(world, case.strategy, case.options).start(
-        problem, toys.making(case.optimizer, 0.02), world, numerics
-    )
+    started: Engine = toys.started(world, case, task, build, example, recompute=case.recompute)
     return started
 
 
@@ -149,12 +138,10 @@ def steps(case: Case) -> Iterator[tuple[Step, dict[str, Tensor]]]:
 
 def share(world: World, case: Case, step: Step, batch: dict[str, Tensor]) -> list[MicroBatch]:
     """Return this rank's micro-batches."""
-    cuts = cut(step.samples, min(case.microbatches, step.samples))
-    data_rank = toys.named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank)
     found = []
-    for index, dummy in data_rank.indices(len(cuts)):
-        own = {name: tensor[list(cuts[index])] for name, tensor in batch.items()}
-        found.append(MicroBatch(index, own, len(cuts[index]), int(own["mask"].sum()), dummy))
+    for index, samples, dummy in toys.dealt(world, case, step):
+        own = {name: tensor[samples] for name, tensor in batch.items()}
+        found.append(MicroBatch(index, own, len(samples), int(own["mask"].sum()), dummy))
     return found
 
 

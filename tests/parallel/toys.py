@@ -181,6 +181,26 @@ def engine(world: World, case: Case) -> Engine:
     return started  # type: ignore[no-any-return]
 
 
+def started(world: World, case: Any, task: Any, build: Callable[[Any], nn.Module], example: Inputs, **more: Any) -> Any:
+    """Start the engine of a case of any kind, by the fields that all have, and what `more` the numerics are given."""
+    numerics = Numerics(
+        microbatches=case.microbatches,
+        seed=7,
+        precision=case.precision,
+        ema_decay=0.9 if case.ema else None,
+        **more,
+    )
+    problem = Problem(task, partial(build, case), example=example)
+    return named(world, case.strategy, case.options).start(problem, making(case.optimizer, 0.02), world, numerics)
+
+
+def dealt(world: World, case: Any, step: Step) -> list[tuple[int, list[int], bool]]:
+    """Return the number of each of this rank's micro-batches, its samples, and whether it is a dummy."""
+    cuts = cut(step.samples, min(case.microbatches, step.samples))
+    data_rank = named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank)
+    return [(index, list(cuts[index]), dummy) for index, dummy in data_rank.indices(len(cuts))]
+
+
 def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
     """Return what makes an optimizer, whose weight decay is not zero."""
 
