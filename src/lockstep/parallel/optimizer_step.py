@@ -13,7 +13,7 @@ from lockstep.core.norm import clip_, norm_of_rows
 from lockstep.device.precision import unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layouts.base import Trained
+from lockstep.parallel.layouts.base import Layout
 from lockstep.parallel.narrow_steps import AlikeInRows, narrow
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import bare_step
@@ -23,9 +23,7 @@ from lockstep.parallel.optimize import bare_step
 class Updates:
     """Moves what is trained: the optimizer, the loss scale, and the rules of clipping and skipping."""
 
-    def __init__(
-        self, layout: Trained, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device
-    ) -> None:
+    def __init__(self, layout: Layout, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
         keep_ratios(self.optimizer)
         self._bare_step = bare_step(self.optimizer)

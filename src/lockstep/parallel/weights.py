@@ -76,9 +76,7 @@ class Weights:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies), list(self._copies.values()))
 
-    def reload(self) -> None:
-        """See Layout."""
-        self.publish()
+    reload = publish
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

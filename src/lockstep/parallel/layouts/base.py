@@ -52,22 +52,21 @@ class GathersWeights(Protocol):
 
 
 class Norms(NamedTuple):
-    """What looks at whole tensors, or at those of all ranks, wherever their rows are. All ranks call each alike."""
+    """What looks at whole tensors, or at those of all ranks, wherever their rows are. All ranks call each alike.
+
+    `all_rows` gives the L2 norm of each row of all that is trained, for tensors in the places of `Layout.trained`, in
+    their order: float64 of shape [rows of all tensors], the same on every rank. `of_tensors` gives the norm of each
+    whole tensor, of which this rank's part is given by what is trained in that place: float64 of shape [len(tensors)].
+    `agree_` makes flags, 0-dim, nonzero on all ranks which are so on one.
+    """
 
     all_rows: Callable[[Sequence[Tensor]], Tensor]
-    """The L2 norm of each row of all that is trained, given tensors in the places of `Trained.trained`, in their order:
-    float64 of shape [rows of all tensors], the same on every rank."""
-
     of_tensors: Callable[[Mapping[Tensor, Tensor]], Tensor]
-    """The L2 norm of each whole tensor, of which this rank's part is given by what is trained in that place: float64 of
-    shape [len(tensors)]."""
-
     agree_: Callable[[Sequence[Tensor]], None]
-    """Make flags, 0-dim, nonzero on all ranks which are so on one."""
 
 
-class Trained(Protocol):
-    """What is trained on this rank, and where it is kept. All ranks call each method in the same order."""
+class Layout(Protocol):
+    """Where all of a model's tensors are. All ranks call each method in the same order."""
 
     @property
     def trained(self) -> Sequence[Named]:
@@ -86,10 +85,6 @@ class Trained(Protocol):
     def publish(self) -> None:
         """Call after an update: bring what is trained to where the model computes with it."""
         ...
-
-
-class Layout(Trained, Protocol):
-    """Where all of a model's tensors are."""
 
     def state(self) -> dict[str, MaybeSharded]:
         """Return the model's state, under the names of a single process."""

@@ -138,6 +138,7 @@ class _ExpertGradients:
 
     def __init__(self, shared: GradientSum, experts: Sequence[_Sums], data_ranks: Sequence[DataRank]) -> None:
         self._shared = shared
+        self.before_backward = shared.before_backward
         self._experts = experts
         self._data_ranks = data_ranks
         self._leaves = 0
@@ -149,10 +150,6 @@ class _ExpertGradients:
         self._leaves = leaves
         dealt = [[None if dummy else index for index, dummy in each.indices(leaves)] for each in self._data_ranks]
         self._rounds = list(zip(*dealt, strict=True))[::-1]
-
-    def before_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-        self._shared.before_backward(microbatch)
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""

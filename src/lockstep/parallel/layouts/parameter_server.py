@@ -122,7 +122,6 @@ class ServedLayout:
     """Every rank has the whole model, and rank 0 all rows of each parameter to update."""
 
     def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
-        self._world = world
         self._server = server
         self._calls = calls
         self._serves = world.rank == 0

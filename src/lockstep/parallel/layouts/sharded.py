@@ -73,7 +73,6 @@ class ShardedLayout:
         chunks: int = 1,
     ) -> None:
         _check(model)
-        self._world = world
         rank = mesh.data_rank(world.rank)
         self._primary = not (rank.replica or rank.seat)
         units = find_units(model)

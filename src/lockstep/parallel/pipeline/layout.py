@@ -44,7 +44,6 @@ class StageLayout:
         place: Slice,
         beside: World | None,
     ) -> None:
-        self._world = world
         self._place = place
         self._model = model
         self._all = trainable_parameters(model)
@@ -54,6 +53,7 @@ class StageLayout:
         self._own: Layout = Weights(part, dtype) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
         self._whole_primary, self._rows_primary = whole_primary, rows_primary
         self.trained = self._own.trained
+        self.collect, self.publish, self.reload = self._own.collect, self._own.publish, self._own.reload
         own = dict(self.trained)
         self._parts = [self.as_shard(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
         keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
@@ -82,18 +82,6 @@ class StageLayout:
         """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
         own = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
-
-    def collect(self) -> None:
-        """See Layout."""
-        self._own.collect()
-
-    def publish(self) -> None:
-        """See Layout."""
-        self._own.publish()
-
-    def reload(self) -> None:
-        """See Layout."""
-        self._own.reload()
 
     def _as_part(self, name: str, held: MaybeSharded) -> Shard:
         if isinstance(held, Shard):

@@ -171,10 +171,10 @@ class SlicedLayout:
     """The layout `own` of a rank's slice, reported as rows of the whole."""
 
     def __init__(self, world: World, place: Slice, own: Layout) -> None:
-        self._world = world
         self._place = place
         self._own = own
         self.trained = own.trained
+        self.collect, self.publish, self.reload = own.collect, own.publish, own.reload
         self.norms = norms_of_rows(
             world, {tensor: self._part(name, tensor) for name, tensor in self.trained}, world.device
         )
@@ -186,18 +186,6 @@ class SlicedLayout:
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return self._place.as_part(name, self._own.as_shard(name, tensor))
-
-    def collect(self) -> None:
-        """See Layout."""
-        self._own.collect()
-
-    def publish(self) -> None:
-        """See Layout."""
-        self._own.publish()
-
-    def reload(self) -> None:
-        """See Layout."""
-        self._own.reload()
 
     def _part(self, name: str, tensor: Tensor) -> Shard:
         """Return what this rank answers for."""
