@@ -35,6 +35,7 @@ _HELD: Final = {
     "21-mixed-precision": "commands/test_train.py has bf16, fp16 and O3, config/test_load.py what O1 and O2 are",
     "22-offload-and-recomputation": "commands/test_strategies_train.py has a run that is recomputed",
     "26-etcd": "launchers/test_elastic.py has agents that meet at an etcd",
+    "27-slurm": "launchers/test_real.py trains under Slurm, test_submitted.py has what is queued",
     "28-deepspeed": "parallel/test_deepspeed_engine.py and commands/test_deepspeed_train.py have its runs",
     "29-horovod": "strategies/test_horovod.py has its runs",
 }

@@ -88,6 +88,7 @@ def test_a_buffer_outside_batchnorm_departs_by_name_with_both_values(run):
     assert 0 < shared["largest"] < 10
 
 
+@pytest.mark.extended("tests/verification/test_own_loop.py and test_causes.py have the cause and its words")
 def test_the_order_of_a_set_departs_in_a_second_run_with_another_hash_seed(run):
     command = run("verify", *PLAIN, 'recipe.model.name="planted:Unordered"', code=3)
     single, shared = found(command)["rows"]
