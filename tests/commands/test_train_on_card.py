@@ -27,7 +27,7 @@ MAY_WAIT = {
     "read": "a report",
     "_figures": "a report",
     "evaluate": "an evaluation",
-    "_laid": "a report or an evaluation: the task's whole numbers",
+    "_int_tensor": "a report or an evaluation: the task's whole numbers",
     "add_over_ranks": "a report or an evaluation: what is not whole",
     "details": "an evaluation: the confusion matrix",
     "raw": "a save",

@@ -71,7 +71,7 @@ class Waiting:
     def wait(self) -> None:
         self._future.result(20.0)
 
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         return self._future.done()
 
 
