@@ -32,8 +32,10 @@ _NEEDS: Final[dict[str, Callable[[], None]]] = {
 # Lessons whose commands are left to scripts/test --all, with where the gate has what they show; that their words are
 # taken is seen by test_tutorial.py.
 _HELD: Final = {
+    "16-zero": "parallel/test_same_bits.py and commands/test_strategies_train.py have its strategies",
     "21-mixed-precision": "commands/test_train.py has bf16, fp16 and O3, config/test_load.py what O1 and O2 are",
     "22-offload-and-recomputation": "commands/test_strategies_train.py has a run that is recomputed",
+    "25-elastic": "launchers/test_elastic.py has its agents and their ends",
     "26-etcd": "launchers/test_elastic.py has agents that meet at an etcd",
     "27-slurm": "launchers/test_real.py trains under Slurm, test_submitted.py has what is queued",
     "28-deepspeed": "parallel/test_deepspeed_engine.py and commands/test_deepspeed_train.py have its runs",
