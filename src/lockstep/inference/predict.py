@@ -146,7 +146,8 @@ def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -
         case "table":
             return predict_rows(saved, computing, Path(inputs[0]), options.out)
     assert options.prompt is not None
-    sampling = Sampling(options.tokens or 100, options.temperature or 0.0, options.seed or 0)
+    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
+    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     return continue_prompt(saved, computing, options.prompt, sampling, options.tokenizer)
 
 
