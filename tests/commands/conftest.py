@@ -24,6 +24,7 @@ DIGITS = (
     "recipe.epochs=1",
     'recipe.loss={name: "held:cross_entropy"}',
     "run.log_every=1",
+    "run.digest_every=1",
     "run.tensorboard=false",
     "run.probe=off",
 )
@@ -45,7 +46,7 @@ recipe:
   steps: 8
   optimizer: {name: adamw, lr: 0.01}
   clip_norm: 1.0
-run: {log_every: 1}
+run: {log_every: 1, digest_every: 1}
 """
 
 Start = Callable[..., Command]

@@ -6,6 +6,8 @@ import pytest
 from forked import events
 from held import HOLD, hold
 
+from lockstep.run.digest_file import read
+
 ON_2 = ("placement.strategy=context", "placement.processes=2")
 ON_2_X_2 = ("placement.strategy={name: context, replicate: 2}", "placement.processes=4")
 BOTH = ("recipe.model.chunks=2", "recipe.model.sequence_chunks=2")
@@ -42,6 +44,9 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, tiny, wor
     assert 0 < end["step"] < 8
     resumed = run("train", tiny, "run.dir=run", *words, *second)
     assert resumed.sha256 == whole.sha256
+    digests = {(each.step, each.weights): each for each in read(resumed.folder / "run/digests.bin")}
+    undisturbed = read(whole.folder / "whole/digests.bin")
+    assert [digests[each.step, each.weights] for each in undisturbed] == undisturbed
     assert (resumed.folder / MANIFEST).read_bytes() == expected
     lines = [line for line in run("eval", "run", *evaluated).out.splitlines() if line.startswith("evaluated")]
     assert lines[0].split("  ")[:3] == next(

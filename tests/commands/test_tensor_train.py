@@ -7,6 +7,8 @@ from conftest import DIGITS
 from forked import events
 from test_resume import stop
 
+from lockstep.run.digest_file import read
+
 PLAN = 'recipe.model.plan={"blocks.*.0": whole, "blocks.*.1": colwise, "blocks.*.4": rowwise}'
 NET = ("recipe.model=own_nets:net", "recipe.model.chunks=4", PLAN, "recipe.microbatches=4", "recipe.clip_norm=1.0")
 ON_2 = ("placement.strategy=tensor", "placement.processes=2")
@@ -16,6 +18,7 @@ MESH = ("placement.strategy={name: mesh, pipe: 2, tensor: 2}", "placement.proces
 PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
 ENGINES = pytest.mark.extended("tests/parallel/tensor has the bits; ON_2 and MESH are stopped and resumed below")
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
+DIGESTS = "run/digests.bin"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,8 @@ def test_every_file_is_that_of_one_process(run, finished, placed):
     reference = finished(*NET, "placement.processes=1")
     trained = run("train", *DIGITS, "run.dir=run", *NET, *placed)
     assert trained.sha256 == reference.sha256
-    assert (trained.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
+    for file in (MANIFEST, DIGESTS):
+        assert (trained.folder / file).read_bytes() == (reference.folder / file).read_bytes()
     figures = [[event[key] for key in ("loss", "top1")] for event in events(trained.folder / "run", "step")]
     assert figures == [[event[key] for key in ("loss", "top1")] for event in events(reference.folder / "run", "step")]
     assert trained.err == reference.err
@@ -36,7 +40,11 @@ def test_a_stopped_run_goes_on_on_another_mesh(start, run, finished):
     (end,) = events(stopped.folder / "run", "stopped")
     assert 0 < end["step"] < 23
     resumed = run("train", *DIGITS, "run.dir=run", *NET, *MESH)
-    assert resumed.sha256 == finished(*NET, "placement.processes=1").sha256
+    whole = finished(*NET, "placement.processes=1")
+    assert resumed.sha256 == whole.sha256
+    digests, undisturbed = ([*read(each.folder / DIGESTS)] for each in (resumed, whole))
+    assert [each for each in digests if not each.weights or each.step == 23] == undisturbed
+    assert [each.step for each in digests if each.weights] == [5, 10, end["step"], 23]
 
 
 def test_chunks_are_the_recipes_and_change_its_bits(run, finished):

@@ -76,6 +76,7 @@ class RunConfig(Section):
     keep: NaturalInt = 3  # newest checkpoints; latest and best always stay
     save_async: bool = False  # write checkpoints while the next steps compute; takes memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
+    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: as often as takes 0.5 % of the time
     tensorboard: bool = True
     sinks: Annotated[
         tuple[SinkConfig, ...],

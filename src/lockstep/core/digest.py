@@ -1,26 +1,38 @@
 """A number of 64 bits for the bits of a tensor, worked out where the tensor is.
 
 A multilinear hash (Lemire and Kaser 2014, "Strongly universal string hashing is fast"): each word is multiplied by an
-odd key of its own, and the products are added modulo 2^64, which is exact in any order. One flipped bit always changes
-it; two different tensors agree with a chance of about 2^-32, wherever their bits differ. It is for faults, not for
-forgers: its keys are known.
+odd key of its position, and the products are added modulo 2^64, which is exact in any order. So the digests of parts,
+each told where it begins, add up to that of the whole, whoever holds which. One flipped bit always changes it; two
+different tensors agree with a chance of about 2^-32, wherever their bits differ. It is for faults, not for forgers: its
+keys are known.
 """
 
 from __future__ import annotations
 
-from itertools import count
-from typing import Final, final
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.core import random
+from lockstep.core.shard import MaybeSharded, Shard
 
-# A CPU works on what its cache holds; a GPU wants large kernels. Digests are compared on one type of device.
-_KEYS: Final = {"cpu": 1 << 15}
-_KEYS_ELSEWHERE: Final = 1 << 22
+_BLOCK: Final = 1 << 15  # words that share a key; a CPU works on what its cache holds
+_AT_ONCE: Final = {"cpu": 1}  # blocks in one product; a GPU wants large kernels
+_AT_ONCE_ELSEWHERE: Final = 128
+_SMALL: Final = _BLOCK  # elements of a tensor whose keys are kept, so that all such tensors are one product
 _WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by the size of an element; of larger ones, 4 bytes at a time
+
+
+class _Piece(NamedTuple):
+    """Elements of the tensor `name`, from its element `first` on."""
+
+    name: str
+    first: int
+    tensor: Tensor
 
 
 @final
@@ -28,22 +40,99 @@ class Digests:
     """Digests of tensors; keeps the keys."""
 
     def __init__(self) -> None:
-        self._keys: dict[tuple[torch.device, int], Tensor] = {}
+        self._within: dict[torch.device, Tensor] = {}  # keys of the words of a block
+        self._of_blocks: dict[torch.device, Tensor] = {}
+        self._small: dict[Any, Tensor] = {}  # keys of the words of many small tensors, one after the other
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the digest of the values, to the bit, whatever their memory format: 0-dim int64 on their device."""
-        flat = tensor.detach().contiguous().reshape(-1)
-        words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
-        for level in count():  # the digests of blocks are words, too
-            keys = self._keys_of(words.device, level)
-            words = torch.stack([(block * keys[: len(block)]).sum() for block in torch.split(words, len(keys))])
-            if len(words) == 1:
-                break
-        return words[0]
+    def of(self, tensor: Tensor, first: int = 0) -> Tensor:
+        """Return the digest of the values, to the bit, whatever their memory format: 0-dim int64 on their device.
 
-    def _keys_of(self, device: torch.device, level: int) -> Tensor:
-        if (device, level) not in self._keys:
-            numbers = np.arange(_KEYS.get(device.type, _KEYS_ELSEWHERE), dtype=np.uint64)
-            keys = random.bits(random.key(random.DIGEST, level), numbers) | np.uint64(1)
-            self._keys[device, level] = torch.from_numpy(keys.view(np.int64)).to(device)
-        return self._keys[device, level]
+        Where they are a part of a larger tensor, they are its elements from number `first` on, in row-major order.
+        """
+        words, first = _words(tensor, first)
+        if not len(words):
+            return torch.zeros((), dtype=torch.int64, device=tensor.device)
+        head = min(-first % _BLOCK, len(words))
+        full = (len(words) - head) // _BLOCK * _BLOCK
+        within = self._keys_within(words.device)
+        sums = [(words[:head] * within[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
+        at_once = _AT_ONCE.get(words.device.type, _AT_ONCE_ELSEWHERE)
+        blocks = words[head : head + full].view(-1, _BLOCK)
+        sums += [(some * within).sum(1) for some in torch.split(blocks, at_once)]
+        if rest := len(words) - head - full:
+            sums.append((words[head + full :] * within[:rest]).sum().reshape(1))
+        found = torch.cat(sums)
+        begin, end = first // _BLOCK, first // _BLOCK + len(found)
+        return (found * self._keys_of_blocks(words.device, end)[begin:end]).sum()
+
+    def of_model(self, tensors: Mapping[str, MaybeSharded], owned: Container[str]) -> Tensor:
+        """Return this rank's part of the digest of named tensors, on their device: the parts of all ranks add up to it.
+
+        A whole tensor counts where its name is `owned`, by one of the ranks; rows of one count on the rank that is
+        primary among those that hold them.
+        """
+        parts = []
+        small: dict[torch.dtype, list[_Piece]] = {}
+        for piece in _pieces(tensors, owned):
+            if piece.tensor.numel() <= _SMALL:
+                small.setdefault(piece.tensor.dtype, []).append(piece)
+            else:
+                parts.append(self.of(piece.tensor, piece.first) * _key_of(piece.name))
+        parts += [self._of_small(pieces) for pieces in small.values()]
+        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.int64)
+
+    def _of_small(self, pieces: Sequence[_Piece]) -> Tensor:
+        """Return the sum of the digests of pieces of one dtype, by one product of them all."""
+        words, _ = _words(torch.cat([each.tensor.reshape(-1) for each in pieces]))
+        layout = (words.dtype, words.device, *((each.name, each.first, each.tensor.numel()) for each in pieces))
+        if layout not in self._small:
+            self._small[layout] = torch.cat([self._keys_of(each) for each in pieces])
+        return (words * self._small[layout]).sum()
+
+    def _keys_of(self, piece: _Piece) -> Tensor:
+        """Return the key of each word of a piece."""
+        words, first = _words(piece.tensor, piece.first)
+        numbers = torch.arange(first, first + len(words), device=words.device)
+        of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[numbers // _BLOCK]
+        return self._keys_within(words.device)[numbers % _BLOCK] * of_blocks * _key_of(piece.name)
+
+    def _keys_within(self, device: torch.device) -> Tensor:
+        if device not in self._within:
+            self._within[device] = _keys(0, _BLOCK).to(device)
+        return self._within[device]
+
+    def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
+        """Return the keys of at least so many blocks."""
+        if device not in self._of_blocks or len(self._of_blocks[device]) < count:
+            self._of_blocks[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
+        return self._of_blocks[device]
+
+
+@cache
+def _key_of(name: str) -> int:
+    """Return the odd key of a tensor's name, as int64 has it."""
+    return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
+
+
+def _keys(use: int, count: int) -> Tensor:
+    """Return odd keys."""
+    numbers = np.arange(count, dtype=np.uint64)
+    return torch.from_numpy((random.bits(random.key(random.DIGEST, use), numbers) | np.uint64(1)).view(np.int64))
+
+
+def _pieces(tensors: Mapping[str, MaybeSharded], owned: Container[str]) -> Iterator[_Piece]:
+    """Yield what counts on this rank."""
+    for name, held in tensors.items():
+        if not isinstance(held, Shard):
+            if name in owned:
+                yield _Piece(name, 0, held.detach())
+        elif held.primary:
+            flat = held.tensor.detach().reshape(-1)
+            yield from (_Piece(name, run.at, flat[run.own : run.own + run.length]) for run in held.runs())
+
+
+def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
+    """Return the words of a tensor, and the number of the one that its element `first` begins with."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    size = flat.element_size()
+    return flat.view(_WORDS.get(size, torch.int32)), first * max(1, size // 4)

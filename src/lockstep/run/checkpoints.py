@@ -79,6 +79,9 @@ class Checkpoints:
                 **self._decided(),
             }
             self._saved_at = rank.progress.step
+            if rank.digests is not None:
+                rank.digests.add_weights(rank.progress.step, state.model)
+                rank.digests.collect()
             snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback)
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 

@@ -5,6 +5,7 @@ runs/<recipe>-<model>-<time>/
 ├── environment.json    versions, devices, commit, hashes of the user's source files
 ├── deepspeed.json      what DeepSpeed was given, where the strategy is of that name
 ├── events.jsonl        everything that happened: the source of truth
+├── digests.bin         a digest of each step's gradient (run/digest_file.py)
 ├── skipped.txt         files that could not be read, where data.on_error is skip and there are any
 ├── last-evaluation.json  what the task reports in detail of the last evaluation
 ├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
@@ -36,6 +37,7 @@ from lockstep.device import machine
 from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.completed import completion_notice
+from lockstep.run.digest_file import DIGESTS
 from lockstep.run.resume import check_recipe, checkpoint_recipe, signing_key
 from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
 from lockstep.tasks.base import Report
@@ -51,7 +53,7 @@ LAST_EVALUATION = "last-evaluation.json"
 _HANDED_OVER: Final = "deepspeed.json"
 _OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
 _OF_START: Final = (CONFIG, ENVIRONMENT, _HANDED_OVER)
-_FILES: Final = (*_OF_START, EVENTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_OF_SINKS)
+_FILES: Final = (*_OF_START, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 

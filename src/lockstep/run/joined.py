@@ -131,6 +131,8 @@ class Run:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
                     placed.take_settings(resumed.state.recipe)
+                every = self._member.settings.run.digest_every
+                self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
         if len((together := placed.calling_together)[0]) > 1:
@@ -275,7 +277,7 @@ class Run:
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
         try:
             progress, save = self._rank.progress, partial(self._boundary, placed)
-            for each in turns(self._world, loader.training, loop_plan, progress, None, save, stop):
+            for each in turns(self._world, loader.training, loop_plan, progress, None, save, stop, self._rank.digests):
                 if isinstance(each, Turn):
                     yield self._begin(placed, each, min(plan.microbatches, each.step.samples))
                     self._end(placed, each)

@@ -174,6 +174,7 @@ class Step:
         self._placed.agree(self.number, rate, clip)
         self._gate.step = self._guard.step = 0
         sums = self._engine.end()
+        self._turn.digest()
         self._turn.done(rate, sums, self._engine.update(rate, clip))
         self._seed_between(1)
         self._guard.mark(moved=True)

@@ -9,19 +9,23 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from lockstep.comm.world import World
 from lockstep.common.text import printable_line
 from lockstep.device.clock import Clock
 from lockstep.errors import EXIT_DONE, TrainingError
+from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
 from lockstep.ranks.status import Phase, RankStatus
 from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
+from lockstep.run import digest_file
 from lockstep.run import folder as run_folder
+from lockstep.training.digests import StepDigests
 from lockstep.training.events import Done, Event, Stopped
 from lockstep.training.loop import Progress
 
@@ -49,8 +53,10 @@ class Rank:
         self.source = source
         self.sinks: list[Sink] = []
         self.progress = Progress()
+        self.digests: StepDigests | None = None  # where they are kept
         self.phase: Phase = "setting up"
         self._clock = clock
+        self._note = rendezvous.rank_log.note
         self._began = time.perf_counter()
         rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 
@@ -87,6 +93,22 @@ class Rank:
         if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
             code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else EXIT_DONE
             run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
+
+    def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
+        """Keep digests of the steps from here on in the folder, of every `every`-th one; only of exact ones."""
+        if every == "off" or exactness != "bits":
+            return
+        assert self.folder is not None
+        path = self.folder / digest_file.DIGESTS
+        if self.world.rank == 0 and (warning := digest_file.begin(path, self.progress.step)):
+            self.warn(warning)
+        self.digests = StepDigests(
+            self.world,
+            engine.gradients,
+            partial(digest_file.append, path),
+            None if every == "auto" else every,
+            self._note,
+        )
 
     def last_step(self) -> int:
         """Return the last step that an earlier start has logged, 0 for none."""

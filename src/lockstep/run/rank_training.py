@@ -103,6 +103,8 @@ class RankTraining:
             self.resumed = None  # frees the snapshot
         elif self.ready.first is not None and self.ready.first.optimizer:
             self.engine.load(continuation_state(self.ready, self.engine.state()))
+        traits, every = self.resolved.strategy.traits, self.resolved.run.digest_every
+        self.rank.keep_digests(self.engine, traits.exactness, every)
         code = EXIT_DONE
         with self._sinks() as self.rank.sinks:
             for event in self._events(stop):
@@ -131,6 +133,7 @@ class RankTraining:
             self._evaluate,
             lambda _: checkpoints.save(),
             stop,
+            rank.digests,
         ):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()

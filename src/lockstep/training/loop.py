@@ -18,6 +18,7 @@ from lockstep.device.meter import Meter
 from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
+from lockstep.training.digests import StepDigests
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
 from lockstep.training.watch import NonFiniteCheck
 
@@ -105,11 +106,17 @@ class Turn:
     microbatches: Sequence[MicroBatch]
     progress: Progress
     of: Callable[[Turn], Sequence[Stepped]]  # what is reported of a step that is done
+    digests: StepDigests | None = None
     lr: float = math.nan
     sums: Sums | None = None  # None: it is not done
     update: Update | None = None
     reported: bool = False  # whether its figures are wanted
     counted: bool = False
+
+    def digest(self) -> None:
+        """Note the digest of the step's gradient, which is there now; all ranks call it before they update."""
+        if self.digests is not None:
+            self.digests.add(self.step.number + 1)
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
         """Count the step as done, at this learning rate, and note its results."""
@@ -131,16 +138,18 @@ def train(
     evaluate: Callable[[Progress], Evaluated],
     save: Callable[[Progress], Iterable[Saved]],
     stop: Stop,
+    digests: StepDigests | None = None,
 ) -> Iterator[Event]:
     """Train by `turns`, whose steps this engine does, at the learning rate of the plan."""
     assert plan.rate is not None
-    for each in turns(world, batches, plan, progress, evaluate, save, stop):
+    for each in turns(world, batches, plan, progress, evaluate, save, stop, digests):
         if not isinstance(each, Turn):
             yield each
             continue
         lr = plan.rate.at(each.step.samples_seen)
         observe = each.reported and plan.figures is not None
         sums = engine.forward_backward(each.microbatches, each.step, observe)
+        each.digest()
         each.done(lr, sums, engine.update(lr, plan.clip_norm))
 
 
@@ -152,16 +161,19 @@ def turns(
     evaluate: Callable[[Progress], Evaluated] | None,
     save: Callable[[Progress], Iterable[Saved]],
     stop: Stop,
+    digests: StepDigests | None = None,
 ) -> Iterator[Turn | Event]:
     """Yield the steps from `progress` to the end of the plan, or to the boundary at which the ranks agree to stop.
 
     `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each gets
     the same; the caller does the steps, and reports in the end what was done. `save` gives the saves that are
-    done by then. A loss that is not finite raises TrainingError, at the latest with the next report.
+    done by then, and collects the `digests`. A loss that is not finite raises TrainingError, at the latest with the
+    next report.
     """
     watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
     for step, microbatches in batches(progress.step):
-        turn = Turn(step, microbatches, progress, partial(_report, plan, watch, meter), reported=plan.reports(step))
+        report = partial(_report, plan, watch, meter)
+        turn = Turn(step, microbatches, progress, report, digests, reported=plan.reports(step))
         yield turn
         yield from turn.report()
         last = progress.step == plan.steps.total
@@ -189,6 +201,8 @@ def _report(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequ
     meter.add(turn.step.samples, turn.sums.weight)
     if not turn.reported:
         return ()
+    if turn.digests is not None:  # first: a loss that is not finite ends the run
+        turn.digests.collect()
     stepped = _step_event(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
     return [replace(stepped, figures=_figures(plan, turn.step, turn.sums))]
 

@@ -1,0 +1,80 @@
+"""digests.bin: a digest of the summed gradient of each step, and of the weights at each save, 16 bytes each.
+
+All numbers are little-endian and of 64 bits. First come b"lockstep" and the version of the format; then pairs of the
+number of updates that are done, with its highest bit set where the digest is one of weights, and the digest. They are
+in the order of the steps. A resumed run first cuts off those of the steps that it does again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.common import plainfile
+from lockstep.errors import TrainingError, UsageError
+from lockstep.training.digests import Digest
+
+DIGESTS: Final = "digests.bin"
+_HEAD: Final = b"lockstep\1\0\0\0\0\0\0\0"
+_RECORD: Final = 16  # bytes
+_WEIGHTS: Final = 1 << 63
+
+
+def begin(path: Path, step: int) -> str:
+    """Let the file end with the digests of `step`, so that a run can go on from there; return what to warn of."""
+    warning = ""
+    try:
+        records = _records(path)
+    except UsageError as error:
+        records, warning = _parse(b""), f"{error}; begun anew"
+    kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
+    try:
+        opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(opened, len(_HEAD) + kept.nbytes)
+            os.pwrite(opened, _HEAD, 0)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        raise TrainingError(f"{path}: not written: {error.strerror}") from error
+    return warning
+
+
+def append(path: Path, digests: Sequence[Digest]) -> None:
+    """Add digests, of steps that follow those in the file."""
+    records = np.array([(each.step | each.weights * _WEIGHTS, each.value) for each in digests], "<u8")
+    try:
+        with os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+            file.write(records.tobytes())
+    except OSError as error:
+        raise TrainingError(f"{path}: digests not written: {error.strerror}") from error
+
+
+def read(path: Path) -> list[Digest]:
+    """Return the digests of a run, in their order; UsageError where there are none, or the file is none of them."""
+    return [Digest(step % _WEIGHTS, value, step >= _WEIGHTS) for step, value in _records(path).tolist()]
+
+
+def _records(path: Path) -> NDArray[np.uint64]:
+    """Return the records of a file, none where it is not there; one that is not whole is left out."""
+    try:
+        with plainfile.reader(path) as file:
+            head, data = file.read(len(_HEAD)), file.read()
+    except FileNotFoundError:
+        return _parse(b"")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    if head != _HEAD:
+        what = "of a newer version" if head.startswith(_HEAD[:8]) else "not a file of digests"
+        raise UsageError(f"{path}: {what}")
+    return _parse(data)
+
+
+def _parse(data: bytes) -> NDArray[np.uint64]:
+    """Return the records, of shape [n, 2]."""
+    return np.frombuffer(data[: len(data) // _RECORD * _RECORD], "<u8").reshape(-1, 2)

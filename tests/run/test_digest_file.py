@@ -1,0 +1,43 @@
+"""The file of a run's digests: what was written is read, and a resumed run cuts off what it does again."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.run import digest_file
+from lockstep.training.digests import Digest
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / digest_file.DIGESTS
+    assert digest_file.begin(path, 0) == ""
+    digest_file.append(path, [Digest(step, 2**64 - step) for step in range(1, 11)])
+    digest_file.append(path, [Digest(10, 3, weights=True), Digest(11, 4)])
+    return path
+
+
+def test_a_file_is_read_as_it_was_written(path: Path) -> None:
+    assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, weights=True), Digest(11, 4)]
+    assert path.stat().st_size == 16 * 13
+
+
+def test_a_resumed_run_goes_on_where_it_resumes(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"torn")
+    assert digest_file.begin(path, 10) == ""
+    digest_file.append(path, [Digest(11, 5)])
+    assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, weights=True), Digest(11, 5)]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"", "not a file of digests"), (b"x" * 99, "not a file of digests"), (b"lockstep" + b"\2" + bytes(7), "newer")],
+)
+def test_another_file_is_told_and_begun_anew(path: Path, content: bytes, problem: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=problem):
+        digest_file.read(path)
+    assert problem in digest_file.begin(path, 10)
+    assert digest_file.read(path) == []
