@@ -122,6 +122,11 @@ class Loader:
         [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, dummy=True)])])[0].requests
         return self._microbatch(step, self._send(cut, request, self._data.train.fetch(*request)))
 
+    def samples(self, step: Step) -> list[list[int]]:
+        """Return the numbers of the samples of each micro-batch of a step."""
+        cuts = [self._cut(step.samples, index, False) for index in range(min(self._microbatches, step.samples))]
+        return [request.indices.tolist() for _, request in self._plan([(step, cuts)])[0].requests]
+
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
         """Yield this rank's batches as (number, batch, weight): every rank's together hold each sample once.
 

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,8 @@ def open_checkpoint(
         recipe["data"] |= {"root": data.root, "download": data.download}
     label, text = str(found.path / store.STATE), json.dumps({"recipe": recipe})
     loaded = load_text(text, label, found.path.name, request.overrides, shares_steps=False)
-    _check_code(request, loaded)
+    code = check_code(request, loaded)
+    _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
     key = signing_key(loaded.config.run)
     if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
         signed = store.load(found.path, key=key)
@@ -157,15 +158,17 @@ def open_checkpoint(
     return found, loaded
 
 
-def _check_code(request: EvalRequest, loaded: Loaded) -> None:
-    """Raise UsageError where the recipe names code that the user did not: who wrote the folder could run anything."""
+def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
+    """Return the code that the recipe names, by key; UsageError where the user did not name it.
+
+    Who wrote the folder could run anything.
+    """
     recipe = loaded.config.recipe
     # A colon in a name of timm's is no import path, but says where to fetch a model from.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
-    _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in keys])
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not request.trust:
         words = " ".join([f"lockstep {request.command}", *map(shlex.quote, [request.path, *foreign])])
@@ -174,6 +177,7 @@ def _check_code(request: EvalRequest, loaded: Loaded) -> None:
             f"run folder runs only if your command names it: {words}; or all of it, with --trust (from "
             f"Python trust=True)"
         )
+    return keys
 
 
 def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """`lockstep train` below its options: check everything in one place, then train on the ranks.
 
 Ranks that are forked here, spawned here, or started by a launcher all come to `run_rank`. What a recipe names is opened
-and checked by one list, `_open_and_check`: before the ranks are forked, or by each rank once they have joined.
+and checked by one list, `open_and_check`: before the ranks are forked, or by each rank once they have joined.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
         resolved = resolve(loaded)
         check_sinks(resolved.run)
         check_placement(resolved)
-        ready = _open_and_check(resolved, first)
+        ready = open_and_check(resolved, first)
     claim = run_folder.claim(loaded)
     with claim.hold():
         for note in claim.notes:
@@ -122,7 +122,7 @@ def run_rank(
         if ready is None:
             with with_places(loaded):
                 # The kernels were looked at by the process that started this one, if one of ours did.
-                ready = _open_and_check(resolved, first, kernels=start is None, warns=info.rank == 0)
+                ready = open_and_check(resolved, first, kernels=start is None, warns=info.rank == 0)
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
             rendezvous.compare(setup_facts(ready) | {"your source files": sources(resolved, ready)})
         resumed = None
@@ -139,7 +139,7 @@ def run_rank(
     return code
 
 
-def _open_and_check(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:
+def open_and_check(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:
     """Open what a recipe names, and check model, data and optimizer with the placement; warn of what is legal."""
     ready = setup(resolved.recipe, first)
     check_first(ready)

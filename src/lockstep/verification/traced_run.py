@@ -19,19 +19,18 @@ from typing import Final, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lockstep.comm.world import World, open_world
 from lockstep.config.load import Loaded
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, Shard
+from lockstep.core.shard import MaybeSharded
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup, evaluation_batch, setup
 from lockstep.run.checkpoints import engine_state
@@ -52,7 +51,6 @@ from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 FACTS: Final = "facts.json"
 _NEVER: Final = Interval(steps=1 << 62)
-_GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 
 @dataclass(frozen=True)
@@ -241,31 +239,6 @@ class _TracedRun:
 
 def _not_due(_: Progress) -> Evaluated:
     raise AssertionError  # a case evaluates once, at the end
-
-
-def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
-    yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
-    cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
-    for group in _groups(cut):
-        whole = gather_whole(world, group)
-        if world.rank == 0:
-            yield from whole.items()
-
-
-def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
-    """Cut into groups of about _GATHERED_BYTES: one collective for each tensor would take most of the time."""
-    group: dict[str, Shard] = {}
-    size = 0
-    for name, shard in shards.items():
-        length = shard.shape.numel() * shard.tensor.element_size()
-        if group and size + length > _GATHERED_BYTES:
-            yield group
-            group, size = {}, 0
-        group[name] = shard
-        size += length
-    if group:
-        yield group
 
 
 def checkpoint_of(folder: Path, done: int) -> Path:

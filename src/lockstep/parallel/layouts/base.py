@@ -9,7 +9,7 @@ Shapes: R rows of a whole parameter (its dim 0; 1 for one without dims), r of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
@@ -24,6 +24,8 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch
+
+_GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
 
 class GradientSum(Protocol):
@@ -225,6 +227,31 @@ def gather_whole(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str,
         name: _whole(table, starts[name], held) if isinstance(held, Shard) else held.detach()
         for name, held in tensors.items()
     }
+
+
+def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
+    yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
+    cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
+    for group in _groups(cut):
+        whole = gather_whole(world, group)
+        if world.rank == 0:
+            yield from whole.items()
+
+
+def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
+    """Cut into groups of about _GATHERED_BYTES: one collective for each tensor would take most of the time."""
+    group: dict[str, Shard] = {}
+    size = 0
+    for name, shard in shards.items():
+        length = shard.shape.numel() * shard.tensor.element_size()
+        if group and size + length > _GATHERED_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = shard
+        size += length
+    if group:
+        yield group
 
 
 def _whole(table: Tensor, start: int, shard: Shard) -> Tensor:

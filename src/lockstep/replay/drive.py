@@ -1,0 +1,102 @@
+"""`lockstep replay`: which steps are asked for, one replay after the other, and what is printed and written."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.replay import page
+from lockstep.replay.run import Replay, ReplayRequest, list_samples, open_run, replay_here
+from lockstep.reporting.jsonl import EVENTS, last_step
+from lockstep.reporting.page import page as html
+from lockstep.run import digest_file
+from lockstep.training.checkpoint import durable
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command is given; see commands/replay.py."""
+
+    folder: Path
+    step: int | None
+    steps: str | None
+    check: int | None
+    samples: bool
+    changes: Sequence[str]
+    out: Path | None
+    overrides: Sequence[str]
+    trust: bool
+
+
+def replay(options: Options, tell: Callable[[str], None]) -> int:
+    """Do what is asked for; return the exit code."""
+    if [options.step, options.steps, options.check].count(None) != 2:
+        raise UsageError("give one of --step N, --steps A:B and --check K")
+    if options.samples and options.step is None:
+        raise UsageError("--samples: lists the samples of one step; give --step N")
+    if options.check is not None:
+        return _check(options, options.check, tell)
+    first, last = _span(options)
+    request = _request(options, first, last, examined=options.step is not None)
+    if options.samples:
+        for name in list_samples(request):
+            tell(name)
+        return EXIT_DONE
+    out = options.out or Path(f"replay-{last}.html" if first == last else f"replay-{first}-{last}.html")
+    if out.resolve().is_relative_to(options.folder.resolve()):
+        raise UsageError(f"{out}: within the run folder, which a replay leaves as it is; name another place by --out")
+
+    def report(found: Replay) -> None:
+        for line in page.lines(found):
+            tell(line)
+        try:
+            durable.replace(out, html(f"Replay of {options.folder}", [*page.sections(found)]).encode())
+        except OSError as error:
+            raise UsageError(f"{out}: cannot be written: {error.strerror}") from error
+        tell(f"written {out}")
+
+    return replay_here(request, report)
+
+
+def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:
+    return ReplayRequest(
+        options.folder, first, last, tuple(options.overrides), tuple(options.changes), options.trust, examined
+    )
+
+
+def _span(options: Options) -> tuple[int, int]:
+    if options.step is not None:
+        return options.step, options.step
+    assert options.steps is not None
+    first, colon, last = options.steps.partition(":")
+    if not colon or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last):
+        raise UsageError(f"--steps {options.steps}: give the first and the last one, such as 100:120")
+    return int(first), int(last)
+
+
+def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
+    """Do steps again that are drawn at random among those of which the run has a digest."""
+    if options.changes:
+        raise UsageError("--check: compares with the run; leave --change out")
+    path = options.folder / digest_file.DIGESTS
+    known = [each.step for each in digest_file.read(path) if not each.weights]
+    if not known:
+        done = last_step(options.folder / EVENTS)
+        raise UsageError(f"{path}: has no digest of the {done} steps, so there is nothing to compare")
+    drawn = sorted(random.SystemRandom().sample(known, min(count, len(known))))
+    tell(f"drawn: step{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))}")
+    spans: dict[int, list[int]] = {}  # by the step that the replay begins after: one replay does all that follow it
+    for step in drawn:
+        spans.setdefault(open_run(_request(options, step, step)).start, []).append(step)
+    codes = []
+    for steps in spans.values():
+        codes.append(replay_here(_request(options, steps[0], steps[-1]), lambda found: _tell(found, tell)))
+    return max(codes)
+
+
+def _tell(found: Replay, tell: Callable[[str], None]) -> None:
+    for line in page.lines(found):
+        tell(line)

@@ -1,0 +1,227 @@
+"""What happened within a step: the loss of each sample, the largest activations, and where a value stops being finite.
+
+The micro-batches are computed once more beside the step, in one process, with its random numbers. What looks on changes
+no number of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lockstep.core.batch import Batch, tensors_of
+from lockstep.core.order import Step
+from lockstep.tasks.base import MicroBatch, Task
+
+LOSS: Final = "the loss"
+_MODULE: Final = "lockstep module"
+# What these give may hold anything, or is infinite because somebody wrote so, as the mask of an attention is.
+_FILLS: Final = ("empty", "new_empty", "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
+
+
+class SampleLoss(NamedTuple):
+    """The loss of a sample in a step, by its micro-batch and its place there; NaN where it cannot be told."""
+
+    microbatch: int
+    place: int
+    loss: float
+
+
+class NonFinite(NamedTuple):
+    """Where a value that is not finite arose: what computed it from finite ones, and for which sample, -1 for all."""
+
+    what: Literal["NaN", "inf"]
+    module: str
+    operation: str
+    phase: Literal["forward", "backward"]
+    microbatch: int
+    place: int
+
+
+@dataclass
+class Examined:
+    """What was found in a step: losses of samples, largest activations by module, and the first that is not finite."""
+
+    losses: list[SampleLoss] = field(default_factory=list)
+    activations: dict[str, float] = field(default_factory=dict)
+    nonfinite: NonFinite | None = None
+
+
+@runtime_checkable
+class Repeats(Protocol):
+    """An engine that can compute a micro-batch beside a step."""
+
+    def repeat(self, microbatch: MicroBatch, step: Step) -> None:
+        """See parallel/engine.py."""
+        ...
+
+
+@final
+class ObservedTask:
+    """A task whose losses somebody looks at while `see` is given; all else is the task's own."""
+
+    def __init__(self, task: Task) -> None:
+        self.see: Any = None
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task."""
+        if self.see is not None:
+            self.see(outputs, batch)
+        return self._task.loss(outputs, batch)
+
+
+def examine(
+    engine: Repeats, model: nn.Module, task: ObservedTask, microbatches: Sequence[MicroBatch], step: Step
+) -> Examined:
+    """Compute the micro-batches of a step beside it, in one process, and return what happened."""
+    found = Examined()
+    for microbatch in microbatches:
+        observer = _Observer(microbatch, found)
+        task.see = partial(_note_losses, task, microbatch, found.losses, observer)
+        try:
+            with observer.hooks(model), observer:
+                engine.repeat(replace(microbatch, note=_ignore), step)
+        finally:
+            task.see = None
+    return found
+
+
+def _ignore(_name: str, _value: Tensor) -> None: ...
+
+
+def _note_losses(
+    task: ObservedTask,
+    microbatch: MicroBatch,
+    losses: list[SampleLoss],
+    observer: _Observer,
+    outputs: Any,
+    batch: Batch,
+) -> None:
+    """Note the loss of each sample by itself, where outputs and batch can be cut by samples."""
+    with torch.no_grad(), observer.paused():
+        for place in range(microbatch.samples):
+            one = partial(tree_map_only, Tensor, partial(_sample, place, microbatch.samples))
+            try:  # not of a loss over the whole, or of outputs of a kind of their own
+                loss = float(task._task.loss(one(outputs), one(batch)))
+            except (
+                RuntimeError,
+                ValueError,
+                IndexError,
+                TypeError,
+            ):
+                loss = math.nan
+            losses.append(SampleLoss(microbatch.index, place, loss))
+
+
+def _sample(place: int, samples: int, tensor: Tensor) -> Tensor:
+    return tensor[place : place + 1] if tensor.ndim and len(tensor) == samples else tensor
+
+
+@final
+class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation of a micro-batch's forward and backward, and in which module it is."""
+
+    def __init__(self, microbatch: MicroBatch, found: Examined) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._microbatch = microbatch
+        self._found = found
+        self._modules: list[str] = []
+        self._paused = False
+        self._behind = LOSS  # the module whose backward is under way
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away while the block runs."""
+        self._paused = True
+        yield
+        self._paused = False
+
+    @contextmanager
+    def hooks(self, model: nn.Module) -> Iterator[None]:
+        """Know the module that is computing while the block runs."""
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name or type(module).__name__)))
+            handles.append(module.register_forward_hook(partial(self._leave, name or type(module).__name__)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+        self._modules.append(name)
+
+    def _leave(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        self._modules.pop()
+        with self.paused():
+            for each in tensors_of(outputs):
+                if each.is_floating_point() and each.numel():
+                    largest = float(each.detach().abs().amax())
+                    known = self._found.activations.get(name, 0.0)
+                    self._found.activations[name] = largest if math.isnan(largest) else max(known, largest)
+                if each.grad_fn is not None:
+                    _notes_of(each.grad_fn)[_MODULE] = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._behind = _notes_of(node).get(_MODULE, self._behind)
+        if self._found.nonfinite is None and not self._paused:
+            self._look(func, (args, kwargs), outputs, None if node is None else node.name())
+        return outputs
+
+    def _look(self, func: Any, inputs: Any, outputs: Any, node: str | None) -> None:
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        if name.startswith(_FILLS):
+            return
+        self._paused = True
+        try:
+            made, given = ([*map(_kinds, tensors_of(each))] for each in (outputs, inputs))
+            for what, position in (("NaN", 0), ("inf", 1)):
+                if any(each[position] for each in made) and not any(each[position] or each[0] for each in given):
+                    where = (self._modules[-1] if self._modules else LOSS) if node is None else self._behind
+                    operation = name if node is None else f"{name} of {node}"
+                    phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
+                    place = self._place(tensors_of(outputs))
+                    self._found.nonfinite = NonFinite(what, where, operation, phase, self._microbatch.index, place)  # type: ignore[arg-type]
+                    return
+        finally:
+            self._paused = False
+
+    def _place(self, outputs: Sequence[Tensor]) -> int:
+        """Return the sample of the first value that is not finite, -1 where outputs are not by samples."""
+        for each in outputs:
+            if each.ndim and len(each) == self._microbatch.samples and each.is_floating_point():
+                rows = (~torch.isfinite(each.detach().reshape(len(each), -1))).any(1).nonzero()
+                if len(rows):
+                    return int(rows[0])
+        return -1
+
+
+def _notes_of(node: Any) -> dict[str, Any]:
+    """Return what can be noted of a node of the graph; torch's type says that it is a function."""
+    notes: dict[str, Any] = node.metadata
+    return notes
+
+
+def _kinds(tensor: Tensor) -> tuple[bool, bool]:
+    """Return whether a tensor has NaN, and whether it has infinities."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False, False
+    tensor = tensor.detach()
+    return bool(tensor.isnan().any()), bool(tensor.isinf().any())

@@ -1,0 +1,135 @@
+"""What a replay found, in lines for a terminal and as the sections of a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from lockstep.replay.examine import LOSS, Examined, NonFinite
+from lockstep.replay.run import Replay, ReplayedStep
+from lockstep.reporting import charts
+from lockstep.reporting.jsonl import EVENTS, read
+from lockstep.reporting.page import Section, Table, Words
+
+_SHOWN: Final = 3  # samples and layers, in a terminal
+_MOST: Final = 200  # rows of a table
+_AROUND: Final = 50  # logged steps before and after that are drawn
+
+
+def lines(replay: Replay) -> Iterator[str]:
+    """Yield what a person reads in a terminal."""
+    steps = [each.step for each in replay.steps]
+    began = f"after step {replay.start}" if replay.start else "from the first weights"
+    yield f"{replay.folder}  {_span(steps)}  begun {began}  {replay.placement}"
+    yield from _verdict(replay)
+    yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
+    found = replay.examined
+    if found is not None and found.losses:
+        listed = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_SHOWN])
+        yield f"samples   {len(found.losses)}; of the largest loss {listed}"
+    if replay.layers:
+        largest = sorted(replay.layers, key=lambda each: _order(each.gradient))[:_SHOWN]
+        yield f"gradients largest in {', '.join(f'{each.name} {each.gradient:.3g}' for each in largest)}"
+    if found is not None and found.nonfinite is not None:
+        yield f"first {_where(replay, found.nonfinite)}"
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _verdict(replay: Replay) -> Iterator[str]:
+    known = [each for each in replay.steps if each.recorded is not None]
+    different = replay.different
+    if replay.same_start is False:
+        yield f"weights   after step {replay.start} are not those whose digest the run has"
+    if different is not None:
+        before = max((each.step for each in known if each.step < different.step), default=None)
+        since = "" if before is None else f"; step {before} is still the same"
+        yield f"digests   step {different.step} is another one than the run's{since}"
+        yield from (f"          {each}" for each in replay.differences)
+    elif known:
+        yield f"digests   {len(known)} of {len(known)} are the run's: the same bits"
+    else:
+        yield "digests   none to compare: the run has none of these steps, or its recipe was changed"
+
+
+def _order(value: float) -> float:
+    """Return what puts the largest first, and before it what is none."""
+    return -math.inf if math.isnan(value) else -value
+
+
+def _samples(replay: Replay) -> list[tuple[int, int, float]]:
+    """Return the number, micro-batch and loss of each sample, the largest loss first."""
+    assert replay.examined is not None
+    rows = [
+        (replay.samples[each.microbatch][each.place], each.microbatch, each.loss) for each in replay.examined.losses
+    ]
+    return sorted(rows, key=lambda row: _order(row[2]))
+
+
+def _where(replay: Replay, found: NonFinite) -> str:
+    sample = f", {replay.name_of(replay.samples[found.microbatch][found.place])}" if found.place >= 0 else ""
+    module = found.module if found.module == LOSS else f"module {found.module}"
+    return (
+        f"{found.what} in the {found.phase} of {module}, by {found.operation}, micro-batch {found.microbatch}{sample}"
+    )
+
+
+def sections(replay: Replay) -> Iterator[Section]:
+    """Yield the parts of a page."""
+    yield Words(f"Replay of {replay.folder}", [*lines(replay)])
+    yield from _curve(replay)
+    if len(replay.steps) > 1 or replay.examined is None:
+        rows = [
+            [
+                str(each.step),
+                f"{each.loss:.6g}",
+                f"{each.lr:.6g}",
+                f"{each.digest:016x}",
+                _match(each),
+            ]
+            for each in replay.steps[-_MOST:]
+        ]
+        yield Table("Steps", ("step", "loss", "learning rate", "digest", "the run's"), rows)
+    found = replay.examined
+    if found is not None:
+        yield from _examined(replay, found)
+    if replay.layers:
+        rows = [
+            [each.name, f"{each.weight:.4g}", f"{each.gradient:.4g}", f"{each.update:.4g}"]
+            for each in sorted(replay.layers, key=lambda each: _order(each.gradient))[:_MOST]
+        ]
+        note = "L2 norms; the gradient is divided by the weight of the step, and not clipped."
+        yield Table("Parameters", ("name", "before the step", "gradient", "update"), rows, note)
+
+
+def _match(step: ReplayedStep) -> str:
+    return "not known" if step.recorded is None else "another" if step.differs else "the same"
+
+
+def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
+    if found.nonfinite is not None:
+        yield Words("The first value that is not finite", [_where(replay, found.nonfinite)])
+    rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
+    yield Table("Samples", ("sample", "micro-batch", "loss"), rows, "Those of the largest loss come first.")
+    largest = sorted(found.activations.items(), key=lambda each: _order(each[1]))[:_MOST]
+    yield Table(
+        "Activations", ("module", "largest absolute value"), [[name, f"{value:.4g}"] for name, value in largest]
+    )
+
+
+def _curve(replay: Replay) -> Iterator[Section]:
+    """Yield the losses of the replay over those that the run logged around it."""
+    steps = [each.step for each in replay.steps]
+    logged = [
+        (event["step"], float(event["loss"]))
+        for event in read(Path(replay.folder) / EVENTS)
+        if event["event"] == "step" and steps[0] - _AROUND <= event["step"] <= steps[-1] + _AROUND
+    ]
+    series = {"the run's log": logged, "replay": [(each.step, each.loss) for each in replay.steps]}
+    finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
+    if all(finite.values()):
+        yield charts.lines("Loss", "step", "loss", finite, from_zero=False)

@@ -1,0 +1,380 @@
+"""`lockstep replay` below its options: do steps of a run again, on any placement, and compare them with its digests.
+
+A replay begins from the nearest checkpoint before its first step, or from the first weights, and writes nothing into
+the folder of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.world import World, open_world
+from lockstep.config import plan as planning
+from lockstep.config.base import values
+from lockstep.config.blame import with_places
+from lockstep.config.load import Loaded, load_text, read_run_recipe
+from lockstep.core.order import Step
+from lockstep.data.base import DataSet, NoTransforms
+from lockstep.data.loader import Loader
+from lockstep.device import machine
+from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
+from lockstep.parallel.engine import Engine, Sums, Update
+from lockstep.parallel.layouts.base import wholes
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.status import RankStatus
+from lockstep.replay.examine import Examined, ObservedTask, Repeats, examine
+from lockstep.reporting.jsonl import EVENTS, last
+from lockstep.run import digest_file
+from lockstep.run.build import Setup, open_recipe_data
+from lockstep.run.checkpoints import engine_state
+from lockstep.run.checks import check_placement
+from lockstep.run.computing import computing_device
+from lockstep.run.engine import start_engine
+from lockstep.run.evaluation import EvalRequest, check_code
+from lockstep.run.first_weights import load_first_weights
+from lockstep.run.handshake import recipe_handshake
+from lockstep.run.resolved import resolve
+from lockstep.run.resume import evaluation_state, resume_state, signing_key
+from lockstep.run.runs import CONFIG
+from lockstep.run.schedule import find_rate
+from lockstep.run.stall_detection import stall_detector
+from lockstep.run.start import on_ranks
+from lockstep.run.training import open_and_check
+from lockstep.tasks.base import MicroBatch
+from lockstep.training.checkpoint import store
+from lockstep.training.digests import Digest, StepDigests
+from lockstep.training.events import Evaluated, Saved
+from lockstep.training.loop import Interval, Plan, Progress, train
+
+_NEVER: Final = Interval(steps=1 << 62)
+_COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
+# Keys that say where and how a replay computes; all others are the run's.
+_FREE: Final = ("placement.", "run.key_file", "recipe.data.root", "recipe.data.download")
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """Steps of the run in `folder`, from number `first` to `last`, counted from 1.
+
+    `overrides` say how to compute, `changes` give keys of the recipe other values: then nothing is compared. Of one
+    that is `examined` it is found out what happened in its last step.
+    """
+
+    folder: Path
+    first: int
+    last: int
+    overrides: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    trust: bool = False
+    examined: bool = False
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step done again: its loss, learning rate and digest, and the run's digest, None where it has none."""
+
+    step: int
+    loss: float
+    lr: float
+    digest: int
+    recorded: int | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is known to be another step than the run's."""
+        return self.recorded not in (None, self.digest)
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """L2 norms of a parameter before the step, of its gradient, as a mean by weight, and of its update."""
+
+    name: str
+    weight: float
+    gradient: float
+    update: float
+
+
+@dataclass
+class Replay:
+    """What a replay found; `start` is the step that it began after, and `differences` what is another machine's here.
+
+    Of an examined step, `samples` are the numbers of its samples by micro-batch, and `name_of` what each is called.
+    """
+
+    folder: Path
+    start: int
+    placement: str
+    steps: list[ReplayedStep] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    same_start: bool | None = None  # whether the weights it began from have the run's digest, None where it has none
+    layers: list[LayerNorms] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    examined: Examined | None = None
+    name_of: Callable[[int], str] = "sample {}".format
+
+    @property
+    def different(self) -> ReplayedStep | None:
+        """The first step that is another one than the run's."""
+        return next((each for each in self.steps if each.differs), None)
+
+
+class OpenedRun(NamedTuple):
+    """A run whose steps are to be done again: what it was made of, and the checkpoint to begin from, None for none."""
+
+    loaded: Loaded
+    checkpoint: Path | None
+    start: int  # the step it is of
+    last: int  # the one to end with
+    digests: Mapping[tuple[int, bool], int]  # by step, and whether they are of weights
+
+
+def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
+    """Do the steps again, in this process or in processes that it starts; return the exit code.
+
+    `report` is called on rank 0. UsageError where the run did not do them, or what it takes is gone.
+    """
+    torch.set_num_threads(1)  # see run/start.py
+    opened = open_run(request)
+    ready = _setup(opened)
+    resolved = resolve(opened.loaded)
+    return on_ranks(partial(_as_rank, request, report), (opened, ready), resolved.placement, resolved.processes)
+
+
+def open_run(request: ReplayRequest) -> OpenedRun:
+    """Read the configuration of a run, and find the checkpoint before the steps; UsageError where that cannot be."""
+    folder, config = request.folder, request.folder / CONFIG
+    if not config.is_file():
+        what = "holds a loop of your own, which alone knows its steps" if (folder / EVENTS).exists() else "is no run"
+        raise UsageError(f"{folder}: {what}; give the folder of a run of a recipe")
+    end = last(folder / EVENTS)
+    # One that was killed, or failed, has done more than it has logged.
+    if request.last > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
+        raise UsageError(f"step {request.last}: the run in {folder} did {end.get('step', 0)} steps; give one of them")
+    text = json.dumps({"recipe": values(read_run_recipe(config))})
+    words = ["placement.processes=1", *request.overrides, *request.changes]
+    loaded = load_text(text, str(config), folder.name, words)
+    code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
+    for word in request.overrides:
+        key = word.partition("=")[0]
+        if not key.startswith(_FREE) and key not in code:
+            raise UsageError(f"{key}: would make another run of it; to see what it changes, give it to --change")
+    kept = [(step, path) for path in (folder / store.FOLDER).glob("step-*") if (step := store.step_of(path))]
+    start, checkpoint = max(
+        ((step, path) for step, path in kept if step < request.first), default=(0, None), key=itemgetter(0)
+    )
+    if checkpoint is None and loaded.config.recipe.start is not None:
+        later = f"; steps after {min(kept)[0]} can be done again" if kept else ""
+        raise UsageError(f"{folder}: began from weights of another run, which it does not have{later}")
+    digests = {(each.step, each.weights): each.value for each in digest_file.read(folder / digest_file.DIGESTS)}
+    return OpenedRun(loaded, checkpoint, start, request.last, digests)
+
+
+def _setup(opened: OpenedRun) -> Setup:
+    with with_places(opened.loaded):
+        loaded, first = load_first_weights(opened.loaded)
+        resolved = resolve(loaded)
+        check_placement(resolved)
+        ready = open_and_check(resolved, first, warns=False)
+    if opened.last > ready.steps.total:
+        raise UsageError(f"step {opened.last}: the run has {ready.steps.total} steps; give one of them")
+    return ready
+
+
+def _as_rank(
+    request: ReplayRequest,
+    report: Callable[[Replay], None],
+    shared: tuple[OpenedRun, Setup] | None,
+    rendezvous: Rendezvous,
+) -> int:
+    opened = shared[0] if shared else open_run(request)
+    loaded, recipe, placement = opened.loaded, opened.loaded.config.recipe, opened.loaded.config.placement
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
+    with stall_detector(rendezvous, placement, device):
+        rendezvous.compare(recipe_handshake(loaded, device))
+        ready = shared[1] if shared else _setup(opened)
+        world = open_world(rendezvous, device, placement.backend)
+        progress = Progress()
+        rendezvous.status = lambda: RankStatus("training", progress.step)
+        found = _Steps(request, opened, ready, world, progress).run()
+        code = EXIT_DONE if found.different is None else EXIT_VERIFICATION
+        code = int(world.tell(str(code)))  # rank 0 alone has the digests
+        world.close()
+    if rendezvous.info.rank == 0:
+        report(found)
+    return code
+
+
+@dataclass(frozen=True)
+class _Unstopped:
+    level: int = 0
+
+
+@final
+class _Steps:
+    """The steps on one rank: the loop that trains drives it, and it notes what its engine does."""
+
+    def __init__(
+        self, request: ReplayRequest, opened: OpenedRun, ready: Setup, world: World, progress: Progress
+    ) -> None:
+        self._request = request
+        self._opened = opened
+        self._world = world
+        self._progress = progress
+        resolved = resolve(opened.loaded, world.size)
+        self._models: list[nn.Module] = []  # those that are built, of which the last one computes
+        self._task = ObservedTask(ready.task)
+        problem = replace(ready.problem, task=self._task, build_model=self._keep(ready.problem.build_model))
+        self._ready = replace(ready, problem=problem, blank=self._keep(ready.blank))
+        self._engine: Engine
+        self._loader: Loader
+        self._engine, self._loader = start_engine(self._ready, resolved, world, resumes=opened.checkpoint is not None)
+        placed = f"{resolved.strategy_name} on {world.size} process{'es' if world.size > 1 else ''}"
+        self._found = Replay(request.folder, opened.start, placed)
+        self._noted: list[Digest] = []
+        self._digests = StepDigests(world, self._engine.gradients, self._noted.extend, every=1)
+        self._losses: dict[int, tuple[float, Sums]] = {}
+        self._step: Step
+        self._before: dict[str, Tensor] = {}
+
+    def run(self) -> Replay:
+        """Do the steps, and return what was found; whole on rank 0."""
+        self._resume()
+        self._digests.add_weights(self._opened.start, self._engine.state().model)
+        recipe = self._ready.recipe
+        plan = Plan(
+            steps=self._ready.steps,
+            rate=find_rate(recipe, self._ready.steps),
+            clip_norm=recipe.clip_norm,
+            stop_on_nonfinite=False,
+            log=_COLLECTED,
+            evaluate=None,
+            save=_NEVER,
+        )
+        for _ in train(
+            self,
+            self._world,
+            self._batches,
+            plan,
+            self._progress,
+            _no_evaluation,
+            _no_save,
+            _Unstopped(),
+            self._digests,
+        ):
+            pass
+        self._digests.collect()
+        self._engine.close()
+        self._compare()
+        return self._found
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """See Stepping."""
+        self._step = step
+        if self._looked_at:
+            self._examine(microbatches, step)
+        sums = self._engine.forward_backward(microbatches, step, observe)
+        self._losses[step.number + 1] = math.nan, sums
+        return sums
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Stepping."""
+        number = self._step.number + 1
+        _, sums = self._losses[number]
+        self._losses[number] = lr, sums
+        if not self._looked_at:
+            return self._engine.update(lr, max_norm)
+        gradients = {name: _norm(each) for name, each in wholes(self._world, self._engine.gradients())}
+        before = {name: each.clone() for name, each in wholes(self._world, self._engine.state().model)}
+        update = self._engine.update(lr, max_norm)
+        scale = (update.loss_scale or 1.0) * max(self._step.weight, 1)
+        for name, after in wholes(self._world, self._engine.state().model):
+            if name in gradients:
+                moved = _norm(after.double() - before[name].double())
+                self._found.layers.append(LayerNorms(name, _norm(before[name]), gradients[name] / scale, moved))
+        return update
+
+    @property
+    def _looked_at(self) -> bool:
+        return self._request.examined and self._step.number + 1 == self._request.last
+
+    def _keep(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        def kept() -> nn.Module:
+            self._models.append(build())
+            return self._models[-1]
+
+        return kept
+
+    def _resume(self) -> None:
+        path = self._opened.checkpoint
+        if path is None:
+            return
+        snapshot = store.load(path, key=signing_key(self._opened.loaded.config.run)).snapshot
+        check = evaluation_state if self._request.changes else resume_state
+        state = check(path, snapshot, self._ready)
+        self._engine.load(engine_state(snapshot))
+        vars(self._progress).update(vars(state.progress))
+        here = machine.numerics(self._world.device, compiled=self._ready.recipe.compile)
+        self._found.differences = machine.numerics_differences(state.numerics, here)
+
+    def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+        return islice(self._loader.training(first), self._request.last - first)
+
+    def _examine(self, microbatches: Sequence[MicroBatch], step: Step) -> None:
+        """Look into the step beside it, where one process computes the whole model."""
+        self._found.samples = self._loader.samples(step)
+        self._found.name_of = sample_names(self._ready.data)
+        if self._world.size == 1 and isinstance(self._engine, Repeats) and not self._ready.recipe.compile:
+            self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step)
+
+    def _compare(self) -> None:
+        recorded = {} if self._request.changes else self._opened.digests
+        found = {(each.step, each.weights): each.value for each in self._noted}
+        begun = self._opened.start, True
+        if begun in recorded and begun in found:
+            self._found.same_start = recorded[begun] == found[begun]
+        for step, (lr, sums) in self._losses.items():
+            if step >= self._request.first or (step, False) in recorded:
+                digest = found.get((step, False), 0)
+                row = ReplayedStep(step, float(sums.loss), lr, digest, recorded.get((step, False)))
+                self._found.steps.append(row)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def _no_evaluation(_: Progress) -> Evaluated:
+    raise AssertionError
+
+
+def _no_save(_: Progress) -> list[Saved]:
+    return []
+
+
+def list_samples(request: ReplayRequest) -> Iterator[str]:
+    """Yield the samples of the first step that is asked for, each with its micro-batch; nothing is computed."""
+    recipe = open_run(request).loaded.config.recipe
+    data = open_recipe_data(recipe)
+    steps = planning.steps(recipe, len(data.train))
+    loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
+    name_of = sample_names(data)
+    for index, numbers in enumerate(loader.samples(steps[request.first - 1])):
+        yield from (f"micro-batch {index}  {name_of(number)}" for number in numbers)
+
+
+def sample_names(data: DataSet) -> Callable[[int], str]:
+    """Return what says what a training sample is called, by its number."""
+    files = data.files
+    return "sample {}".format if files is None else lambda number: f"sample {number} {files[0](number)}"
