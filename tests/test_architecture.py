@@ -48,6 +48,10 @@ ALLOWED = {
         *("training", "reporting", "run", "jobs/reader"),
     ],
     "exports": ["core", "config", "tasks", "data", "models", "run", "inference"],
+    "replay": [
+        *("core", "config", "device", "comm", "ranks", "tasks", "data", "parallel", "training", "reporting"),
+        "run",
+    ],
     "verification": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
@@ -254,7 +258,7 @@ def test_only_commands_and_sinks_print() -> None:
 
 def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
     users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
-    allowed = ("commands", "run", "jobs", "comparison", "inference", "exports", "verification", "config")
+    allowed = ("commands", "run", "jobs", "comparison", "inference", "exports", "replay", "verification", "config")
     assert all(any(_within(module, place) for place in allowed) for module in users)
 
 

@@ -51,8 +51,9 @@ from lockstep.run.schedule import find_rate
 from lockstep.run.stall_detection import stall_detector
 from lockstep.run.start import on_ranks
 from lockstep.run.training import open_and_check
+from lockstep.run.user_source import source_changes
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import Interval, Plan, Progress, train
@@ -137,6 +138,7 @@ class OpenedRun(NamedTuple):
     checkpoint: Path | None
     start: int  # the step it is of
     last: int  # the one to end with
+    machine: Path | None  # a checkpoint that says where the run was
     digests: Mapping[tuple[int, bool], int]  # by step, and whether they are of weights
 
 
@@ -178,7 +180,7 @@ def open_run(request: ReplayRequest) -> OpenedRun:
         later = f"; steps after {min(kept)[0]} can be done again" if kept else ""
         raise UsageError(f"{folder}: began from weights of another run, which it does not have{later}")
     digests = {(each.step, each.weights): each.value for each in digest_file.read(folder / digest_file.DIGESTS)}
-    return OpenedRun(loaded, checkpoint, start, request.last, digests)
+    return OpenedRun(loaded, checkpoint, start, request.last, checkpoint or max(kept, default=(0, None))[1], digests)
 
 
 def _setup(opened: OpenedRun) -> Setup:
@@ -325,8 +327,6 @@ class _Steps:
         state = check(path, snapshot, self._ready)
         self._engine.load(engine_state(snapshot))
         vars(self._progress).update(vars(state.progress))
-        here = machine.numerics(self._world.device, compiled=self._ready.recipe.compile)
-        self._found.differences = machine.numerics_differences(state.numerics, here)
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         return islice(self._loader.training(first), self._request.last - first)
@@ -349,6 +349,20 @@ class _Steps:
                 digest = found.get((step, False), 0)
                 row = ReplayedStep(step, float(sums.loss), lr, digest, recorded.get((step, False)))
                 self._found.steps.append(row)
+        if self._found.different is not None:
+            self._found.differences = self._differences()
+
+    def _differences(self) -> list[str]:
+        """Name what is otherwise here than where the run was: libraries, machine, and the user's own files."""
+        path = self._opened.machine
+        if path is None:
+            return []
+        state = saved_state.parse_state(path, store.load(path).snapshot.state)
+        here = machine.numerics(self._world.device, compiled=self._ready.recipe.compile)
+        lines = machine.numerics_differences(state.numerics, here)
+        if changed := source_changes(state.source, self._ready.source):
+            lines.append(f"your source files changed since step {state.progress.step} was saved: {changed}")
+        return lines
 
 
 def _norm(tensor: Tensor) -> float:

@@ -1,0 +1,141 @@
+"""Steps of a run are done again on any placement, from its folder alone, which a replay leaves as it is."""
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import DIGITS
+
+from lockstep.run import digest_file
+
+RUN = ("recipe.ema={decay: 0.9}", "run.save_every={steps: 7}", "run.keep=9")
+ON_3 = ("placement.strategy=zero3", "placement.processes=3")
+# A square root of what the largest activations fall below: rare enough to be met by one sample first.
+NETS = """
+import torch
+from torch import nn
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        room = {limit} - x.amax(1, keepdim=True)
+        return torch.where(room < 0, torch.sqrt(room), x)
+
+
+def net(**_):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), Root(), nn.Linear(32, 10))
+"""
+NAN = re.compile(r"first NaN in the forward of module 3, by sqrt, micro-batch (\d+), sample (\d+)")
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def folder(finished, tmp_path: Path) -> Path:
+    """Return a run of 23 steps on 3 processes, in the folder `run`, with a checkpoint after each seventh."""
+    shutil.copytree(finished(*RUN, *ON_3).folder / "run", tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "begun"),
+    [
+        (("--step", "3"), "step 1 to 3|from the first weights|single on 1 process|3 of 3"),
+        (("--step", "18", "placement.processes=2"), "steps 15 to 18|after step 14|ddp on 2 processes|4 of 4"),
+        (("--steps", "9:13", "placement.processes=2", "placement.strategy=pipeline"), "steps 8 to 13|pipeline|6 of 6"),
+        (("--check", "23"), "drawn: steps 1, 2, 3,|steps 1 to 7|steps 22 to 23"),
+    ],
+)
+def test_steps_have_the_bits_that_they_had(run, folder, words, begun):
+    before = hashes(folder)
+    done = run("replay", "run", "--trust", *words)
+    assert all(each in done.out for each in begun.removeprefix("step 1 to 3|").split("|")), done.out
+    assert "are the run's: the same bits" in done.out
+    assert hashes(folder) == before
+
+
+def test_a_page_has_the_samples_and_the_norms(run, folder, tmp_path):
+    done = run("replay", "run", "--trust", "--step", "16")
+    listed = run("replay", "run", "--trust", "--step", "16", "--samples").out.splitlines()
+    assert len(listed) == 64
+    page = (tmp_path / "replay-16.html").read_text()
+    assert "written replay-16.html" in done.out
+    for line in listed:
+        microbatch, sample = line.removeprefix("micro-batch ").split("  ")
+        assert f"<td>{sample}</td><td>{microbatch}</td>" in page.replace("\n", "") or sample in page
+    assert "Activations" in page
+    assert "Parameters" in page
+    assert run("replay", "run", "--trust", "--step", "16", "--out", "run/x.html", code=2).err.startswith(
+        "error: run/x.html: within the run folder"
+    )
+
+
+def test_a_step_that_is_another_one_is_named(run, folder):
+    path = folder / digest_file.DIGESTS
+    digests = digest_file.read(path)
+    digest_file.begin(path, 0)
+    digest_file.append(
+        path, [each._replace(value=each.value ^ (each.step == 12 and not each.weights)) for each in digests]
+    )
+    different = run("replay", "run", "--trust", "--step", "13", code=3)
+    assert "step 12 is another one than the run's; step 11 is still the same" in different.out
+    assert run("replay", "run", "--trust", "--step", "11").out.count("the same bits") == 1
+    assert "after step 7 are not" not in different.out
+
+
+def test_a_changed_recipe_goes_on_beside_the_run(run, folder, tmp_path):
+    changed = run("replay", "run", "--trust", "--steps", "15:18", "--change", "recipe.optimizer.lr=0.5")
+    assert "none to compare" in changed.out
+    assert "replay" in (tmp_path / "replay-15-18.html").read_text()
+    refused = run("replay", "run", "--trust", "--step", "15", "recipe.optimizer.lr=0.5", code=2)
+    assert (
+        "recipe.optimizer.lr: would make another run of it; to see what it changes, give it to --change" in refused.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("run", "--step", "24"), "step 24: the run in run did 23 steps; give one of them"),
+        (("run",), "give one of --step N, --steps A:B and --check K"),
+        (("run", "--step", "3", "--check", "2"), "give one of --step N, --steps A:B and --check K"),
+        (("run", "--steps", "9:7"), "--steps 9:7: give the first and the last one, such as 100:120"),
+        (("run", "--check", "2", "--samples"), "--samples: lists the samples of one step; give --step N"),
+        (("run", "other", "--step", "3"), "give one run folder; got 2"),
+        (("run/checkpoints", "--step", "3"), "run/checkpoints: is no run; give the folder of a run of a recipe"),
+        (("run", "--step", "3", "recipe.loss.name=cross_entropy"), "recipe.loss.name: would make another run of it"),
+    ],
+)
+def test_what_cannot_be_done_again_is_said_in_a_line(run, folder, words, problem):
+    (folder.parent / "other").mkdir()
+    assert problem in run("replay", "--trust", *words, code=2).err
+
+
+def test_code_that_the_folder_names_runs_only_if_it_is_trusted(run, folder):
+    refused = run("replay", "run", "--step", "3", code=2).err
+    assert "lockstep replay run recipe.loss.name=held:cross_entropy; or all of it, with --trust" in refused
+    assert "3 of 3" in run("replay", "run", "--step", "3", "recipe.loss.name=held:cross_entropy").out
+
+
+def test_the_sample_and_the_operation_behind_a_nan_are_found(run, start, tmp_path):
+    (tmp_path / "nets.py").write_text(NETS.format(limit=3.0))
+    words = ("recipe.model=nets:net", "recipe.epochs=9", "recipe.optimizer.lr=0.3", "recipe.model.options={}")
+    failed = run("train", *DIGITS, *words, *ON_3, "run.dir=run", "placement.processes=4", code=1)
+    step = re.search(r"loss is nan at step (\d+)", failed.err)
+    assert step is not None, failed.err
+    found = run("replay", "run", "--trust", "--step", step[1])
+    assert "the same bits" in found.out or "none to compare" in found.out
+    microbatch, sample = NAN.search(found.out).groups()
+    assert (
+        f"micro-batch {microbatch}  sample {sample}"
+        in run("replay", "run", "--trust", "--step", step[1], "--samples").out.splitlines()
+    )
+    assert f"sample {sample} nan" in found.out
