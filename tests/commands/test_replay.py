@@ -3,6 +3,8 @@
 import hashlib
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,13 +111,13 @@ def test_a_changed_recipe_goes_on_beside_the_run(run, folder, tmp_path):
         (("run", "--step", "3", "--check", "2"), "give one of --step N, --steps A:B and --check K"),
         (("run", "--steps", "9:7"), "--steps 9:7: give the first and the last one, such as 100:120"),
         (("run", "--check", "2", "--samples"), "--samples: lists the samples of one step; give --step N"),
-        (("run", "other", "--step", "3"), "give one run folder; got 2"),
-        (("run/checkpoints", "--step", "3"), "run/checkpoints: is no run; give the folder of a run of a recipe"),
+        (("run", "--step", "3", "--", "python", "x.py"), "run: holds a run of a recipe, which needs no command; leave"),
+        (("run", "--check", "3", "--", "python", "x.py"), "of a loop of your own: give --step or --steps alone"),
+        (("run/checkpoints", "--step", "3"), "run/checkpoints: is no run; give the folder of one"),
         (("run", "--step", "3", "recipe.loss.name=cross_entropy"), "recipe.loss.name: would make another run of it"),
     ],
 )
 def test_what_cannot_be_done_again_is_said_in_a_line(run, folder, words, problem):
-    (folder.parent / "other").mkdir()
     assert problem in run("replay", "--trust", *words, code=2).err
 
 
@@ -123,6 +125,42 @@ def test_code_that_the_folder_names_runs_only_if_it_is_trusted(run, folder):
     refused = run("replay", "run", "--step", "3", code=2).err
     assert "lockstep replay run recipe.loss.name=held:cross_entropy; or all of it, with --trust" in refused
     assert "3 of 3" in run("replay", "run", "--step", "3", "recipe.loss.name=held:cross_entropy").out
+
+
+LOOP = """
+import sys
+import torch
+import lockstep
+from torch.nn import functional
+
+run = lockstep.join(seed=0, dir="own", run={"tensorboard": False, "digest_every": 1})
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]), momentum=0.9)
+model, optimizer = run.place(model, optimizer)
+inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+for step in run.steps([(each, number % 3) for number, each in enumerate(inputs)], batch=8, microbatches=4, epochs=4):
+    for x, y in step:
+        step.backward(functional.cross_entropy(model(x), y, reduction="sum"))
+    step.update()
+    if step.every(epochs=1):
+        run.save()
+print("after the loop")
+"""
+
+
+def test_a_script_does_its_own_steps_again(run, start, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(LOOP)
+    monkeypatch.chdir(tmp_path)
+    script = [sys.executable, "train.py", "0.1"]
+    assert "after the loop" in subprocess.run(script, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    before = hashes(tmp_path / "own")
+    done = run("replay", "own", "--step", "13", "--", *script)
+    assert "steps 11 to 13  begun after step 10  single on 1 process" in done.out
+    assert "3 of 3 are the run's: the same bits" in done.out
+    assert hashes(tmp_path / "own") == before
+    other = run("replay", "own", "--step", "13", "--", sys.executable, "train.py", "0.2", code=2)
+    assert "of another loop" in other.err
+    assert "give its script, such as -- python train.py" in run("replay", "own", "--step", "13", code=2).err
 
 
 def test_the_sample_and_the_operation_behind_a_nan_are_found(run, start, tmp_path):

@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 
 
 @click.command("replay")
-@click.argument("words", nargs=-1, required=True, metavar="RUN [KEY=VALUE]...", type=click.Path())
+@click.argument("words", nargs=-1, required=True, metavar="RUN [KEY=VALUE]... [-- COMMAND]", type=click.Path())
 @click.option("--step", type=click.IntRange(1), metavar="N", help="Do step N again, and find out what happened in it.")
 @click.option("--steps", metavar="A:B", help="Do these steps again, the last one included.")
 @click.option("--check", type=click.IntRange(1), metavar="K", help="Do K steps again that are drawn at random.")
@@ -36,13 +36,17 @@ def command(
     Overrides say where it is computed: placement.strategy=zero3 placement.processes=2, recipe.data.root=/data. Nothing
     is written into RUN.
 
+    Of a loop of your own, COMMAND runs its script, unchanged: -- python train.py --size 3.
+
     Of --step also a page: the samples with the loss of each, the norms of gradients and updates, the largest
     activations, and where the first value that is not finite arose. Exit code 0 where all bits agree, 3 where not.
     """
     from lockstep.replay.drive import Options, replay
 
     overrides, places = _overrides.split_overrides(words)
-    if len(places) != 1:
-        raise UsageError(f"give one run folder; got {len(places)}")
-    options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust)
+    if not places:
+        raise UsageError("give a run folder")
+    script = words[words.index(places[1]) :] if len(places) > 1 else ()
+    overrides = overrides[: len(words) - len(script) - 1]  # what follows belongs to the script
+    options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.replay import page
+from lockstep.replay.own import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, list_samples, open_run, replay_here
 from lockstep.reporting.jsonl import EVENTS, last_step
 from lockstep.reporting.page import page as html
 from lockstep.run import digest_file
+from lockstep.run.runs import CONFIG
 from lockstep.training.checkpoint import durable
 
 
@@ -29,6 +31,7 @@ class Options:
     out: Path | None
     overrides: Sequence[str]
     trust: bool
+    script: Sequence[str] = ()  # the command of a loop of the user's own
 
 
 def replay(options: Options, tell: Callable[[str], None]) -> int:
@@ -37,10 +40,14 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         raise UsageError("give one of --step N, --steps A:B and --check K")
     if options.samples and options.step is None:
         raise UsageError("--samples: lists the samples of one step; give --step N")
+    if options.script and (options.check or options.samples or options.changes or options.overrides):
+        raise UsageError("of a loop of your own: give --step or --steps alone; its script says all else")
     if options.check is not None:
         return _check(options, options.check, tell)
     first, last = _span(options)
     request = _request(options, first, last, examined=options.step is not None)
+    if options.script:
+        return _script(options, first, last, tell)
     if options.samples:
         for name in list_samples(request):
             tell(name)
@@ -59,6 +66,14 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         tell(f"written {out}")
 
     return replay_here(request, report)
+
+
+def _script(options: Options, first: int, last: int, tell: Callable[[str], None]) -> int:
+    if (options.folder / CONFIG).exists():
+        raise UsageError(f"{options.folder}: holds a run of a recipe, which needs no command; leave it out")
+    found = replay_script(options.folder, first, last, options.script)
+    _tell(found, tell)
+    return EXIT_DONE if found.different is None else EXIT_VERIFICATION
 
 
 def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:

@@ -158,12 +158,12 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     """Read the configuration of a run, and find the checkpoint before the steps; UsageError where that cannot be."""
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
-        what = "holds a loop of your own, which alone knows its steps" if (folder / EVENTS).exists() else "is no run"
-        raise UsageError(f"{folder}: {what}; give the folder of a run of a recipe")
-    end = last(folder / EVENTS)
-    # One that was killed, or failed, has done more than it has logged.
-    if request.last > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
-        raise UsageError(f"step {request.last}: the run in {folder} did {end.get('step', 0)} steps; give one of them")
+        raise UsageError(
+            f"{folder}: holds a run of a loop of your own; give its script, such as -- python train.py"
+            if (folder / EVENTS).exists()
+            else f"{folder}: is no run; give the folder of one"
+        )
+    check_done(folder, request.last)
     text = json.dumps({"recipe": values(read_run_recipe(config))})
     words = ["placement.processes=1", *request.overrides, *request.changes]
     loaded = load_text(text, str(config), folder.name, words)
@@ -172,15 +172,36 @@ def open_run(request: ReplayRequest) -> OpenedRun:
         key = word.partition("=")[0]
         if not key.startswith(_FREE) and key not in code:
             raise UsageError(f"{key}: would make another run of it; to see what it changes, give it to --change")
-    kept = [(step, path) for path in (folder / store.FOLDER).glob("step-*") if (step := store.step_of(path))]
-    start, checkpoint = max(
-        ((step, path) for step, path in kept if step < request.first), default=(0, None), key=itemgetter(0)
-    )
+    kept = _checkpoints(folder)
+    start, checkpoint = checkpoint_before(folder, request.first)
     if checkpoint is None and loaded.config.recipe.start is not None:
         later = f"; steps after {min(kept)[0]} can be done again" if kept else ""
         raise UsageError(f"{folder}: began from weights of another run, which it does not have{later}")
-    digests = {(each.step, each.weights): each.value for each in digest_file.read(folder / digest_file.DIGESTS)}
+    digests = recorded_digests(folder)
     return OpenedRun(loaded, checkpoint, start, request.last, checkpoint or max(kept, default=(0, None))[1], digests)
+
+
+def check_done(folder: Path, step: int) -> None:
+    """Raise UsageError for a step that the run never did."""
+    end = last(folder / EVENTS)
+    # One that was killed, or failed, has done more than it has logged.
+    if step > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
+        raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; give one of them")
+
+
+def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
+    """Return the step of the last checkpoint before a step, and where it is; 0 and None where there is none."""
+    return max((each for each in _checkpoints(folder) if each[0] < step), default=(0, None), key=itemgetter(0))
+
+
+def recorded_digests(folder: Path) -> dict[tuple[int, bool], int]:
+    """Return the digests of a run by step, and whether they are of weights."""
+    return {(each.step, each.weights): each.value for each in digest_file.read(folder / digest_file.DIGESTS)}
+
+
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    found = ((store.step_of(path), path) for path in (folder / store.FOLDER).glob("step-*"))
+    return [(step, path) for step, path in found if step]
 
 
 def _setup(opened: OpenedRun) -> Setup:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lockstep.core.precision import Precision
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
+from lockstep.errors import EXIT_DONE
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
 from lockstep.run import own_sums
@@ -38,7 +40,7 @@ from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped
-from lockstep.training.loop import Progress, Turn, turns
+from lockstep.training.loop import Batches, Progress, Turn, turns
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -276,8 +278,8 @@ class Run:
             return self._finish(placed)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
         try:
-            progress, save = self._rank.progress, partial(self._boundary, placed)
-            for each in turns(self._world, loader.training, loop_plan, progress, None, save, stop, self._rank.digests):
+            save, digests, batches = partial(self._boundary, placed), self._rank.digests, self._until_last(loader)
+            for each in turns(self._world, batches, loop_plan, self._rank.progress, None, save, stop, digests):
                 if isinstance(each, Turn):
                     yield self._begin(placed, each, min(plan.microbatches, each.step.samples))
                     self._end(placed, each)
@@ -288,7 +290,21 @@ class Run:
                     self._member.stop(each.reason, partial(self.close, None))
         finally:
             stop.release()
+        if self._member.last is not None:
+            self._end_replay()
         return self._finish(placed)
+
+    def _until_last(self, loader: Loader) -> Batches:
+        """Return what gives the steps: of a replay those until its last one."""
+        last = self._member.last
+        return loader.training if last is None else lambda first: islice(loader.training(first), last - first)
+
+    def _end_replay(self) -> NoReturn:
+        """End the script: what follows the last step of a replay is not wanted."""
+        if self._rank.digests is not None:
+            self._rank.digests.collect()
+        self.close()
+        raise SystemExit(EXIT_DONE)
 
     def _begin(self, placed: Placed, turn: Turn, leaves: int) -> Step:
         if turn.step.first == 0:

@@ -34,6 +34,7 @@ from lockstep.run.computing import computing_device
 from lockstep.run.handshake import placement_handshake
 from lockstep.run.own_settings import Settings
 from lockstep.run.rank import Rank
+from lockstep.run.replaying import replaying
 from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.run.stall_detection import stall_detector
@@ -48,7 +49,7 @@ _NO_FOLDER: Final = "none: the run keeps nothing"
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """What a rank has from `join` on. `checkpoint` is where the run goes on from."""
+    """What a rank has from `join` on. `checkpoint` is where the run resumes from."""
 
     settings: Settings
     rendezvous: Rendezvous
@@ -58,6 +59,7 @@ class Member:
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
+    last: int | None = None  # the step after which a replay ends
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> Member:
@@ -68,6 +70,9 @@ class Member:
             sys.excepthook = _report  # `register` replaces it, once there is a run
         settings = _read(read, info)
         placement, kept = settings.placement, settings.run
+        again = replaying()
+        if again is not None:
+            kept = again.settings(kept)
         if context is not None:
             rendezvous = context.rendezvous
             if context.folder is not None:
@@ -116,7 +121,9 @@ class Member:
                     sources = source | source_digests(own_paths(kept))
                     run_folder.record_environment(where, sources, [], {"backend": world.backend})
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
-        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded)
+        settings = settings.model_copy(update={"run": kept})
+        last = None if again is None else again.last
+        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, last)
 
     def register(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""

@@ -1,0 +1,58 @@
+"""Steps of a loop of the user's own, done again by its own script in a folder that is thrown away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lockstep.errors import UsageError
+from lockstep.replay.run import Replay, ReplayedStep, check_done, checkpoint_before, recorded_digests
+from lockstep.reporting.jsonl import EVENTS, read
+from lockstep.run import digest_file
+from lockstep.run.replaying import Replaying
+from lockstep.training.checkpoint import store
+
+
+def replay_script(folder: Path, first: int, last: int, command: Sequence[str]) -> Replay:
+    """Run the script again, from the checkpoint of its run before step `first` until `last` is done.
+
+    It sees a folder with that checkpoint in the place of the run's. UsageError where it fails, or does not come so far.
+    """
+    check_done(folder, last)
+    start, checkpoint = checkpoint_before(folder, first)
+    with TemporaryDirectory(prefix="lockstep-replay-") as place:
+        own = Path(place, "run")
+        (own / store.FOLDER).mkdir(parents=True)
+        if checkpoint is not None:
+            shutil.copytree(checkpoint, own / store.FOLDER / checkpoint.name, copy_function=_link)
+        done = subprocess.run(
+            command, env={**os.environ, **Replaying(own, last).variables}, capture_output=True, text=True, check=False
+        )
+        events = [*read(own / EVENTS)] if (own / EVENTS).exists() else []
+        if done.returncode or not any(event.get("step") == last for event in events):
+            end = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+            raise UsageError(f"{' '.join(command)}: ended with exit code {done.returncode} before step {last}:\n{end}")
+        found = {(each.step, each.weights): each.value for each in digest_file.read(own / digest_file.DIGESTS)}
+    recorded = recorded_digests(folder)
+    [began] = [event for event in events if event["event"] == "started"]
+    placed = f"{began['strategy']} on {began['processes']} process{'es' if began['processes'] > 1 else ''}"
+    replay = Replay(folder, start, placed)
+    for event in events:
+        number = event["step"]
+        if event["event"] == "step" and (number >= first or (number, False) in recorded):
+            digest = found.get((number, False), 0)
+            row = ReplayedStep(number, float(event["loss"]), event["lr"], digest, recorded.get((number, False)))
+            replay.steps.append(row)
+    return replay
+
+
+def _link(source: str, target: str) -> None:
+    """Let a file of a checkpoint, which nobody writes to, stand in both places, or copy it."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copyfile(source, target)

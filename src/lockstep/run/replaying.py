@@ -1,0 +1,35 @@
+"""What `lockstep replay` asks of a script, by the environment: to do steps again, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from lockstep.config.run import RunConfig
+
+VARIABLE: Final = "LOCKSTEP_REPLAY"
+
+
+class Replaying(NamedTuple):
+    """The folder that takes the place of the run's, with the checkpoint to begin from, and the step to end after."""
+
+    folder: Path
+    last: int
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of the environment that say so."""
+        return {VARIABLE: f"{self.last}:{self.folder}"}
+
+    def settings(self, run: RunConfig) -> RunConfig:
+        """Return what is kept instead of what the script says: each step and its digest, and nothing elsewhere."""
+        dir = run.dir and str(self.folder)
+        return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
+
+
+def replaying(env: Mapping[str, str] = os.environ) -> Replaying | None:
+    """Return what is asked for; None where the script just trains."""
+    last, _, folder = env.get(VARIABLE, "").partition(":")
+    return Replaying(Path(folder), int(last)) if folder else None
