@@ -85,11 +85,16 @@ class Work:
         return [self.batch(index, dummy) for index, dummy in data_rank.indices(self.microbatches)]
 
 
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
 def _vit(name: str) -> nn.Module:
     return cast(nn.Module, timm.create_model(name, img_size=32, patch_size=4, num_classes=10))
 
 
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
+    "MLP": _mlp,
     "ResNet-18": partial(torchvision.models.resnet18, num_classes=10),
     "ViT-Tiny": partial(_vit, "vit_tiny_patch16_224"),
     "ViT-Small": partial(_vit, "vit_small_patch16_224"),
