@@ -75,6 +75,7 @@ def test_sigterm_to_torchrun_saves(launch, run, finished):
     assert steps(command.folder / "run") == list(range(1, 24))
 
 
+@pytest.mark.extended("launchers/test_elastic.py trains under it, and kills an agent of torchrun, which its agent is")
 def test_torchs_other_launcher_leaves_no_process_when_it_is_killed(launch, port):
     """Its agent is torchrun's; that its ranks come to the same bits is shown by launchers/test_elastic.py."""
     hold("run", 3)
