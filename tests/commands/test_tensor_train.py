@@ -53,11 +53,3 @@ def test_it_is_evaluated_on_several_processes(run):
         next(line for line in each.out.splitlines() if line.startswith("evaluated")) for each in (trained, again)
     )
     assert evaluated.split("  ")[:3] == evaluated_again.split("  ")[:3]
-
-
-@pytest.mark.extended("tests/verification/test_own_loop.py verifies a model in chunks")
-def test_it_is_verified_on_several_processes(run):
-    verified = run("verify", *DIGITS, *NET, *ON_2)
-    assert (
-        "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed run" in verified.out
-    )
