@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -477,17 +477,6 @@ def byol(run):
 
 
 @alike
-def simsiam(run):
-    """A gradient that is stopped."""
-
-    def loss(model, x, _):
-        one, other = model(x), model(x + 0.1 * torch.randn_like(x))
-        return -F.cosine_similarity(one, other.detach()).sum()
-
-    trained(run, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), loss)
-
-
-@alike
 def info_nce(run):
     """SimCLR's loss within a micro-batch, which has its own negatives."""
 
@@ -511,16 +500,6 @@ def barlow_twins(run):
         return len(x) * ((on - 1).square().sum() + 0.005 * off.square().sum())
 
     trained(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)), loss)
-
-
-@alike
-def triplet(run):
-
-    def loss(model, x, _):
-        anchor, positive, negative = model(x), model(x + 0.1 * torch.randn_like(x)), model(x.flip(0))
-        return F.triplet_margin_loss(anchor, positive, negative, reduction="sum")
-
-    trained(run, nn.Linear(6, 4), loss)
 
 
 @alike
@@ -598,27 +577,6 @@ def cutmix(run):
 
 
 @alike
-def label_smoothing(run):
-    trained(run, net(), lambda model, x, y: summed(model(x), y, label_smoothing=0.1))
-
-
-@alike
-def class_weights(run):
-    weights = torch.tensor([0.2, 0.3, 0.5])
-    trained(run, net(), lambda model, x, y: summed(model(x), y, weight=weights))
-
-
-@alike
-def focal_loss(run):
-
-    def loss(model, x, y):
-        each = F.cross_entropy(model(x), y, reduction="none")
-        return ((1 - torch.exp(-each)) ** 2 * each).sum()
-
-    trained(run, net(), loss)
-
-
-@alike
 def r_drop(run):
     """Two forwards of a batch, with other masks of dropout."""
 
@@ -684,18 +642,6 @@ def dropout_scheduled(run):
         step.update()
 
 
-@alike
-def penalties(run):
-    """The entropy of the outputs, and noise in the inputs."""
-
-    def loss(model, x, y):
-        outputs = model(x + 0.05 * torch.randn_like(x))
-        entropy = -(outputs.softmax(1) * outputs.log_softmax(1)).sum()
-        return summed(outputs, y) - 0.1 * entropy
-
-    trained(run, net(), loss)
-
-
 @refused_in_rows("a backward that is not step.backward goes through the placed model, whose weights are in rows")
 def adversarial(run):
     """FGSM: the gradient with respect to the inputs, then the loss of what is moved along it."""
@@ -723,17 +669,6 @@ def vae(run):
         return F.mse_loss(found, x, reduction="sum") + kl
 
     trained(run, Vae(), loss)
-
-
-@alike
-def masked_autoencoder(run):
-
-    def loss(model, x, _):
-        mask = (torch.rand_like(x) < 0.5).float()
-        error = (model(x * (1 - mask)) - x).square().mean(-1, keepdim=True)
-        return (error * mask).sum()
-
-    trained(run, nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), loss)
 
 
 # Averages of the weights.
@@ -797,17 +732,6 @@ def swa(run):
         step.update(lr=1e-2 if step.epoch == 0 else 1e-3)
         if step.epoch:
             averaged.update_parameters(model)
-
-
-@refused_in_rows("a copy of the placed model, whose weights are in rows")
-def ema_by_swa_utils(run):
-    model, _ = placed(run)
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # <-
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        averaged.update_parameters(model)
 
 
 # Other ways to step.
