@@ -1,4 +1,4 @@
-"""Loops as people write them, tests/run/written_loops.py: alike on all placements, or refused on all, with a line."""
+"""Loops as people write them, of written_loops.py: alike on all placements, or refused on all, with a line."""
 
 import re
 from collections.abc import Sequence
