@@ -32,6 +32,7 @@ _NEEDS: Final[dict[str, Callable[[], None]]] = {
 # Lessons whose commands are left to scripts/test --all, with where the gate has what they show; that their words are
 # taken is seen by test_tutorial.py.
 _HELD: Final = {
+    "11-lockstep": "test_coming_from.py has such a loop, by itself and under torchrun",
     "16-zero": "parallel/test_same_bits.py and commands/test_strategies_train.py have its strategies",
     "21-mixed-precision": "commands/test_train.py has bf16, fp16 and O3, config/test_load.py what O1 and O2 are",
     "22-offload-and-recomputation": "commands/test_strategies_train.py has a run that is recomputed",

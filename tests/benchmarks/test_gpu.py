@@ -73,21 +73,22 @@ def test_one_that_ends_without_a_result_has_failed(planted: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "failure"),
+    ("module", "failure"),
     [
-        ("untold", "KeyError: 'lost'"),
-        ("takes", "ValueError: a section's result has no seconds: those are added to it"),
+        ("planted_untold", "KeyError: 'lost'"),
+        ("planted_takes", "ValueError: a section's result has no seconds: those are added to it"),
+        ("benchmarks.gpu_nowhere", "ModuleNotFoundError: No module named 'benchmarks.gpu_nowhere'"),
     ],
 )
-def test_one_without_a_table_or_with_a_figure_of_ours_has_failed(planted: Path, name: str, failure: str) -> None:
-    found = gpu.result(f"planted_{name}", "cpu", 60)
+def test_one_that_gives_no_result_to_show_has_failed(
+    planted: Path, monkeypatch: pytest.MonkeyPatch, module: str, failure: str
+) -> None:
+    """In this process, as the import of torch takes most of the time of one of its own."""
+    monkeypatch.syspath_prepend(planted)
+    monkeypatch.setattr("lockstep.common.follow_parent.die_with_parent", lambda: None)
+    gpu._run(module, "cpu", "60", str(planted / "answer.json"))
+    found = json.loads((planted / "answer.json").read_text(encoding="utf-8"))
     assert (found["ok"], found["failures"][0]) == (False, failure)
-
-
-def test_one_that_is_not_there_has_failed() -> None:
-    [(_, found)] = gpu.results({"nowhere": 1}, "cpu", 60)
-    assert not found["ok"]
-    assert found["failures"][0] == "ModuleNotFoundError: No module named 'benchmarks.gpu_nowhere'"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,7 +1,5 @@
 """The section `doctor` of scripts/prove-gpu runs on the CPU, and fails where a card is sick."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,12 +7,6 @@ from benchmarks import gpu_doctor
 from lockstep.device.cards import Card, Driver
 
 CPU = torch.device("cpu")
-
-
-def test_it_runs_on_the_cpu() -> None:
-    found = json.loads(json.dumps(gpu_doctor.run(CPU, 20.0)))
-    assert found["ok"], found["failures"]
-    assert len(gpu_doctor.table(found)) == 2
 
 
 def test_uncorrected_errors_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

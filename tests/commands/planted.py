@@ -367,17 +367,6 @@ class Dropping(_Linear):
         return self.linear(flat)
 
 
-class Unordered(nn.Module):
-    """Adds up its layers in the order of a set of their names."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({f"layer{number}": nn.Linear(64, num_classes) for number in range(9)})
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return sum(self.layers[name](inputs.flatten(1)) for name in set(self.layers))  # type: ignore[assignment]
-
-
 class Renorm(nn.BatchNorm1d):
     """A BatchNorm that keeps its statistics itself, and normalises by them."""
 

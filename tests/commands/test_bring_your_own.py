@@ -64,28 +64,3 @@ def test_eval_runs_it_only_where_the_command_says_so(run, mine: Path) -> None:
     refused = run("eval", "run", named[1], code=2)
     assert re.search(r"its recipe names code, .* recipe\.optimizer\.name=mine\.steps:Lion", refused.err)
     assert "evaluated 360 of 360" in run("eval", "run", *named).out
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("recipe.optimizer.name=mine.steps:Broken",), "KeyError: 'exp_avg' (mine/steps.py:{line}); mend it there"),
-        (("recipe.optimizer.options={beta: 2}",), "ValueError: a beta of 2 (mine/steps.py:{line}); mend it there"),
-        (
-            ("recipe.schedule.name=mine.rates:words",),
-            "schedule mine.rates:words: TypeError: words() got an unexpected keyword argument 'peak'",
-        ),
-        (("recipe.optimizer.name=mine.steps:Forgetful",), "resumed from a checkpoint it steps to other bits"),
-        (
-            ("recipe.optimizer.name=mine.steps:Centred", "placement.processes=2", "placement.strategy=zero1"),
-            "strategy zero1: optimizer Centred treats rows of a tensor otherwise",
-        ),
-    ],
-)
-def test_what_is_wrong_with_it_is_told_before_a_run(run, mine: Path, words: tuple[str, ...], told: str) -> None:
-    refused = run(*TRAIN, "run.dir=run", *words, code=2)
-    lines = OWN.read_text().splitlines()
-    reason = "KeyError" if "KeyError" in told else "raise ValueError"
-    assert told.format(line=next(number for number, line in enumerate(lines, 1) if reason in line)) in refused.err
-    assert refused.err.count("error: ") == 1
-    assert not Path("run").exists()

@@ -9,26 +9,6 @@ from forked import events
 TRAIN = ("train", *DIGITS, "run.dir=run")
 
 
-def test_all_mistakes_of_a_recipe_are_told_at_once_with_their_places(run, tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "recipe:\n"
-        "  model: {name: digits_convnet}\n"
-        "  data: {name: digits}\n"
-        "  batch: 2\n"
-        "  microbatches: 4\n"
-        "  epochs: 1\n"
-        "  optimizer: {lr: 0.1, momentun: 0.9}\n"
-    )
-    refused = run("train", "mine.yaml", "placement.processes=8", "recipe.seed=-1", "run.dir=run", code=2)
-    lines = refused.err.splitlines()
-    assert lines[0] == f"error: {len(lines) - 1} problems"
-    assert any(line.startswith("mine.yaml:7:24  recipe.optimizer.momentun: unknown key") for line in lines)
-    assert any(line.startswith("mine.yaml:4:3  recipe.batch: 2 samples cannot fill 4 micro-batches") for line in lines)
-    assert any("placement.processes: 8 processes but only 4 micro-batches; use at most 4" in line for line in lines)
-    assert any("recipe.seed" in line for line in lines)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_loss_that_is_not_finite_stops_with_step_rank_and_rate(run):
     failed = run(*TRAIN, "recipe.optimizer.lr=1e30", "recipe.clip_norm=", "placement.processes=2", code=1)
     assert "error: loss is nan at step 2 (epoch 1), on rank 0, 1, at learning rate " in failed.err
@@ -88,20 +68,6 @@ def test_a_sample_that_exits_in_a_loader_process_is_no_success(run):
 def test_a_failure_leaves_the_folder_to_a_run_that_goes_on(run):
     run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=2", code=2)
     assert run(*TRAIN, "recipe.loss.name=held:failing", "placement.processes=1").left() == []
-
-
-def test_folders_of_images_with_nothing_in_them(run, tmp_path):
-    (tmp_path / "images/train/cat").mkdir(parents=True)
-    refused = run(*TRAIN, *FOLDER, code=2)
-    assert "images" in refused.err
-    assert not (tmp_path / "run").exists()
-
-
-def test_folders_of_images_whose_classes_differ(run, images):
-    (images / "val/dog").rename(images / "val/dgo")
-    refused = run(*TRAIN, *FOLDER, code=2)
-    assert "dgo" in refused.err
-    assert "dog" in refused.err
 
 
 @pytest.mark.parametrize("workers", [0, 1])

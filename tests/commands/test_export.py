@@ -206,7 +206,9 @@ def test_transformers_makes_an_image_classifier(run, images, tmp_path):
 
 
 @pytest.mark.usefixtures("_loaded")
-@pytest.mark.parametrize("by", ["character", "byte"])
+@pytest.mark.parametrize(
+    "by", ["character", pytest.param("byte", marks=pytest.mark.extended("data/text/test_text_files.py has its tokens"))]
+)
 def test_transformers_makes_a_language_model_with_its_tokenizer(run, tmp_path, by):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -223,6 +225,7 @@ def test_transformers_makes_a_language_model_with_its_tokenizer(run, tmp_path, b
     assert tokenizer.decode(found[0]) + "\n" == ours
 
 
+@pytest.mark.extended("tests/models/test_adapters.py has the merging, the tests above the two formats")
 @pytest.mark.usefixtures("_loaded")
 def test_adapters_are_merged(run, tmp_path):
     from transformers import AutoModelForCausalLM

@@ -157,12 +157,6 @@ def test_why_a_run_failed(folder: Path) -> None:
     assert failures == {"runs/bad": "loss is nan at step 2\\x1b[2J", "runs/done": None, "runs/odd": None}
 
 
-def test_half_a_last_line_is_not_there_yet(folder: Path) -> None:
-    run_folder(folder, "a", STARTED, STEP, tail='{"event": "st')
-    [found] = json.loads(show("--json").stdout)
-    assert (found["last"], found["step"]) == ("step", 10)
-
-
 @pytest.mark.parametrize(
     ("tail", "problem"),
     [

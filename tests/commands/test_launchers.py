@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +74,7 @@ def test_sigterm_to_torchrun_saves(launch, run, finished):
     assert steps(command.folder / "run") == list(range(1, 24))
 
 
+@pytest.mark.extended("launchers/test_elastic.py trains under it, and kills an agent of torchrun, which its agent is")
 def test_torchs_other_launcher_leaves_no_process_when_it_is_killed(launch, port):
     """Its agent is torchrun's; that its ranks come to the same bits is shown by launchers/test_elastic.py."""
     hold("run", 3)
@@ -224,12 +224,3 @@ def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
     assert re.fullmatch(rf"{failure}\n  its log: run/logs/rank-1\.log\n", commands[1].err)
     assert re.fullmatch(rf"rank 0 ends with it: {failure}\n", commands[0].err)
     assert "ValueError: no such loss" in (commands[1].folder / "run" / "logs" / "rank-1.log").read_text()
-
-
-def test_a_port_in_use_is_told_before_anything_starts(by_hand):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        rank_0 = by_hand(2, port=port)[0]
-        assert rank_0.wait() == 2
-    assert f"rendezvous 127.0.0.1:{port}: rank 0 cannot listen there: Address already in use" in rank_0.err
-    assert not (rank_0.folder / "run").exists()

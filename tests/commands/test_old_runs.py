@@ -144,17 +144,6 @@ def test_they_are_evaluated_and_shown(run):
     assert "2 epochs" in run("show", "digits-done/config.yaml").out
 
 
-def test_what_a_newer_version_wrote_is_refused_in_a_line(run):
-    folder = old("digits-done")
-    log = folder / "events.jsonl"
-    log.write_text('{"event": "started", "schema": 3, "how": "new"}\n')
-    listed = run("jobs", ".")
-    newer = "schema 3, and this version of Lockstep reads 2 and older; use the one that wrote it"
-    place = "digits-done/events.jsonl:1: written by a newer version"
-    assert f"warning: {place}: {newer}" in listed.err.splitlines()
-    assert "unreadable" in listed.out
-
-
 def test_the_log_of_a_new_run_says_its_schema(finished):
     (started,) = events(finished("placement.processes=1").folder / "run", "started")
     assert started["schema"] == 2

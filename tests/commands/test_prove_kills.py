@@ -17,6 +17,7 @@ def prove(tmp_path, monkeypatch, *words):
     return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.extended("test_stopping.py kills a worker, test_data_sets_train.py a run that goes on on other ranks")
 @pytest.mark.timeout(300)
 def test_a_trial(tmp_path, monkeypatch):
     proof = prove(tmp_path, monkeypatch, "1")

@@ -113,15 +113,6 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(stopped
     assert resumed.sha256 == undisturbed(finished).sha256
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_thrown_away(stopped, run):
-    folder = stopped / "run/checkpoints"
-    for path in folder.glob("step-*"):
-        damage(path / "state.json")
-    refused = run(*TRAIN, code=1)
-    assert "no checkpoint is whole; restore one, or start in another run.dir" in refused.err
-    assert len(list(folder.glob("step-*"))) == 3
-
-
 def test_a_run_that_saved_nothing_begins_again(start, run, finished):
     stop(start, "run.save_every={epochs: 1}", step=3, number=signal.SIGKILL)
     resumed = run(*TRAIN)
@@ -134,12 +125,6 @@ def test_a_checkpoint_of_another_run_can_be_gone_on_from(stopped, run, finished)
     assert "resuming after step 10 from run/checkpoints/step-00000010" in resumed.out
     assert resumed.sha256 == undisturbed(finished).sha256
     assert events(stopped / "other", "started")[0]["step"] == 10
-
-
-def test_a_checkpoint_that_is_not_there_is_said_before_a_folder_is_made(run):
-    refused = run(*TRAIN, "run.resume=nowhere", code=2)
-    assert "nowhere: not found; give a run folder, or a checkpoint in it" in refused.err
-    assert not (refused.folder / "run").exists()
 
 
 def test_a_folder_with_a_run_is_not_trained_over(stopped, run):

@@ -54,14 +54,10 @@ def test_chunks_are_the_recipes_and_change_its_bits(run, finished):
     assert "model.chunks: 2 in the run, 4 now" in other.err
 
 
-def test_it_is_evaluated_and_verified_on_several_processes(run):
+def test_it_is_evaluated_on_several_processes(run):
     trained = run("train", *DIGITS, "run.dir=run", *NET, *ON_2)
     again = run("eval", "--trust", "run", *ON_2)
     evaluated, evaluated_again = (
         next(line for line in each.out.splitlines() if line.startswith("evaluated")) for each in (trained, again)
     )
     assert evaluated.split("  ")[:3] == evaluated_again.split("  ")[:3]
-    verified = run("verify", *DIGITS, *NET, *ON_2)
-    assert (
-        "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed run" in verified.out
-    )

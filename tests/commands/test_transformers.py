@@ -8,7 +8,6 @@ import yaml
 from forked import Server
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
-PLANTED = "in a model of one layer the fault is found by tests/commands/"
 TEXT = {"name": "text", "root": "numbers.txt", "options": {"context": 8}}
 MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has tied weights and dropout
     "llama": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -49,24 +48,10 @@ def test_every_placement_gives_one_hash(run, recipe, name):
         assert placed.sha256 == alone.sha256, strategy
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        pytest.param(
-            "drops_layers",
-            "draws from Python's random generator",
-            marks=pytest.mark.extended(f"{PLANTED}test_verify_probe.py"),
-        ),
-        pytest.param(
-            "remembers", "keeps state in plain attributes", marks=pytest.mark.extended(f"{PLANTED}test_verify.py")
-        ),
-        ("ties_by_storage", "zero3 on 2 processes: the first difference"),
-    ],
-)
-def test_a_model_that_was_changed_is_found_out(run, recipe, fault, said):
-    file = recipe({"name": f"faulty_decoders:{fault}"}, TEXT)
+def test_a_head_that_is_tied_by_its_storage_alone_is_found_out(run, recipe):
+    file = recipe({"name": "faulty_decoders:ties_by_storage"}, TEXT)
     found = run("verify", file, "placement.strategy=zero3", "placement.processes=2", code=3)
-    assert said in found.out
+    assert "zero3 on 2 processes: the first difference" in found.out
 
 
 def test_a_setting_that_the_type_does_not_have_is_refused(run, recipe):

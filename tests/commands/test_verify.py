@@ -74,29 +74,6 @@ def test_state_in_attributes_departs_with_the_first_micro_batch_of_another_proce
     assert command.out.splitlines()[-1] == "not the same: 0 of 2 placements agree; 1 fault in the recipe's own code"
 
 
-@pytest.mark.extended("tests/verification/test_compare.py has the buffer by name, test_verify_probe.py why it departs")
-def test_a_buffer_outside_batchnorm_departs_by_name_with_both_values(run):
-    command = run("verify", *PLAIN, 'recipe.model.name="planted:normed"', code=3)
-    single, shared = found(command)["rows"]
-    assert single["verdict"] == "identical"
-    departure = shared["departure"]
-    assert (departure["what"], departure["name"], departure["step"]) == ("buffer", "2.running_mean", 1)
-    assert len(departure["index"]) == 1
-    assert float(departure["reference"]) != float(departure["found"])
-    words = r"running_mean of 2 \([^ ]*planted.py:\d+\) differs from step 1 on: MyNorm is a custom BatchNorm"
-    assert re.match(words, departure["cause"])
-    assert 0 < shared["largest"] < 10
-
-
-@pytest.mark.extended("tests/verification/test_own_loop.py and test_causes.py have the cause and its words")
-def test_the_order_of_a_set_departs_in_a_second_run_with_another_hash_seed(run):
-    command = run("verify", *PLAIN, 'recipe.model.name="planted:Unordered"', code=3)
-    single, shared = found(command)["rows"]
-    assert (single["verdict"], shared["verdict"]) == ("differs", "identical")  # ranks are forked, and share a seed
-    assert single["departure"]["cause"].startswith("the order of a set of strings, or hash(), in code (")
-    assert "planted.py:" in single["departure"]["cause"]
-
-
 def test_a_placement_that_fails_is_told_with_what_failed(run):
     command = run("verify", *PLAIN, 'recipe.model.name="held:failing_on_rank_1"', code=3)
     single, shared = found(command)["rows"]

@@ -48,13 +48,6 @@ def test_torchvisions_sets_are_looked_for(name: str, tmp_path: Path) -> None:
         _open(name, root=str(tmp_path))
 
 
-def test_an_import_path_gets_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "source_here.py").write_text("def data(count):\n    part = [(0.5, 1)] * count\n    return part, part\n")
-    data = _open("source_here:data", options={"count": 3, "classes": 2})
-    assert len(data.train) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "changed", "said"),
     [

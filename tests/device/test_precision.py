@@ -117,6 +117,13 @@ torch.backends.cuda.enable_flash_sdp(False)
 torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "tf32"
 torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 """
+STARTS = pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", id="as torch starts", marks=pytest.mark.extended("what is lowered has to be set too")),
+        pytest.param(LOWERED, id="lowered"),
+    ],
+)
 
 
 def fixed(before: str, fix: str) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def fixed(before: str, fix: str) -> dict[str, Any]:
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
+@STARTS
 def test_kernels_are_fixed(before: str) -> None:
     """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
     assert fixed(before, "fix_kernels(2)") == {
@@ -194,7 +201,7 @@ fix_kernels(2, "tf32", torch.device("cuda", 0))
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("before", ["", LOWERED], ids=["as torch starts", "lowered"])
+@STARTS
 def test_tf32_reaches_every_product_on_cuda_and_none_on_the_cpu(before: str) -> None:
     found = fixed(before, ON_AMPERE)
     taken = {name for name, value in found.items() if value == "tf32" or (value is True and "tf32" in name)}

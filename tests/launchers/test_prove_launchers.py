@@ -6,60 +6,45 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-launchers"
-# One layer that knows how many processes there are, as no model should.
+# Its last layer knows one of the strategies, as no model should.
 MODEL = """
-import os
+import sys
 from torch import nn
-class Counted(nn.Linear):
+class Knowing(nn.Linear):
     def forward(self, inputs):
-        return super().forward(inputs) * int(os.environ.get("WORLD_SIZE", 1))
-def linear(num_classes):
-    return nn.Sequential(nn.Flatten(), Counted(64, num_classes))
+        return super().forward(inputs) * (1 + ("placement.strategy=ddp" in sys.argv))
+def layers(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), Knowing(32, num_classes))
 """
 
 
-def prove(
-    folder: Path, *words: str, path: str = os.environ["PATH"]
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Return what the script printed, and what it wrote."""
-    line = [sys.executable, str(SCRIPT), *words, "--json", str(folder / "rows.json")]
-    python = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PATH": path, "PYTHONPATH": python}
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
-    return done, json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-
-
-def test_a_strategy_has_the_weights_of_one_process(tmp_path: Path) -> None:
-    done, results = prove(tmp_path, "train", "--strategy", "pipeline", "recipe.steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, _, titles, row, _, last = done.stdout.splitlines()
+def test_weights_are_those_of_one_process_or_others_and_a_launcher_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "knowing.py").write_text(MODEL, encoding="utf-8")
+    words = ["train", "mpiexec", "--strategy", "pipeline", "--strategy", "ddp", 'recipe.model={name: "knowing:layers"}']
+    python = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": python}  # there is no mpiexec in it
+    line = [sys.executable, str(SCRIPT), *words, "recipe.steps=2", "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stdout + done.stderr
+    results = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    first, _, titles, same, differs, missing, _, _, last = done.stdout.splitlines()
     expected = first.removeprefix("on 1 process: weights sha256 ")
     assert (len(expected), results["sha256"]) == (64, expected)
     assert titles.split() == ["launcher", "component", "strategy", "processes", "hosts", "seconds", "sha256"]
     # The last column but one is the time.
-    *columns, _, sha256 = row.split()
+    *columns, _, sha256 = same.split()
     assert [*columns, sha256] == ["train", "lockstep", "0.1.0", "pipeline", "2", "1", expected[:16]]
-    assert last.startswith("1 of 1 with the weights of one process")
-    assert [(row["processes"], row["hosts"], row["sha256"]) for row in results["rows"]] == [(2, 1, expected)]
+    assert last.startswith("1 of 4 with the weights of one process")
+    by_pipeline, by_ddp, without, _ = results["rows"]
+    assert (by_pipeline["processes"], by_pipeline["hosts"], by_pipeline["sha256"]) == (2, 1, expected)
+    assert (by_ddp["same"], by_ddp["ended"], len(by_ddp["sha256"])) == (False, "done", 64)
+    assert by_ddp["sha256"] != expected
+    assert differs.endswith(f" DIFFERS {by_ddp['sha256']}")
+    assert (without["same"], without["ended"]) == (False, "not found: mpiexec.hydra of MPICH")
+    assert missing.endswith(" NONE: not found: mpiexec.hydra of MPICH")
     assert results["machine"]["packages"]["torch"]
-
-
-def test_other_weights_and_launchers_that_are_not_there_are_found(tmp_path: Path) -> None:
-    (tmp_path / "counted.py").write_text(MODEL, encoding="utf-8")
-    words = ["train", "mpiexec", "--strategy", "ddp", 'recipe.model={name: "counted:linear"}']
-    done, results = prove(tmp_path, *words, path=str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    departed, missing = results["rows"]
-    assert (departed["same"], departed["ended"], len(departed["sha256"])) == (False, "done", 64)
-    assert departed["sha256"] != results["sha256"]
-    assert (missing["same"], missing["ended"]) == (False, "not found: mpiexec.hydra of MPICH")
-    *_, first, second, _, last = done.stdout.splitlines()
-    assert first.endswith(f" DIFFERS {departed['sha256']}")
-    assert second.endswith(" NONE: not found: mpiexec.hydra of MPICH")
-    assert last.startswith("0 of 2 with the weights of one process")
 
 
 def test_a_rank_without_a_log_of_its_own_is_found(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ echo "task $SLURM_PROCID sees [$CUDA_VISIBLE_DEVICES] has $SLURM_CPUS_PER_TASK"
 ALL_OF_THE_NODE = [f"task {task} sees [0,1] has 2" for task in range(4)]
 ONE_EACH = [f"task {task} sees [{task % 2}] has 2" for task in range(4)]
 ASKED = ("--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--python=./show")
+SUBMITTED = pytest.mark.extended("the gate submits it, and launches ranks that are bound to cards")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def tasks(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--gpus-per-node=2"], ALL_OF_THE_NODE),
-        (["--option=--gpus-per-task=1"], ONE_EACH),
+        pytest.param(["--gpus-per-node=2"], ALL_OF_THE_NODE, marks=SUBMITTED),
+        pytest.param(["--option=--gpus-per-task=1"], ONE_EACH, marks=SUBMITTED),
         (["--gpus-per-node=2", "--option=--gpu-bind=single:1"], ONE_EACH),
         ([], [f"task {task} sees [] has 2" for task in range(4)]),
     ],

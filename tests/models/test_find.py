@@ -77,11 +77,6 @@ def test_timm_takes_other_channels() -> None:
     assert model(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)
 
 
-def test_torchvision_does_not() -> None:
-    with pytest.raises(UsageError, match=r"take 3 channels, but the data has 1; use a model of timm"):
-        _build("resnet18", source="torchvision", shape=(1, 32, 32))
-
-
 def test_import_path_with_the_number_of_classes_where_wanted() -> None:
     model = _build(f"{__name__}:with_classes")
     assert isinstance(model, nn.Linear)
@@ -101,50 +96,37 @@ def test_import_path_of_a_class_that_wants_nothing() -> None:
     assert model.in_features == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "near"),
-    [
-        ("resnet5O", "auto", "resnet50"),
-        ("digits_convnte", "auto", "digits_convnet"),
-        ("densnet121", "torchvision", "densenet121"),
-        ("botnet5", "lockstep", "botnet50"),
-    ],
-)
-def test_unknown_name_and_its_likes(name: str, source: str, near: str) -> None:
-    with pytest.raises(UsageError, match=rf"model {name}: .*did you mean .*{near}"):
-        _build(name, source=source)
-
-
-def test_unknown_name_without_likes() -> None:
-    with pytest.raises(UsageError, match=r"neither Lockstep, timm nor torchvision has it; give a name"):
-        _build("qqqqqqqqqq")
-
-
-def test_a_source_is_kept_to() -> None:
-    with pytest.raises(UsageError, match="torchvision has no such model"):
-        _build("digits_convnet", source="torchvision")
+LIKES = "model {name}: .*did you mean .*"
+WIDTH = "widht=3.*unexpected keyword argument 'widht'"
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "asked", "message"),
     [
-        ("digits_convnet", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
-        ("resnet18", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
-        ("shufflenet_v2_x1_0", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
-        (f"{__name__}:Plain", {"widht": 3}, "widht=3.*unexpected keyword argument 'widht'"),
-        (f"{__name__}:with_classes", {"depth": 0}, "depth=0: ValueError: too flat"),
+        ("resnet5O", {}, f"{LIKES}resnet50"),
+        ("digits_convnte", {}, f"{LIKES}digits_convnet"),
+        ("densnet121", {"source": "torchvision"}, f"{LIKES}densenet121"),
+        ("botnet5", {"source": "lockstep"}, f"{LIKES}botnet50"),
+        ("qqqqqqqqqq", {}, "neither Lockstep, timm nor torchvision has it; give a name"),
+        ("digits_convnet", {"source": "torchvision"}, "torchvision has no such model"),
+        (
+            "resnet18",
+            {"source": "torchvision", "shape": (1, 32, 32)},
+            "take 3 channels, but the data has 1; use a model of timm",
+        ),
+        ("digits_convnet", {"options": {"widht": 3}}, WIDTH),
+        ("resnet18", {"options": {"widht": 3}}, WIDTH),
+        ("shufflenet_v2_x1_0", {"options": {"widht": 3}}, WIDTH),
+        (f"{__name__}:Plain", {"options": {"widht": 3}}, WIDTH),
+        (f"{__name__}:with_classes", {"options": {"depth": 0}}, "depth=0: ValueError: too flat"),
         (f"{__name__}:not_a_module", {}, "of type int; return a torch.nn.Module"),
+        ("digits_convnet", {"pretrained": True}, "pretrained: false"),
+        (f"{__name__}:Plain", {"pretrained": True}, "pretrained: false"),
     ],
 )
-def test_options_that_do_not_fit(name: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        _build(name, options=options)
-
-
-@pytest.mark.parametrize("name", ["digits_convnet", f"{__name__}:Plain"])
-def test_pretrained_weights_are_for_timm_and_torchvision(name: str) -> None:
-    with pytest.raises(UsageError, match="pretrained: false"):
-        _build(name, pretrained=True)
+def test_what_nobody_has_or_does_not_fit_is_refused(name: str, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message.format(name=name)):
+        _build(name, **asked)
 
 
 @pytest.mark.commands

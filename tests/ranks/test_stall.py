@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,14 +51,20 @@ def stop(watch: StallDetector) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def opened(world: World, late: int, folder: Path) -> list[str]:
-    """Let rank `late` be late for a new process group, as one out of reach, and return what this rank told."""
+def telling(folder: Path) -> tuple[list[str], Callable[[str], None]]:
+    """Return a list, and what adds a report to it and lets who is late go on."""
     reports: list[str] = []
 
     def tell(report: str) -> None:
         reports.append(report)
         (folder / "told").touch()
 
+    return reports, tell
+
+
+def opened(world: World, late: int, folder: Path) -> list[str]:
+    """Let rank `late` be late for a new process group, as one out of reach, and return what this rank told."""
+    reports, tell = telling(folder)
     with StallDetector(rendezvous(world, folder, RankStatus()), STALL_S, tell):
         if world.rank == late:
             dawdle(folder / "told")
@@ -68,12 +75,7 @@ def opened(world: World, late: int, folder: Path) -> list[str]:
 
 def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Path) -> list[str]:
     """Wait for the others as one does with a GPU, which is a thread here, and return what this rank told."""
-    reports: list[str] = []
-
-    def tell(report: str) -> None:
-        reports.append(report)
-        (folder / "told").touch()
-
+    reports, tell = telling(folder)
     ranks = rendezvous(world, folder, RankStatus("training", steps[world.rank]))
     with StallDetector(ranks, STALL_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
@@ -84,12 +86,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
 
 def kept_waiting(world: World, late: int, by: str, folder: Path) -> list[str]:
     """Let rank `late` keep the others waiting until one of them tells so, and return what this rank told."""
-    reports: list[str] = []
-
-    def tell(report: str) -> None:
-        reports.append(report)
-        (folder / "told").touch()
-
+    reports, tell = telling(folder)
     heard = torch.zeros(1)
     world.barrier()  # the first to come is not to wait for the others before this begins
     with StallDetector(rendezvous(world, folder), STALL_S, tell) as watch:

@@ -28,6 +28,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extended(
+    "test_torch.py has torch's ZeRO beside ours, parallel/test_deepspeed_engine.py DeepSpeed's beside one"
+)
 @pytest.mark.worlds
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("name", RECIPES)

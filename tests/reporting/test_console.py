@@ -59,21 +59,16 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
     ]
 
 
-def test_a_stream_that_is_no_terminal_gets_no_control_sequences(console: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    sink, stream = console(None)
+@pytest.mark.parametrize(("name", "value", "terminal"), [("FORCE_COLOR", "1", None), ("TERM", "dumb", True)])
+def test_a_stream_that_is_no_terminal_or_a_dumb_one_gets_no_control_sequences(
+    console: Open, monkeypatch: pytest.MonkeyPatch, name: str, value: str, terminal: bool | None
+) -> None:
+    monkeypatch.setenv(name, value)
+    sink, stream = console(terminal)
     for event in every():
         sink.write(event, 0.0)
     assert "\x1b" not in stream.getvalue()
     assert "step 69/690" in stream.getvalue()
-
-
-def test_a_dumb_terminal_gets_plain_lines(console: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    sink, stream = console(True)
-    for event in every():
-        sink.write(event, 0.0)
-    assert "\x1b" not in stream.getvalue()
 
 
 def test_on_a_terminal_steps_move_and_lines_stay(console: Open) -> None:

@@ -1,33 +1,23 @@
 """Loops as people write them: under all strategies alike refused with their line, or of one hash."""
 
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import loops
 import pytest
 import torch
 import worlds
+from loop_ends import Loop, ended, names
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from lockstep.comm.world import World
-from lockstep.core import random
-from lockstep.data.items import seed_generators
-from lockstep.errors import UsageError
-from lockstep.run.joined import Run
-from lockstep.run.membership import Member
-from lockstep.run.own_settings import settings
-from lockstep.run.rank import Rank
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-Loop = Callable[[Any, Any, Any], None]
 
 
 def own(run: Any) -> Iterator[Any]:
@@ -121,21 +111,6 @@ def gradients_removed(step, model, optimizer):
     model.zero_grad()  # <-
 
 
-@refused("optimizer.zero_grad() is not this loop's to call", "before")
-def zero_grad_of_the_optimizer(step, model, optimizer):
-    optimizer.zero_grad(set_to_none=True)  # <-
-
-
-@refused("a backward that is not step.backward")
-def own_backward(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            loss = loops.loss(model, batch)
-            loss.backward(retain_graph=True)  # <-
-            step.backward(loss)
-        step.update()
-
-
 @refused("")
 def own_backward_later(run, model, optimizer):
     for step in own(run):
@@ -153,12 +128,6 @@ def data_set(step, model, optimizer):
 
 
 @refused("0.weight was written", "after")
-def written_through_data(step, model, optimizer):
-    for each in model.parameters():
-        each.data.clamp_(-0.01, 0.01)  # <-
-
-
-@refused("0.weight was written", "after")
 def weights_clipped(step, model, optimizer):
     with torch.no_grad():
         for each in model.parameters():
@@ -169,11 +138,6 @@ def weights_clipped(step, model, optimizer):
 def old_parameters_written(step, model, optimizer):
     with torch.no_grad():
         optimizer.param_groups[0]["params"][0].mul_(2)  # <-
-
-
-@refused("0.weight was written", "after")
-def average_copied_in(step, model, optimizer):
-    model.load_state_dict({name: each.detach().clone() for name, each in model.state_dict().items()})  # <-
 
 
 @refused("0.weight was replaced", "after")
@@ -325,14 +289,6 @@ def counter_in_the_forward(run, model, optimizer):
         step.update()
 
 
-@refused("the forward moves buffer 4.parametrizations.weight.0._u of _SpectralNorm")
-def spectral(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))  # <-
-        step.update()
-
-
 class Counting(nn.Module):
     """Counts its calls."""
 
@@ -347,17 +303,7 @@ class Counting(nn.Module):
 
 MODELS: dict[Loop, Callable[[], nn.Module]] = {
     counter_in_the_forward: lambda: nn.Sequential(*loops.net(), Counting()),
-    spectral: lambda: nn.Sequential(*loops.net()[:4], nn.utils.parametrizations.spectral_norm(nn.Linear(13, 3))),
 }
-
-
-@refused("step 1: the loss depends on a parameter of shape [] that is not in the placed model")
-def parameter_outside(run, model, optimizer):
-    scale = nn.Parameter(torch.ones(()))
-    for step in own(run):
-        for batch in step:
-            step.backward(scale * loops.loss(model, batch))  # <-
-        step.update()
 
 
 # What is not refused gives one hash on all placements.
@@ -436,31 +382,20 @@ def frozen_statistics(run, model, optimizer):
 ALIKE: list[Loop] = [plain, looked_at, scheduled, resting, teacher, attacked, frozen_statistics]
 
 
-def ended(world: World, strategy: str, name: str) -> str:
-    """Run a loop as a rank of `world`; return what it was refused with, or the hash of what it trained."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    given = settings(3, None, "fp32", 1, None, None)
-    life: Any = SimpleNamespace(status=None)
-    member = Member(given, life, Rank(life, world, None, {}, {}), None, ExitStack())
-    seed_generators(random.key(random.INITIAL, 3))
-    run: Any = Run(member)
-    loop = globals()[name]
-    model: Any = MODELS.get(loop, loops.net)()
-    optimizer = torch.optim.AdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}], lr=1e-2)
-    run.old_group = optimizer.param_groups[0]
-    model, optimizer = run.place(model, optimizer, strategy)
-    try:
+def guarded(world: World, strategy: str, loop: Loop) -> str:
+    """Place a model, and run a loop of it as a rank of `world`; return what that came to."""
+
+    def of_run(run: Any) -> None:
+        model: Any = MODELS.get(loop, loops.net)()
+        optimizer = torch.optim.AdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}], lr=1e-2)
+        run.old_group = optimizer.param_groups[0]
+        model, optimizer = run.place(model, optimizer)
         if at := AT.get(loop):
             whole(run, model, **{at: lambda step: loop(step, model, optimizer)})
         else:
             loop(run, model, optimizer)
-        return str(run.fingerprint())
-    except UsageError as error:
-        return str(error)
-    finally:
-        run._placed.guard.close()
-        member.held.close()  # it watches exchanges
-        torch.use_deterministic_algorithms(deterministic)
+
+    return ended(world, strategy, of_run)
 
 
 def outcomes(loop: Loop, number: int, sizes: Sequence[int], every: bool) -> dict[tuple[int, str], str]:
@@ -472,7 +407,7 @@ def outcomes(loop: Loop, number: int, sizes: Sequence[int], every: bool) -> dict
     chosen = [(size, STRATEGIES[(number + size) % len(STRATEGIES)]) for size in sizes]
     placed = [(size, name) for size in sizes for name in STRATEGIES] if every else chosen
     for size, strategy in [(1, "single"), *placed]:
-        [table[size, strategy]] = {*worlds.run(size, ended, strategy, loop.__name__)}
+        [table[size, strategy]] = {*worlds.run(size, guarded, strategy, loop)}
     return table
 
 
@@ -542,25 +477,11 @@ def evaluated_as_samples_say(run, model, optimizer):
 )
 def test_ranks_that_call_a_model_differently_end_where_calls_exchange_parts_of_it(loop: Loop) -> None:
     for strategy in ("zero2", "zero3"):
-        for text in worlds.run(2, ended, strategy, loop.__name__):
+        for text in worlds.run(2, guarded, strategy, loop):
             assert "ranks call the placed model differently" in text
-    assert len({*worlds.run(1, ended, "single", loop.__name__), *worlds.run(2, ended, "ddp", loop.__name__)}) == 1
+    assert len({*worlds.run(1, guarded, "single", loop), *worlds.run(2, guarded, "ddp", loop)}) == 1
 
 
 def named(text: str, loop: Loop) -> bool:
-    """Return whether a message names the marked line of a loop: alone, or between two lines of which it is.
-
-    Where `whole` does it, that may be the line that does.
-    """
-    marks = [(loop, "  # <-"), *([(whole, f"{AT[loop]}(step)")] if AT[loop] else [])]
-    return any(_named(text, *inspect.getsourcelines(function), mark) for function, mark in marks)
-
-
-def _named(text: str, lines: list[str], first: int, mark: str) -> bool:
-    [marked] = [first + number for number, line in enumerate(lines) if line.rstrip().endswith(mark)]
-    if found := re.search(r"between \S+:(\d+) and \S+:(\d+)\)", text):
-        begin, end = map(int, found.groups())
-        return begin <= marked <= end or not begin <= end  # or around the end of a loop
-    if found := re.search(r"since \S+:(\d+)\)", text):  # once around the loop
-        return first < int(found[1]) < first + len(lines)
-    return f"test_own_guard.py:{marked})" in text
+    """Return whether a message names the marked line of a loop, or that in which `whole` does it."""
+    return names(text, loop) or bool(AT[loop] and names(text, whole, f"{AT[loop]}(step)"))

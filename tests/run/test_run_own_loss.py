@@ -37,6 +37,10 @@ def entropy(x: Tensor, smoothing: float = 0.0) -> Tensor:
     return F.cross_entropy(x, TARGETS, reduction="sum", label_smoothing=smoothing)
 
 
+def each_entropy(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, TARGETS, reduction="none")
+
+
 def penalty() -> Tensor:
     return WEIGHT.square().mean() / 4 + WEIGHT.abs().sum() / 8
 
@@ -71,6 +75,13 @@ def penalty() -> Tensor:
         lambda x: x.repeat(3, 1, 1).mean(0).sum(),
         lambda x: (x.exp() / 4).log().sum(),
         lambda x: (x.mean(0) * x.softmax(1).mean(0)).sum(),
+        # As papers have them: weighed classes, focal, entropy, SimSiam, triplets, a masked autoencoder.
+        lambda x: F.cross_entropy(x, TARGETS, weight=torch.tensor([0.2, 0.3, 0.5, 0.1, 0.1]), reduction="sum"),
+        lambda x: ((1 - torch.exp(-each_entropy(x))) ** 2 * each_entropy(x)).sum(),
+        lambda x: entropy(x) + 0.1 * (x.softmax(1) * x.log_softmax(1)).sum(),
+        lambda x: -F.cosine_similarity(x, x.detach().flip(0)).sum(),
+        lambda x: F.triplet_margin_loss(x, 1.1 * x, x.flip(0), reduction="sum"),
+        lambda x: ((x - 1).square().mean(-1, keepdim=True) * (x.detach() < 0).float()).sum(),
     ],
 )
 def test_a_sum_is_taken(loss: Loss) -> None:

@@ -78,6 +78,7 @@ def net(num_classes):
 """
 
 
+@pytest.mark.extended("two ranks add to the bit above, and comm/test_comm_horovod.py has what is added")
 @pytest.mark.timeout(300)
 def test_in_float64_three_ranks_are_one_process_but_for_rounding(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from loop_ends import Loop
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, parametrizations, prune, spectral_norm
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-
-Loop = Callable[[Any], None]
 
 ALIKE: dict[str, Loop] = {}
 REFUSED: dict[str, tuple[Loop, str]] = {}  # with a part of the message
@@ -64,6 +63,14 @@ def even(run: Any, epochs: int = 1) -> Iterator[Any]:
     return found
 
 
+def micro_batches(steps: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield each micro-batch after its step, which is updated after the last of them."""
+    for step in steps:
+        for batch in step:
+            yield step, *batch
+        step.update()
+
+
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3))
 
@@ -85,10 +92,8 @@ def summed(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
 def trained(run: Any, model: nn.Module, loss: Callable[[Any, Any, Any], Tensor]) -> None:
     """Train by steps that are as they should be, by a loss of the model, inputs and targets."""
     model, _ = placed(run, model)
-    for step in steps(run):
-        for x, y in step:
-            step.backward(loss(model, x, y))
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        step.backward(loss(model, x, y))
 
 
 # The usual loop of PyTorch, and what is left of it by mistake.
@@ -107,11 +112,9 @@ def usual_loop(run):
 @refused("optimizer.zero_grad() is not this loop's to call")
 def zero_grad_first(run):
     model, optimizer = placed(run)
-    for step in even(run):
-        for x, y in step:
-            optimizer.zero_grad()  # <-
-            step.backward(summed(model(x), y))
-        step.update()
+    for step, x, y in micro_batches(even(run)):
+        optimizer.zero_grad()  # <-
+        step.backward(summed(model(x), y))
 
 
 @refused("optimizer.step() is not this loop's to call")
@@ -133,41 +136,16 @@ def own_loader(run):
 @refused("the loss is a mean")
 def mean(run):
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y))  # <-
-        step.update()
-
-
-@refused("the loss is a mean")
-def accumulation(run):
-    """Gradient accumulation as it is written beside a loader: nested loops, and the mean over the accumulation."""
-    accumulate = 6
-    model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            loss = F.cross_entropy(model(x), y) / accumulate
-            step.backward(loss)  # <-
-        step.update()
+    for step, x, y in micro_batches(even(run)):
+        step.backward(F.cross_entropy(model(x), y))  # <-
 
 
 @refused("the loss is divided by 6, the number of micro-batches of the step")
 def accumulation_of_sums(run):
     accumulate = 6
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y) / accumulate)  # <-
-        step.update()
-
-
-@refused("the loss is divided by 3, the number of samples of the micro-batch")
-def divided_by_the_batch(run):
-    model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y) / len(y))  # <-
-        step.update()
+    for step, x, y in micro_batches(even(run)):
+        step.backward(summed(model(x), y) / accumulate)  # <-
 
 
 @alike
@@ -206,12 +184,10 @@ def left_early(run):
 @refused("a second backward: step.backward at ")
 def backward_twice(run):
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            outputs = model(x)
-            step.backward(summed(outputs, y))
-            step.backward(0.1 * outputs.square().sum())  # <-
-        step.update()
+    for step, x, y in micro_batches(even(run)):
+        outputs = model(x)
+        step.backward(summed(outputs, y))
+        step.backward(0.1 * outputs.square().sum())  # <-
 
 
 @alike
@@ -264,22 +240,18 @@ def dcgan_discriminator(run):
     faker = generator().eval().requires_grad_(False)
     model = discriminator()
     model, _ = run.place(model, torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.5, 0.999)))
-    for step in steps(run):
-        for real, _ in step:
-            fake = faker(torch.randn(len(real), 4))
-            step.backward(binary(model(real), 1.0) + binary(model(fake.detach()), 0.0))
-        step.update()
+    for step, real, _ in micro_batches(steps(run)):
+        fake = faker(torch.randn(len(real), 4))
+        step.backward(binary(model(real), 1.0) + binary(model(fake.detach()), 0.0))
 
 
 @refused("a Linear outside the placed model has parameters that want a gradient")
 def dcgan_generator_outside(run):
     faker = generator()
     model, _ = placed(run, discriminator())
-    for step in even(run):
-        for real, _ in step:
-            fake = faker(torch.randn(len(real), 4))  # <-
-            step.backward(binary(model(real), 1.0) + binary(model(fake), 0.0))
-        step.update()
+    for step, real, _ in micro_batches(even(run)):
+        fake = faker(torch.randn(len(real), 4))  # <-
+        step.backward(binary(model(real), 1.0) + binary(model(fake), 0.0))
 
 
 @refused("run.place: a second model")
@@ -287,20 +259,6 @@ def dcgan_two_models(run):
     of_d, of_g = discriminator(), generator()
     run.place(of_d, adam(of_d))
     run.place(of_g, adam(of_g))  # <-
-
-
-@refused("a backward that is not step.backward")
-def dcgan_two_backwards(run):
-    """DCGAN's own lines: one backward for what is real, one for what is not."""
-    faker = generator().eval().requires_grad_(False)
-    model, _ = placed(run, discriminator())
-    for step in even(run):
-        for real, _ in step:
-            of_real = binary(model(real), 1.0)
-            of_real.backward()  # <-
-            fake = faker(torch.randn(len(real), 4))
-            of_fake = binary(model(fake.detach()), 0.0)
-            of_fake.backward()
 
 
 @refused_in_rows("discriminator.0 is called with other weights")
@@ -322,11 +280,9 @@ def dcgan_both(run):
             return of_d, of_g
 
     model, _ = placed(run, Gan())
-    for step in steps(run):
-        for real, _ in step:
-            of_d, of_g = model(real, torch.randn(len(real), 4))
-            step.backward(of_d + of_g)
-        step.update()
+    for step, real, _ in micro_batches(steps(run)):
+        of_d, of_g = model(real, torch.randn(len(real), 4))
+        step.backward(of_d + of_g)
 
 
 @refused_in_rows("a ModuleDict has no forward")
@@ -364,15 +320,13 @@ def wgan_gradient_penalty(run):
     """WGAN-GP: the penalty on the norm of the critic's gradient, differentiated twice."""
     critic = nn.Sequential(nn.Linear(6, 12), nn.LeakyReLU(0.2), nn.Linear(12, 1))
     model, _ = placed(run, critic)
-    for step in steps(run):
-        for real, _ in step:
-            fake, share = torch.randn_like(real), torch.rand(len(real), 1)
-            between = (share * real + (1 - share) * fake).requires_grad_()
-            scores = model(between)
-            [gradient] = torch.autograd.grad(scores.sum(), between, create_graph=True)  # <-
-            penalty = ((gradient.norm(2, dim=1) - 1) ** 2).sum()
-            step.backward(model(fake).sum() - model(real).sum() + 10.0 * penalty)
-        step.update()
+    for step, real, _ in micro_batches(steps(run)):
+        fake, share = torch.randn_like(real), torch.rand(len(real), 1)
+        between = (share * real + (1 - share) * fake).requires_grad_()
+        scores = model(between)
+        [gradient] = torch.autograd.grad(scores.sum(), between, create_graph=True)  # <-
+        penalty = ((gradient.norm(2, dim=1) - 1) ** 2).sum()
+        step.backward(model(fake).sum() - model(real).sum() + 10.0 * penalty)
 
 
 @refused_in_rows("a backward that is not step.backward goes through the placed model, whose weights are in rows")
@@ -380,16 +334,14 @@ def r1_penalty(run):
     """StyleGAN's R1, in the steps that it falls on."""
     critic = nn.Sequential(nn.Linear(6, 12), nn.Softplus(), nn.Linear(12, 1))
     model, _ = placed(run, critic)
-    for step in steps(run):
-        for real, _ in step:
-            real = real.requires_grad_(step.number % 2 == 1)
-            logits = model(real)
-            loss = F.softplus(-logits).sum() + F.softplus(model(torch.randn_like(real))).sum()
-            if step.number % 2:
-                [gradient] = torch.autograd.grad(logits.sum(), real, create_graph=True)  # <-
-                loss = loss + 5.0 * gradient.square().sum()
-            step.backward(loss)
-        step.update()
+    for step, real, _ in micro_batches(steps(run)):
+        real = real.requires_grad_(step.number % 2 == 1)
+        logits = model(real)
+        loss = F.softplus(-logits).sum() + F.softplus(model(torch.randn_like(real))).sum()
+        if step.number % 2:
+            [gradient] = torch.autograd.grad(logits.sum(), real, create_graph=True)  # <-
+            loss = loss + 5.0 * gradient.square().sum()
+        step.backward(loss)
 
 
 # Spectral norm.
@@ -398,29 +350,23 @@ def r1_penalty(run):
 @refused("the forward moves buffer 3.weight_u of Linear")
 def spectral_norm_by_hook(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], spectral_norm(nn.Linear(12, 1))))
-    for step in even(run):
-        for real, _ in step:
-            step.backward(binary(model(real), 1.0))  # <-
-        step.update()
+    for step, real, _ in micro_batches(even(run)):
+        step.backward(binary(model(real), 1.0))  # <-
 
 
 @refused("the forward moves buffer 3.parametrizations.weight.0._u of _SpectralNorm")
 def spectral_norm_by_parametrization(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], parametrizations.spectral_norm(nn.Linear(12, 1))))
-    for step in even(run):
-        for real, _ in step:
-            step.backward(binary(model(real), 1.0))  # <-
-        step.update()
+    for step, real, _ in micro_batches(even(run)):
+        step.backward(binary(model(real), 1.0))  # <-
 
 
 @alike
 def weight_norm(run):
     """A parametrization that moves nothing."""
     model, _ = placed(run, nn.Sequential(*net()[:4], parametrizations.weight_norm(nn.Linear(13, 3))))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        step.backward(summed(model(x), y))
 
 
 # Self-supervised learning, with a teacher, and contrastive.
@@ -531,17 +477,6 @@ def byol(run):
 
 
 @alike
-def simsiam(run):
-    """A gradient that is stopped."""
-
-    def loss(model, x, _):
-        one, other = model(x), model(x + 0.1 * torch.randn_like(x))
-        return -F.cosine_similarity(one, other.detach()).sum()
-
-    trained(run, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), loss)
-
-
-@alike
 def info_nce(run):
     """SimCLR's loss within a micro-batch, which has its own negatives."""
 
@@ -552,16 +487,6 @@ def info_nce(run):
         return (summed(logits, labels) + summed(logits.T, labels)) / 2
 
     trained(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)), loss)
-
-
-@refused("the loss is a mean")
-def info_nce_mean(run):
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)))
-    for step in even(run):
-        for x, _ in step:
-            one, other = (F.normalize(model(x), dim=1) for _ in range(2))
-            step.backward(F.cross_entropy(one @ other.T / 0.2, torch.arange(len(x))))  # <-
-        step.update()
 
 
 @alike
@@ -575,16 +500,6 @@ def barlow_twins(run):
         return len(x) * ((on - 1).square().sum() + 0.005 * off.square().sum())
 
     trained(run, nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)), loss)
-
-
-@alike
-def triplet(run):
-
-    def loss(model, x, _):
-        anchor, positive, negative = model(x), model(x + 0.1 * torch.randn_like(x)), model(x.flip(0))
-        return F.triplet_margin_loss(anchor, positive, negative, reduction="sum")
-
-    trained(run, nn.Linear(6, 4), loss)
 
 
 @alike
@@ -613,27 +528,14 @@ def distillation_without_freezing(run):
     trained(run, net(), loss)
 
 
-@refused("the loss is divided by 3, the number of samples of the micro-batch")
-def distillation_batchmean(run):
-    teacher = net().eval().requires_grad_(False)
-    model, _ = placed(run)
-    for step in even(run):
-        for x, _ in step:
-            soft = teacher(x).softmax(1)
-            step.backward(F.kl_div(model(x).log_softmax(1), soft, reduction="batchmean"))  # <-
-        step.update()
-
-
 @refused("a BatchNorm1d outside the placed model")
 def distillation_in_training(run):
     teacher = net()
     model, _ = placed(run)
-    for step in even(run):
-        for x, _ in step:
-            with torch.no_grad():
-                soft = teacher(x).softmax(1)  # <-
-            step.backward(summed(model(x), soft))
-        step.update()
+    for step, x, _ in micro_batches(even(run)):
+        with torch.no_grad():
+            soft = teacher(x).softmax(1)  # <-
+        step.backward(summed(model(x), soft))
 
 
 # Augmentation and regularisation.
@@ -643,12 +545,10 @@ def distillation_in_training(run):
 def mixup(run):
     model, _ = placed(run)
     beta = torch.distributions.Beta(0.2, 0.2)
-    for step in steps(run):
-        for x, y in step:
-            share, other = float(beta.sample()), torch.randperm(len(x))
-            outputs = model(share * x + (1 - share) * x[other])
-            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y[other]))
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        share, other = float(beta.sample()), torch.randperm(len(x))
+        outputs = model(share * x + (1 - share) * x[other])
+        step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y[other]))
 
 
 @alike
@@ -672,46 +572,6 @@ def cutmix(run):
         share = width / 6
         outputs = model(x)
         return share * summed(outputs, y) + (1 - share) * summed(outputs, y[other])
-
-    trained(run, net(), loss)
-
-
-@alike
-def label_smoothing(run):
-    trained(run, net(), lambda model, x, y: summed(model(x), y, label_smoothing=0.1))
-
-
-@refused("a part of the loss is a mean")
-def label_smoothing_mean(run):
-    model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, label_smoothing=0.1))  # <-
-        step.update()
-
-
-@alike
-def class_weights(run):
-    weights = torch.tensor([0.2, 0.3, 0.5])
-    trained(run, net(), lambda model, x, y: summed(model(x), y, weight=weights))
-
-
-@refused("the loss is a mean")
-def class_weights_mean(run):
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 0.3, 0.5]))
-    model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(criterion(model(x), y))  # <-
-        step.update()
-
-
-@alike
-def focal_loss(run):
-
-    def loss(model, x, y):
-        each = F.cross_entropy(model(x), y, reduction="none")
-        return ((1 - torch.exp(-each)) ** 2 * each).sum()
 
     trained(run, net(), loss)
 
@@ -782,28 +642,14 @@ def dropout_scheduled(run):
         step.update()
 
 
-@alike
-def penalties(run):
-    """The entropy of the outputs, and noise in the inputs."""
-
-    def loss(model, x, y):
-        outputs = model(x + 0.05 * torch.randn_like(x))
-        entropy = -(outputs.softmax(1) * outputs.log_softmax(1)).sum()
-        return summed(outputs, y) - 0.1 * entropy
-
-    trained(run, net(), loss)
-
-
 @refused_in_rows("a backward that is not step.backward goes through the placed model, whose weights are in rows")
 def adversarial(run):
     """FGSM: the gradient with respect to the inputs, then the loss of what is moved along it."""
     model, _ = placed(run, nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 3)))
-    for step in steps(run):
-        for x, y in step:
-            moved = x.clone().requires_grad_()
-            [gradient] = torch.autograd.grad(summed(model(moved), y), moved)  # <-
-            step.backward(summed(model(x + 0.1 * gradient.sign()), y))
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        moved = x.clone().requires_grad_()
+        [gradient] = torch.autograd.grad(summed(model(moved), y), moved)  # <-
+        step.backward(summed(model(x + 0.1 * gradient.sign()), y))
 
 
 @alike
@@ -823,29 +669,6 @@ def vae(run):
         return F.mse_loss(found, x, reduction="sum") + kl
 
     trained(run, Vae(), loss)
-
-
-@alike
-def masked_autoencoder(run):
-
-    def loss(model, x, _):
-        mask = (torch.rand_like(x) < 0.5).float()
-        error = (model(x * (1 - mask)) - x).square().mean(-1, keepdim=True)
-        return (error * mask).sum()
-
-    trained(run, nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)), loss)
-
-
-@refused("the loss is divided by 12, as many as were added up")
-def masked_autoencoder_mean(run):
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)))
-    for step in even(run):
-        for x, _ in step:
-            mask = torch.ones_like(x)
-            mask[:, :2] = 0
-            error = (model(x * (1 - mask)) - x).square()
-            step.backward((error * mask).sum() / mask.sum())  # <-
-        step.update()
 
 
 # Averages of the weights.
@@ -911,50 +734,6 @@ def swa(run):
             averaged.update_parameters(model)
 
 
-@refused_in_rows("a copy of the placed model, whose weights are in rows")
-def ema_by_swa_utils(run):
-    model, _ = placed(run)
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # <-
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        averaged.update_parameters(model)
-
-
-@refused("0.weight was written")
-def average_put_in(run):
-    """An average of weights, which takes their place in the end."""
-    model, _ = placed(run)
-    averages = [each.detach().clone() for each in model.parameters()]
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        for average, each in zip(averages, model.parameters(), strict=True):
-            average.lerp_(each.detach(), 1 / (step.number + 1))
-    with torch.no_grad():
-        for average, each in zip(averages, model.parameters(), strict=True):
-            each.copy_(average)  # <-
-    run.fingerprint()
-
-
-@refused("0.weight was written")
-def lookahead(run):
-    model, _ = placed(run)
-    slow = [each.detach().clone() for each in model.parameters()]
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        if step.number % 2 == 0:
-            continue
-        with torch.no_grad():
-            for mine, each in zip(slow, model.parameters(), strict=True):
-                mine.lerp_(each, 0.5)
-                each.copy_(mine)  # <-
-
-
 # Other ways to step.
 
 
@@ -962,44 +741,13 @@ def lookahead(run):
 def sam(run):
     """Sharpness-aware minimisation: up along the gradient, and a second forward and backward there."""
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            summed(model(x), y).backward()  # <-
-            with torch.no_grad():
-                moves = [0.05 * each.grad / each.grad.norm() for each in model.parameters()]
-                for each, move in zip(model.parameters(), moves, strict=True):
-                    each.add_(move)
-            step.backward(summed(model(x), y))
-        step.update()
-
-
-@refused("0.weight was written")
-def sam_by_grad(run):
-    model, _ = placed(run, nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 3)))
-    for step in even(run):
-        for x, y in step:
-            moves = [0.05 * torch.ones_like(each) for each in model.parameters()]
-            with torch.no_grad():
-                for each, move in zip(model.parameters(), moves, strict=True):
-                    each.add_(move)  # <-
-            step.backward(summed(model(x), y))
-        step.update()
-
-
-@refused("LBFGS")
-def lbfgs(run):
-    model = net()
-    model, optimizer = run.place(model, torch.optim.LBFGS(model.parameters(), lr=0.1))  # <-
-    for step in even(run):
-        for x, y in step:
-
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                loss = summed(model(x), y)  # noqa: B023
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+    for step, x, y in micro_batches(even(run)):
+        summed(model(x), y).backward()  # <-
+        with torch.no_grad():
+            moves = [0.05 * each.grad / each.grad.norm() for each in model.parameters()]
+            for each, move in zip(model.parameters(), moves, strict=True):
+                each.add_(move)
+        step.backward(summed(model(x), y))
 
 
 @refused("a gradient of the placed model was written")
@@ -1041,18 +789,6 @@ def grad_scaler(run):
 
 
 @refused("a gradient of the placed model was written")
-def grad_scaler_unscaling(run):
-    model, optimizer = placed(run)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for step in even(run):
-        for x, y in step:
-            step.backward(scaler.scale(summed(model(x), y)))
-        scaler.unscale_(optimizer)  # <-
-        clip_grad_norm_(model.parameters(), 1.0)
-        step.update()
-
-
-@refused("a gradient of the placed model was written")
 def gradient_noise(run):
     model, _ = placed(run)
     for step in even(run):
@@ -1091,32 +827,6 @@ def recomputed(run):
 
 
 # Schedules.
-
-
-@refused("the optimizer's rate was changed, as a scheduler does")
-def lambda_lr(run):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = LambdaLR(optimizer, lambda epoch: 0.9**epoch)
-    model, optimizer = run.place(model, optimizer)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        scheduler.step()  # <-
-
-
-@refused("the optimizer's rate was changed, as a scheduler does")
-def one_cycle_lr(run):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
-    model, optimizer = run.place(model, optimizer)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        scheduler.step()  # <-
 
 
 @refused("the optimizer's rate was changed, as a scheduler does")
@@ -1224,11 +934,9 @@ def batchnorm_frozen_in_each_epoch(run):
 @refused("1 was put into evaluation")
 def batchnorm_frozen_in_a_microbatch(run):
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            model[1].eval()
-            step.backward(summed(model(x), y))  # <-
-        step.update()
+    for step, x, y in micro_batches(even(run)):
+        model[1].eval()
+        step.backward(summed(model(x), y))  # <-
 
 
 # Several tasks, other batches, hooks and figures.
@@ -1239,19 +947,10 @@ def learned_weights_outside(run):
     """The uncertainty of several tasks, learned, and given to the optimizer alone."""
     uncertainty = nn.Parameter(torch.zeros(2))
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            outputs = model(x)
-            losses = torch.stack([summed(outputs, y), outputs.square().sum()])
-            step.backward((torch.exp(-uncertainty) * losses + uncertainty).sum())  # <-
-        step.update()
-
-
-@refused("run.place: the optimizer has 1 parameters that the model has not")
-def learned_weights_of_the_optimizer(run):
-    uncertainty, model = nn.Parameter(torch.zeros(2)), net()
-    optimizer = torch.optim.AdamW([*model.parameters(), uncertainty], lr=1e-2)
-    run.place(model, optimizer)  # <-
+    for step, x, y in micro_batches(even(run)):
+        outputs = model(x)
+        losses = torch.stack([summed(outputs, y), outputs.square().sum()])
+        step.backward((torch.exp(-uncertainty) * losses + uncertainty).sum())  # <-
 
 
 @alike
@@ -1348,16 +1047,6 @@ def figures_of_training(run):
     assert 0 <= correct <= seen
 
 
-@refused("0.weight was given a hook of its gradient")
-def gradient_hook(run):
-    model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # <-
-
-
 @refused("run.place: 0.weight has a hook of its gradient")
 def gradient_hook_before(run):
     model = net()
@@ -1395,10 +1084,8 @@ def forward_hook(run):
     model, _ = placed(run)
     features: dict[str, Tensor] = {}
     model[0].register_forward_hook(lambda module, inputs, outputs: features.update(hidden=outputs))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y) + 0.01 * features["hidden"].square().sum())
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        step.backward(summed(model(x), y) + 0.01 * features["hidden"].square().sum())
 
 
 @alike
@@ -1406,10 +1093,8 @@ def full_backward_hook(run):
     """Gradients of a module's inputs, scaled."""
     model, _ = placed(run)
     model[4].register_full_backward_hook(lambda module, inner, outer: tuple(0.5 * each for each in inner))
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        step.backward(summed(model(x), y))
 
 
 @alike
@@ -1499,11 +1184,9 @@ def layer_drop_by_python(run):
 def weight_penalty(run):
     """L2 by hand, over what the loop finds in the model."""
     model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            l2 = sum(each.square().sum() for each in model.parameters())  # <-
-            step.backward(summed(model(x), y) + 1e-4 * len(x) * l2)
-        step.update()
+    for step, x, y in micro_batches(steps(run)):
+        l2 = sum(each.square().sum() for each in model.parameters())  # <-
+        step.backward(summed(model(x), y) + 1e-4 * len(x) * l2)
 
 
 @alike
@@ -1533,9 +1216,7 @@ def weight_penalty_in_the_forward(run):
 def weight_penalty_of_rows(run):
     """What a rank has of the weights before a forward, without an exchange."""
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            weight = model[0].weight
-            own = weight.to_local() if hasattr(weight, "to_local") else weight
-            step.backward(summed(model(x), y) + own.square().sum())  # <-
-        step.update()
+    for step, x, y in micro_batches(even(run)):
+        weight = model[0].weight
+        own = weight.to_local() if hasattr(weight, "to_local") else weight
+        step.backward(summed(model(x), y) + own.square().sum())  # <-

@@ -1,0 +1,63 @@
+"""What a loop of the user's comes to as a rank of a world: the hash of what it trained, or what it is refused with."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lockstep.comm.world import World
+from lockstep.core import random
+from lockstep.data.items import seed_generators
+from lockstep.errors import UsageError
+from lockstep.run.joined import Run
+from lockstep.run.membership import Member
+from lockstep.run.own_settings import settings
+from lockstep.run.rank import Rank
+
+Loop = Callable[..., None]
+MARK = "  # <-"
+
+
+def ended(world: World, strategy: str, loop: Loop) -> str:
+    """Give a loop a run that has been joined; return what it was refused with, or the hash of what it trained."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    given = settings(3, None, "fp32", 1, None, None)
+    life: Any = SimpleNamespace(status=None)
+    ends: list[BaseException | None] = []
+    held = ExitStack()
+    held.push(lambda _kind, error, _trace: ends.append(error) or True)
+    run = Run(Member(given, life, Rank(life, world, None, {}, {}), None, held, strategy))
+    seed_generators(random.key(random.INITIAL, 3))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as that a scheduler stepped before an optimizer
+            loop(run)
+        found = run.fingerprint()
+        run.close()
+        return found
+    except Exception as error:
+        run.close(error)
+        [end] = ends
+        if not isinstance(end, UsageError):
+            raise
+        return str(end)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def names(text: str, function: Loop, mark: str = MARK) -> bool:
+    """Return whether a message names the line of a function that ends in a mark, or two lines that it is between."""
+    lines, first = inspect.getsourcelines(function)
+    [marked] = [first + number for number, line in enumerate(lines) if line.rstrip().endswith(mark)]
+    if found := re.search(r"between \S+:(\d+) and \S+:(\d+)\)", text):
+        begin, end = map(int, found.groups())
+        return begin <= marked <= end or not begin <= end  # or around the end of a loop
+    if found := re.search(r"since \S+:(\d+)\)", text):  # once around the loop
+        return first < int(found[1]) < first + len(lines)
+    return f"{Path(inspect.getfile(function)).name}:{marked})" in text
