@@ -51,7 +51,6 @@ class Carrier(Protocol):
 
     def start(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
         """Begin to send, and to receive into, these tensors, once the current stream has come to here."""
-        ...
 
 
 @final

@@ -20,7 +20,6 @@ class OpenRun(Protocol):
     @property
     def _computing(self) -> bool:
         """Whether a micro-batch is under way."""
-        ...
 
     def close(self, error: BaseException | None = None) -> None: ...
 

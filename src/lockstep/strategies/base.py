@@ -65,19 +65,15 @@ class Strategy(Protocol):
     @property
     def traits(self) -> Traits:
         """What is to be known before it starts, with these options."""
-        ...
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError, before any process starts, for a number of processes or options that cannot work."""
-        ...
 
     def mesh(self, processes: int) -> Mesh:
         """Return the ranks as a mesh of so many processes, from which the micro-batches of each follow."""
-        ...
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine (parallel/engine.py) of this rank. All ranks call it at once."""
-        ...
 
 
 @runtime_checkable
@@ -86,19 +82,15 @@ class ExternalEngine(Protocol):
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
         """Raise UsageError for what of a recipe the framework cannot do; `make` makes its optimizer."""
-        ...
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UsageError for parameters, by their names, that the framework would train in another dtype."""
-        ...
 
     def preload(self) -> None:
         """Import what each rank will need, in the process that forks the ranks of a CPU: they then share it."""
-        ...
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
         """Return what the framework is given, ready for JSON, by the name of the file that shows it."""
-        ...
 
 
 @runtime_checkable
@@ -113,4 +105,3 @@ class CutsModel(Protocol):
         `example` has the inputs of two samples, on the meta device, where they are known. With `whole_blocks` no cut
         may lie within a block.
         """
-        ...

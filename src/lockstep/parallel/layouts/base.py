@@ -31,7 +31,6 @@ class GradientSum(Protocol):
 
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
         """Start a step of `leaves` micro-batches, of which this rank computes these."""
-        ...
 
     def before_backward(self, microbatch: MicroBatch) -> None: ...
 
@@ -39,7 +38,6 @@ class GradientSum(Protocol):
 
     def finish(self) -> None:
         """Wait for the sums and leave them in `grad` of the model's parameters."""
-        ...
 
 
 @runtime_checkable
@@ -48,7 +46,6 @@ class GathersWeights(Protocol):
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """Return by what was gathered so far, which is the same tensor each time, what it is gathered of."""
-        ...
 
 
 class Norms(NamedTuple):
@@ -71,35 +68,28 @@ class Layout(Protocol):
     @property
     def trained(self) -> Sequence[Named]:
         """What this rank's optimizer moves, in the model's order."""
-        ...
 
     @property
     def norms(self) -> Norms:
         """The norms of what is trained."""
-        ...
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return `tensor`, [r, ...] as what is trained of parameter `name` is, as rows of the whole one of [R, ...]."""
-        ...
 
     def publish(self) -> None:
         """Call after an update: bring what is trained to where the model computes with it."""
-        ...
 
     def state(self) -> dict[str, MaybeSharded]:
         """Return the model's state, under the names of a single process."""
-        ...
 
     def collect(self) -> None:
         """Call when a step's sums are complete: bring them from the model's parameters to `grad` of what is trained."""
-        ...
 
     def reload(self) -> None:
         """Bring the values of the tensors of `state` to where the model computes with them.
 
         Call it after they were written, and after an evaluation, which may have left what it gathered.
         """
-        ...
 
 
 # Given the model, a stream that is the layout's own, and the dtype in which the model is to compute, if it is another.

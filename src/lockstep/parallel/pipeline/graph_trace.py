@@ -37,28 +37,23 @@ class Line(Protocol):
     @property
     def used(self) -> Sequence[dict[int, Tensor]]:
         """The parameters and buffers used at each place, by their identity."""
-        ...
 
     @property
     def calls(self) -> dict[str, int]:
         """The place of each module where it is called first, by name, in order."""
-        ...
 
     @property
     def outputs(self) -> Any:
         """What the model gives, with tensors of no meaning."""
-        ...
 
     def obstacle(self, place: int) -> str | None:
         """Return why what crosses before `place` keeps the line from being cut there, if so."""
-        ...
 
     def measure(self, example: Inputs) -> list[int]:
         """Return the operations of the forward at each place, for these inputs; the model has no memory.
 
         From here on `obstacle` knows what cannot cross, too.
         """
-        ...
 
 
 @final
