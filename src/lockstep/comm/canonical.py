@@ -91,11 +91,10 @@ class CanonicalSum:
         if self.alone:
             return total(pieces, leaves, add_)
         held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
-        with translate_peer_errors():
-            if _halving_fits(held):
-                (piece,) = pieces.values()
-                return self._halve_and_double(piece)
-            return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
+        if _halving_fits(held):
+            (piece,) = pieces.values()
+            return self._halve_and_double(piece)
+        return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
 
     def of_ranks(self, own: Tensor) -> Tensor:
         """Return the sum of one flat vector of each rank, `own` of this one, on every rank: in the order of the ranks.
@@ -113,8 +112,7 @@ class CanonicalSum:
         others = [rank for rank in range(self._size) if rank != self._rank]
         every = own.new_empty(self._size, *own.shape)
         every[self._rank] = own
-        with translate_peer_errors():
-            self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
+        self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
         return every
 
     def _halve_and_double(self, vector: Tensor) -> Tensor:
@@ -216,8 +214,7 @@ class AllToAllRows:
         if self._member < holders:
             arriving[self._member] = parts[self._member].clone()
             sent = [(parts[member], member) for member in others]
-        with translate_peer_errors():
-            move(self._carrier, sent, received)
+        move(self._carrier, sent, received)
         return [arriving[member] for member in range(holders)]
 
 
@@ -227,5 +224,6 @@ def _halving_fits(held: list[list[LeafBlock]]) -> bool:
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Exchange tensors, empty ones left out, so that the current stream may use them."""
-    carrier.start([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()
+    """Exchange tensors, empty ones left out, so that the current stream may use them; a lost peer is named."""
+    with translate_peer_errors():
+        carrier.start([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()

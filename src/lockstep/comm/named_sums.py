@@ -16,13 +16,14 @@ from lockstep.common import plainfile
 
 @final
 class NamedSums:
-    """What this rank's batches add.
+    """What this rank's batches add, where it is `wanted`.
 
     Whole numbers are added as they come, since their sum is exact in any order. Of what is not whole every batch has a
     row of its own in a table of zeros, so adding the tables of all ranks is exact, and the rows are added in one order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = wanted
         self._whole: dict[str, Tensor] = {}
         self._rows: dict[int, dict[str, Tensor]] = {}
 
@@ -37,7 +38,7 @@ class NamedSums:
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
         """Return the sums over `count` batches, on the CPU. All ranks call it, and get the same."""
-        return add_over_ranks(world, self._whole, self._rows, count)
+        return add_over_ranks(world, self._whole, self._rows, count) if self.wanted else {}
 
 
 def add_over_ranks(

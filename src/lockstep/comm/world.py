@@ -28,6 +28,7 @@ from lockstep.comm.carrier import Carrier, Direct, Staged
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
+from lockstep.core import random
 from lockstep.core.devices import SHARING, Backend, device_number, find_shared_devices, resolve_backend
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.device import ports
@@ -162,8 +163,7 @@ class World:
         carrier = self._carry(group)
         other = target if self.rank == source else source
         first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
-        with translate_peer_errors():
-            move(carrier, first if self.rank == source else [], first if self.rank == target else [])
+        move(carrier, first if self.rank == source else [], first if self.rank == target else [])
         return carrier
 
     def _group(self, use: int, groups: list[list[int]]) -> dist.ProcessGroup:
@@ -194,6 +194,11 @@ class World:
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
+    def seed(self, key: int) -> None:
+        """Seed these generators by a key of core/random.py."""
+        for generator in self.generators():
+            generator.manual_seed(random.torch_seed(key))
+
     def add_(self, tensor: Tensor) -> Tensor:
         """Add a tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries.
 
@@ -213,8 +218,7 @@ class World:
             return
         sent = [(tensor, rank) for rank in others for tensor in own]
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
-        with translate_peer_errors():
-            move(self._carry(self._groups[0]), sent, received)
+        move(self._carry(self._groups[0]), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
         """Return the highest stop level that any rank had at its last call (0: none), the same on all ranks.

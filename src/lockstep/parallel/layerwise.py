@@ -66,9 +66,9 @@ class Lars(Optimizer):
             },
         )
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Do a step."""
-        return _step_groups(self, self._step_group, closure)
+        _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = [_gradient(parameter) for parameter in parameters]
@@ -139,9 +139,9 @@ class Lamb(Optimizer):
             },
         )
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Do a step."""
-        return _step_groups(self, self._step_group, closure)
+        _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = self._directions(parameters, group)
@@ -181,19 +181,12 @@ class Lamb(Optimizer):
 
 
 @torch.no_grad()
-def _step_groups(
-    optimizer: Optimizer,
-    step_group: Callable[[list[Tensor], dict[str, Any]], None],
-    closure: Callable[[], float] | None,
-) -> float | None:
-    """Do a step of each group that has a gradient, for those of its parameters that have one; return the loss."""
-    with torch.enable_grad():
-        loss = None if closure is None else closure()
+def _step_groups(optimizer: Optimizer, step_group: Callable[[list[Tensor], dict[str, Any]], None]) -> None:
+    """Do a step of each group that has a gradient, for those of its parameters that have one."""
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
             step_group(parameters, group)
-    return loss
 
 
 def _scale_(tensors: list[Tensor], factors: Tensor) -> None:

@@ -96,15 +96,10 @@ class Layout(Protocol):
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-def _rows_of_each(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([row_norms(tensor) for tensor in tensors])
-
-
-def _agreed_(flags: Sequence[Tensor]) -> None:
-    """Leave flags as they are: all ranks have the same gradients, and so the same flags."""
-
-
-WHOLE: Final = Norms(_rows_of_each, whole_norms, _agreed_)  # where each rank has all that is trained
+# Where each rank has all that is trained. All ranks then have the same gradients, and so the same flags.
+WHOLE: Final = Norms(
+    lambda tensors: torch.cat([row_norms(tensor) for tensor in tensors]), whole_norms, lambda flags: None
+)
 
 
 def norms_of_rows(
@@ -153,6 +148,7 @@ class Slots:
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
         """Take what a layout says is `trained` and how that is `held`."""
+        self.trained = trained
         self._by_name = dict(trained)
         self._held = held
 
@@ -173,16 +169,17 @@ class Slots:
         return slice_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
 
 
-def check_names(given: Mapping[str, MaybeSharded], own: Iterable[str]) -> None:
-    """Raise UsageError where a state has not the tensors of a model, whose names are `own`."""
-    differing = sorted({*given}.symmetric_difference(own))
+@torch.no_grad()
+def take_over(
+    given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded], names: Iterable[str] | None = None
+) -> None:
+    """Write what a state gives, whole, to what this rank has of it.
+
+    UsageError where it has not the tensors of the model: those of `own`, or where these are a part of them, `names`.
+    """
+    differing = sorted({*given}.symmetric_difference(own if names is None else names))
     if differing:
         raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
-
-
-@torch.no_grad()
-def take_over(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]) -> None:
-    """Write what a state gives, whole, to what this rank has of it."""
     for name, held in own.items():
         local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))
 

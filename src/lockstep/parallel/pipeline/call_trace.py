@@ -56,7 +56,10 @@ class CallTrace:
         self._alive: list[Any] = []  # so that no identity is given twice
         self._calls: list[_TracedCall] = []
         self._inside = False
-        self.outputs: Any = self._run(batches.map_tensors(_ones, example))
+        # Row numbers that every table has, and masks that leave nothing out.
+        self.outputs: Any = self._run(
+            batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), example)
+        )
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
         for place, call in enumerate(self._calls):
@@ -164,8 +167,3 @@ def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a call's arguments by their paths."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         yield pytree.keystr(path), leaf
-
-
-def _ones(tensor: Tensor) -> Tensor:
-    """Return real values for an example: row numbers that every table has, and masks that leave nothing out."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype)

@@ -74,12 +74,8 @@ def without_values(tensor: object) -> bool:
 
 def intercept(module: nn.Module, instead: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Let each call of a module go to `instead`, which is given the module's own forward and the arguments."""
-    module.register_forward_pre_hook(_as_one, with_kwargs=True)
+    module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_unpack, instead, module.forward)
-
-
-def _as_one(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any], dict[str, Any]]:
-    return ((args, kwargs),), {}
 
 
 def _unpack(instead: Any, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.comm.canonical import move
 from lockstep.comm.carrier import Carrier
-from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Draws
 from lockstep.parallel.tensor.experts import Experts, Pairs
@@ -91,8 +90,7 @@ class Dispatch:
                 else:
                     sent.append((given, rank))
                     received.append((taken, rank))
-        with translate_peer_errors():
-            move(self._carrier, sent, received)
+        move(self._carrier, sent, received)
         return arriving
 
     def _exchange_rows(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
