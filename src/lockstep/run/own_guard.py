@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, TypeVar, final
 from weakref import ref
 
 from torch import Tensor, nn
@@ -48,23 +48,6 @@ _IN_LOSS: Final = (
     "optimizer's"
 )
 _PLAIN: Final[Any] = TensorBase.data
-
-
-class Guarding(Protocol):
-    """What is asked of a guard; see Guard."""
-
-    step: int  # that is under way, 0 between two
-    last: Place  # where the last call of ours was
-
-    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None: ...
-
-    def mark(self, *, moved: bool = False, modes: bool = False) -> None: ...
-
-    def withhold(self) -> None: ...
-
-    def give_back(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @final

@@ -103,12 +103,11 @@ def place_of_frame(frame: FrameType | None) -> str:
     """
     while frame is not None and _of_python(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None or is_librarys(frame.f_code.co_filename) else place_of_line(frame, frame.f_lineno)
-
-
-def place_of_line(frame: FrameType, line: int) -> str:
-    """Return a line of the code that a frame runs."""
-    return location(frame.f_code.co_filename, line)
+    return (
+        ""
+        if frame is None or is_librarys(frame.f_code.co_filename)
+        else location(frame.f_code.co_filename, frame.f_lineno)
+    )
 
 
 def is_librarys(file: str) -> bool:

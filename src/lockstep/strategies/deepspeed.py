@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from torch.optim import Optimizer
@@ -40,17 +40,14 @@ class Strategy:
     nvme_path: str | None = None
     bucket_mib: Mib = 32.0
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; the optimizer's state, with stage 2 gradients, with stage 3 parameters",
-            needs="the library deepspeed; an optimizer that works element by element; with stage 3 a model that calls "
-            "the same layers on every rank",
-            communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
-            "parameters twice and gradients once for each micro-batch",
-            exactness="close",
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; the optimizer's state, with stage 2 gradients, with stage 3 parameters",
+        needs="the library deepspeed; an optimizer that works element by element; with stage 3 a model that calls "
+        "the same layers on every rank",
+        communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
+        "parameters twice and gradients once for each micro-batch",
+        exactness="close",
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where DeepSpeed is not installed, cannot offload so, or some process would have no work."""

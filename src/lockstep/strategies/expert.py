@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 
@@ -29,19 +29,16 @@ class Strategy:
     replicate: Count = 1
     bucket_mib: Mib = 8.0
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; the experts of mixtures",
-            needs="at most as many processes as micro-batches; recipe.model.chunks, which the processes of a "
-            "replica divide; a model with experts that are known, or recipe.model.plan; an optimizer that works "
-            "element by element",
-            communication="for each mixture and micro-batch the rows and what experts made of them, forward and "
-            "backward; the sum of the other gradients once a step, with replicate of all gradients",
-            cuts_rows=True,
-            compiles=False,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; the experts of mixtures",
+        needs="at most as many processes as micro-batches; recipe.model.chunks, which the processes of a "
+        "replica divide; a model with experts that are known, or recipe.model.plan; an optimizer that works "
+        "element by element",
+        communication="for each mixture and micro-batch the rows and what experts made of them, forward and "
+        "backward; the sum of the other gradients once a step, with replicate of all gradients",
+        cuts_rows=True,
+        compiles=False,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the replicas do not divide the processes, or some would never have work."""

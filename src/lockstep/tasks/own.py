@@ -137,7 +137,11 @@ class OwnTask:
         figures = self.figures({**counts, **sums})
         with self._code("report"):
             json.dumps(self.report({**counts, **sums}))
-        self._check_monitor(figures)
+        if self.monitor.name not in (*figures, LOSS.name):
+            raise UsageError(
+                f"{self._name}: monitor is {self.monitor.name}, but figures gives {', '.join(figures) or 'nothing'}; "
+                f"name one of them, or loss"
+            )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
         """Refuse a mean: two equal samples then give what one of them does."""
@@ -153,13 +157,6 @@ class OwnTask:
             raise UsageError(
                 f"{self._name}: two equal samples give a loss of {twice.item():.6g}, one alone {once.item():.6g}: that "
                 f"is a mean; return the sum, as with reduction='sum', and let weight say what it is to be divided by"
-            )
-
-    def _check_monitor(self, figures: Figures) -> None:
-        if self.monitor.name not in (*figures, LOSS.name):
-            raise UsageError(
-                f"{self._name}: monitor is {self.monitor.name}, but figures gives {', '.join(figures) or 'nothing'}; "
-                f"name one of them, or loss"
             )
 
     def _monitor(self, given: Any) -> Monitor:

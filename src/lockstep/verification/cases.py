@@ -287,7 +287,9 @@ class _Comparison:
         self._tell(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
-            return _failure_row(case, outcome), None
+            # What the user cannot have here is not possible; anything else is a failure.
+            verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
+            return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness), None
         row = VerdictRow(
             case.strategy,
             case.processes,
@@ -388,15 +390,11 @@ class _Comparison:
         """Return the tolerance of sums in another order; see core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        positions = recipe.batch * self._positions()
+        # A weight takes part in the forward of a sample at most once at each position of it.
+        inputs = [tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2]
+        positions = recipe.batch * max([1, *inputs])
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
-
-    def _positions(self) -> int:
-        """Return how often a weight takes part in the forward of a sample, at most: at each position of it."""
-        return max(
-            [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
-        )
 
     def _run(self, case: VerifyCase, job: TraceJob, hashes: str | None = None) -> Outcome:
         """Run a case, with another seed of Python's hashes if one is given."""
@@ -444,9 +442,3 @@ def _with_own_streams(
         if rendezvous.info.size == 1:
             raise
         raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
-
-
-def _failure_row(case: VerifyCase, outcome: Outcome) -> VerdictRow:
-    """What the user cannot have here is not possible; anything else is a failure."""
-    verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
-    return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness)

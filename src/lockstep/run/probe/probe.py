@@ -254,9 +254,7 @@ class _Probe:
         return {"": digest([loss])} | {name: digest([each]) for name, each in gradients.items()}
 
     def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
-        key = random.key(random.FORWARD, self._ready.recipe.seed)
-        for generator in self._world.generators():
-            generator.manual_seed(random.torch_seed(random.extend_key(key, 0, microbatch.index)))
+        self._world.seed(random.key(random.FORWARD, self._ready.recipe.seed, 0, microbatch.index))
         with autocast(self._look.precision, self._world.device):
             return self._call_model(model, microbatch)
 
