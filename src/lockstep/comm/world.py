@@ -29,7 +29,7 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
 from lockstep.core import random
-from lockstep.core.devices import SHARING, Backend, device_number, find_shared_devices, resolve_backend
+from lockstep.core.devices import SHARING, Backend, check_cuda, device_number, find_shared_devices, resolve_backend
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
@@ -257,17 +257,12 @@ class World:
 
     def tell(self, text: str) -> str:
         """Return rank 0's `text` on every rank."""
-        if self.size == 1:
-            return text
-        data = text.encode() if self.rank == 0 else b""
-        length = int(self.add_(torch.tensor([len(data)])))
-        message = torch.zeros(length, dtype=torch.uint8)
-        if data:
-            message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return bytes(self.add_(message).tolist()).decode()
+        return self.all_tell(text)[0]
 
     def all_tell(self, text: str) -> list[str]:
         """Return the `text` of each rank, by rank, on every rank."""
+        if self.size == 1:
+            return [text]
         own = text.encode()
         lengths = [int.from_bytes(each) for each in self.gather(len(own).to_bytes(8))]
         padded = self.gather(own.ljust(max(1, *lengths)))
@@ -347,11 +342,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
     """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
     count = torch.cuda.device_count()
-    if device == "cuda" and not count:
-        raise UsageError(
-            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
-            "lockstep doctor gpu says why"
-        )
+    check_cuda(device, count)
     on_gpu = device != "cpu" and count > 0
     sharing = resolve_backend(backend, on_gpu) == "gloo"
     if not on_gpu:

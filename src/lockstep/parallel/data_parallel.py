@@ -42,6 +42,7 @@ from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
@@ -53,7 +54,6 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
-from lockstep.parallel.recompute import recompute
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
 from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, Problem

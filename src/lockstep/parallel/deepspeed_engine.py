@@ -8,12 +8,17 @@ along, and its loss counts nothing.
 
 The precision, the loss scale and the rate are this engine's; clipping, the update and the steps that are dropped for
 what is not finite are DeepSpeed's.
+
+It puts the parameters of a group one after the other in a flat tensor, fills it up, and cuts it evenly over the ranks
+(stages 1 and 2); or it cuts each parameter so, and puts the pieces one after the other (stage 3). The optimizer moves
+these flat tensors, of fp32, and so its state is as flat: what is known of that is in FlatPiece, and below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -28,13 +33,13 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, piece, slice_of
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, piece, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
-from lockstep.parallel.deepspeed_pieces import FlatPiece, flat_pieces
 from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
@@ -43,7 +48,6 @@ from lockstep.parallel.layouts.base import take_over, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
-from lockstep.parallel.recompute import recompute
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -65,7 +69,10 @@ class DeepSpeedEngine:
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
         model = problem.build_model().to(world.device)  # its weights stay contiguous: DeepSpeed sends them as they lie
-        _check_dims(model)
+        if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+            raise UsageError(
+                f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
+            )
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.precision, world.device)
@@ -301,9 +308,50 @@ def _fill(slots: dict[str, Any], slot: str, value: Any, place: FlatPiece) -> Non
     held.tensor.copy_(slice_of(whole, held))
 
 
-def _check_dims(model: nn.Module) -> None:
-    flat = [name for name, parameter in model.named_parameters() if not parameter.ndim]
-    if flat:
-        raise UsageError(
-            f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
-        )
+@dataclass(frozen=True, eq=False)
+class FlatPiece:
+    """Where this rank's piece of a parameter of `shape` is: `length` elements of a flat tensor from `at` on.
+
+    It has the parameter's elements from `first` on. The optimizer has `flat` in its parameter group number `group`.
+    """
+
+    group: int
+    flat: Tensor
+    at: int
+    first: int
+    length: int
+    shape: torch.Size
+
+    def piece_of(self, flat: Tensor) -> Shard:
+        """Return this rank's piece of `flat`, which is as flat as the parameters are."""
+        own = flat.detach()[self.at : self.at + self.length]
+        return piece(own, self.first if self.length else 0, self.shape)
+
+
+def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
+    """Return the place of each parameter that DeepSpeed's `optimizer` moves."""
+    found = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
+    return dict(found)
+
+
+def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+    for number, parameters in enumerate(optimizer.bit16_groups):
+        flat = optimizer.single_partition_of_fp32_groups[number]
+        for parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                yield parameter, FlatPiece(number, flat, 0, 0, 0, parameter.shape)
+                continue
+            own, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+            yield parameter, FlatPiece(number, flat, own.start, whole.start, own.numel, parameter.shape)
+
+
+def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+    for number, parameters in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[number]
+        for parameter in parameters:
+            _, at, room = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            first = rank * room
+            length = max(0, min(room, parameter.ds_numel - first))
+            group = optimizer.sub_group_to_group_id[number]
+            yield parameter, FlatPiece(group, flat, at, first, length, parameter.ds_shape)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,11 +24,11 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
-from lockstep.run.own_groups import Groups
 from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
 from lockstep.run.own_settings import Settings
-from lockstep.run.placing import check_steps, hyperparameters, optimizer_factory
+from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
+from lockstep.run.probe.state import digest
 from lockstep.run.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
@@ -96,11 +94,7 @@ class Placed:
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each of these. All ranks call it."""
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
-        return {
-            name: hashlib.sha256(each.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-            for name, each in plain.items()
-        }
+        return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
     def agree(self, step: int, rate: float, clip: float | None) -> None:
         """Hand the optimizer's settings on, and see that they, the rate and `clip` are the same on all ranks."""

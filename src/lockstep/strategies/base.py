@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
@@ -17,7 +16,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named
-from lockstep.tasks.base import Problem
+from lockstep.tasks.base import Build, Problem
 
 # What a strategy's file takes from here, so that it needs few imports of its own.
 __all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
@@ -97,9 +96,7 @@ class ExternalEngine(Protocol):
 class CutsModel(Protocol):
     """What a strategy has besides whose ranks compute a part of the model each."""
 
-    def check_model(
-        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
-    ) -> None:
+    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut for so many processes.
 
         `example` has the inputs of two samples, on the meta device, where they are known. With `whole_blocks` no cut

@@ -7,16 +7,14 @@ groups the experts are cut is the recipe's (`recipe.model.chunks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
-
-from torch import nn
 
 from lockstep.core.work import check_divides, check_work
 from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
+from lockstep.tasks.base import Build
 
 
 @final
@@ -45,9 +43,7 @@ class Strategy:
         check_divides(f"strategy expert: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
 
-    def check_model(
-        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
-    ) -> None:
+    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError where the model that `build` builds has no groups of experts for so many processes."""
         check_experts(build, self.mesh(processes).expert, "expert")
 

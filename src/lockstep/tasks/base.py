@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.core.batch import Batch, Inputs
 
+Build = Callable[[], nn.Module]  # of a model
 Note = Callable[[str, Tensor], None]  # what something is, and its value
 Figures = dict[str, float]
 Report = dict[str, Any]  # ready for JSON
@@ -120,6 +121,6 @@ class Problem:
     """
 
     task: Task
-    build_model: Callable[[], nn.Module]
+    build_model: Build
     name: str = "model"
     example: Inputs | None = None

@@ -232,8 +232,11 @@ class PipelineEngine:
                 with self._model_code:
                     found = backward(microbatch, arrived)
                 for leaf, back in zip(leaves, found, strict=True):
-                    self._return_gradients(action.stage, leaf.index, back.borrowed)
-                    self._send_back(action.stage, leaf.index, back.inputs)
+                    for tie, gradient in zip(self._ties.of_borrower(action.stage), back.borrowed, strict=True):
+                        self._links.send([gradient], self._links.of_tie(tie), tie.owner, leaf.index)
+                    if action.stage:
+                        before = action.stage - 1
+                        self._links.send([*back.inputs], self._links.gradients_of(before), before, leaf.index)
 
     def _forward(self, number: int, leaves: Sequence[MicroBatch], step: Step) -> None:
         passing, forwards = [], []
@@ -284,10 +287,6 @@ class PipelineEngine:
             return self._links.receive(self._links.gradients_of(number), number + 1, index)
         return [self._updates.scale(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
-    def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        if number:
-            self._links.send([*gradients], self._links.gradients_of(number - 1), number - 1, index)
-
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that stages which borrow from this one have made for a micro-batch."""
         arrived = [
@@ -295,10 +294,6 @@ class PipelineEngine:
             for tie in self._ties.of_owner(number)
         ]
         return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
-
-    def _return_gradients(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        for tie, gradient in zip(self._ties.of_borrower(number), gradients, strict=True):
-            self._links.send([gradient], self._links.of_tie(tie), tie.owner, index)
 
     def _reload(self) -> None:
         self._layout.reload()
