@@ -59,7 +59,7 @@ TOGETHER: Final[dict[str, str]] = {
     "launchers/test_detect.py": "launchers: environment horovodrun mpich openmpi slurm torchrun variables",
     "launchers/test_example.py": "launchers: base",
     "parallel/tensor/test_tensor_sequence_parallel.py": "parallel/layouts: sequence_parallel",
-    "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: cut_model graph_trace layout links meta_model "
+    "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: cut_model graph_trace layout links "
     "place replay tied_weights",
     "parallel/context/test_exchange.py": "parallel: linear_map",
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: call_trace part",

@@ -189,33 +189,23 @@ class HalfPrecisionSum:
         return self._across.of_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
-@final
-class AllToAllRows:
-    """Deals out the vectors of a round (core/mesh.py) among members: a reduce-scatter that does not add.
+def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
+    """Deal out the vectors of a round (core/mesh.py) among `members`: a reduce-scatter that does not add.
 
+    Returns the part of this one, which is `member`, of the vectors of members 0 to `holders` - 1, in their order: fresh
+    tensors. `vector` has one part of one length for each member, in their order; a rank that is no holder gives any.
     All members call it in the same order with vectors of the same length.
     """
-
-    def __init__(self, member: int, members: int, carrier: Carrier) -> None:
-        self._member = member
-        self._members = members
-        self._carrier = carrier
-
-    def __call__(self, vector: Tensor, holders: int) -> list[Tensor]:
-        """Return this member's part of the vectors of members 0 to `holders` - 1, in their order: fresh tensors.
-
-        `vector` has one part of one length for each member, in their order; a rank that is no holder gives any.
-        """
-        parts = vector.view(self._members, -1)
-        others = [member for member in range(self._members) if member != self._member]
-        arriving = {member: torch.empty_like(parts[0]) for member in others if member < holders}
-        received = [(part, member) for member, part in arriving.items()]
-        sent: list[Addressed] = []
-        if self._member < holders:
-            arriving[self._member] = parts[self._member].clone()
-            sent = [(parts[member], member) for member in others]
-        move(self._carrier, sent, received)
-        return [arriving[member] for member in range(holders)]
+    parts = vector.view(members, -1)
+    others = [each for each in range(members) if each != member]
+    arriving = {each: torch.empty_like(parts[0]) for each in others if each < holders}
+    received = [(part, each) for each, part in arriving.items()]
+    sent: list[Addressed] = []
+    if member < holders:
+        arriving[member] = parts[member].clone()
+        sent = [(parts[each], each) for each in others]
+    move(carrier, sent, received)
+    return [arriving[each] for each in range(holders)]
 
 
 def _halving_fits(held: list[list[LeafBlock]]) -> bool:
@@ -226,4 +216,4 @@ def _halving_fits(held: list[list[LeafBlock]]) -> bool:
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
     """Exchange tensors, empty ones left out, so that the current stream may use them; a lost peer is named."""
     with translate_peer_errors():
-        carrier.start([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()
+        carrier([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()

@@ -127,7 +127,7 @@ class PointToPoint:
     def _start(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
-            self._sent.append(edge.there.start([(data, edge.peer)], []))
+            self._sent.append(edge.there([(data, edge.peer)], []))
         else:
             self._message(data, peer)
 
@@ -152,7 +152,7 @@ class PointToPoint:
     def _fill(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
-            edge.back.start([], [(data, edge.peer)]).wait()
+            edge.back([], [(data, edge.peer)]).wait()
         else:
             dist.recv(data, peer, tag=_TAG)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
-from lockstep.comm.carrier import Carrier, Direct, Staged
+from lockstep.comm.carrier import Carrier, direct, staged
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
@@ -61,7 +61,7 @@ class World:
         device: torch.device,
         groups: tuple[dist.ProcessGroup, ...] = (),
         timeout: timedelta | None = None,
-        carry: Callable[[dist.ProcessGroup], Carrier] = Direct,
+        carry: Callable[[dist.ProcessGroup], Carrier] = direct,
         backend: Literal["nccl", "gloo"] = "gloo",
         store: Any = None,
     ) -> None:
@@ -332,7 +332,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    carry = Staged if on_gpu and carried_by == "gloo" else Direct
+    carry = staged if on_gpu and carried_by == "gloo" else direct
     world = World(info, device, (first, second), timeout, carry, carried_by, own)
     if world.on_gpu:
         world.sharing = _sharing(world)

@@ -1,7 +1,7 @@
 """Expert parallelism: data parallelism whose processes share out the experts of mixtures.
 
 Lepikhin et al. 2021, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). Rows go
-to the process that has their expert, and what it makes of them comes back (parallel/tensor/dispatch.py). Into how many
+to the process that has their expert, and what it makes of them comes back (parallel/tensor/experts.py). Into how many
 groups the experts are cut is the recipe's (`recipe.model.chunks`).
 """
 

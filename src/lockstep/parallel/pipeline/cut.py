@@ -23,10 +23,12 @@ from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import units_to_compile
 from lockstep.parallel.pipeline.call_trace import CallTrace
-from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, tensors_in_attributes, tensors_of
+from lockstep.parallel.pipeline.graph_trace import GraphTrace, UntraceableError, tensors_in_attributes, tensors_of
 from lockstep.parallel.pipeline.part import empty_like
 from lockstep.parallel.pipeline.replay import StagePart
 from lockstep.parallel.tensor.plan import region_names
+
+Line = CallTrace | GraphTrace  # a forward as a row of places
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered without a gain, once there is a cut

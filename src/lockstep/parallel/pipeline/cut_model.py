@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.core.batch import Inputs
+from lockstep.parallel.pipeline.call_trace import MetaModel
 from lockstep.parallel.pipeline.cut import PipelineCut, line_of, ownership, replay_parts, stage_module
-from lockstep.parallel.pipeline.meta_model import MetaModel
 from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 

@@ -27,7 +27,7 @@ from lockstep.parallel.weights import Weights
 class StageLayout:
     """The part of `model` on this rank, which is `part`; what is not has no memory here.
 
-    `stages` are the stages of this rank, and `place` is the slice of them that it has. All ranks make it.
+    `at` says which stages this rank has, and `place` which slice of them. All ranks make it.
     """
 
     def __init__(
@@ -35,17 +35,17 @@ class StageLayout:
         world: World,
         model: nn.Module,
         part: nn.Module,
-        stages: StagePlace,
+        at: StagePlace,
         dtype: torch.dtype | None,
         place: Slice,
     ) -> None:
-        self._stages = stages
+        self._at = at
         self._place = place
         self._model = model
         self._all = trainable_parameters(model)
         # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
         self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
-        sharers = world.among(stages.sharers)
+        sharers = world.among(at.sharers)
         alone = sharers.size == 1
         self._own: Layout = Weights(part, dtype) if alone else RowLayout(part, sharers, offload=False, dtype=dtype)
         self.trained = self._own.trained
@@ -56,8 +56,8 @@ class StageLayout:
         every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), world.device, own.values())
         of_stages: dict[Tensor, Shard] = {each: self.as_shard(name, each) for name, each in self.trained}
         of_tensors = self._own.norms.of_tensors
-        if stages.mesh.tensor > 1:  # other ranks have other slices of the same stages
-            beside = world.among(stages.mesh.groups("replicate", "tensor", "context"))
+        if at.mesh.tensor > 1:  # other ranks have other slices of the same stages
+            beside = world.among(at.mesh.groups("replicate", "tensor", "context"))
             of_tensors = norms_of_rows(beside, of_stages, world.device).of_tensors
         self.norms = Norms(every.all_rows, of_tensors, every.agree_)
 
@@ -84,7 +84,7 @@ class StageLayout:
 
     def _as_part(self, name: str, held: MaybeSharded) -> Shard:
         if isinstance(held, Shard):
-            part = replace(held, primary=held.primary and self._stages.rows_primary)
+            part = replace(held, primary=held.primary and self._at.rows_primary)
         else:
-            part = Shard(held, 0, held.shape, self._stages.whole_primary)
+            part = Shard(held, 0, held.shape, self._at.whole_primary)
         return self._place.part(name, part)
