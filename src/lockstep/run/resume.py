@@ -138,7 +138,7 @@ def check_first(ready: Setup) -> None:
         return
     check_facts(ready.data.facts, first.decisive, first.found.path)
     if first.optimizer:
-        problems = list(_continuation_problems(first.found.snapshot, first.state, ready))
+        problems = list(_optimizer_forms_problems(first.found.snapshot.optimizer, first.state, *_trial(ready, steps=1)))
         if problems:
             advice = "take its weights alone, with run.start_from.optimizer=false"
             text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
@@ -183,10 +183,6 @@ def continuation_state(ready: Setup, now: State) -> State:
             "loss_scale": dict(scale),
         },
     )
-
-
-def _continuation_problems(snapshot: Snapshot, state: SavedState, ready: Setup) -> Iterator[str]:
-    yield from _optimizer_forms_problems(snapshot.optimizer, state, *_trial(ready, steps=1))
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> None:

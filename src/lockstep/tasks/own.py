@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from operator import itemgetter
 from typing import Any, Final, final
 
 import torch
@@ -252,7 +252,7 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
         return
     outputs = map_tensors(_with_values, outputs)
     both, one, other = (
-        metric_sums(metrics, *(map_tensors(partial(_rows, rows), each) for each in (outputs, batch)))
+        metric_sums(metrics, *(map_tensors(itemgetter(rows), each) for each in (outputs, batch)))
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
     )
     nothing = torch.tensor(torch.nan)
@@ -264,10 +264,6 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
                 f"metric {path}: {name} of two samples is {float(value):.6g}, and one by one they add up to "
                 f"{float(separate):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
             )
-
-
-def _rows(rows: slice, tensor: Tensor) -> Tensor:
-    return tensor[rows]
 
 
 def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:

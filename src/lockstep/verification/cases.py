@@ -134,7 +134,8 @@ def _verify_cases(
 ) -> Verification:
     recipe = ready.recipe
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
-    evaluated = min(samples, _validation(evaluation_batch(recipe)))
+    batch = evaluation_batch(recipe)
+    evaluated = min(samples, _BATCHES * batch + max(1, batch // 2))
     if len(cases) > 2:  # one process, and what was asked for
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -177,10 +178,6 @@ def import_for_all() -> None:
     for room in (comm, device):
         for module in pkgutil.iter_modules(room.__path__):
             import_module(f"{room.__name__}.{module.name}")
-
-
-def _validation(batch: int) -> int:
-    return _BATCHES * batch + max(1, batch // 2)
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:

@@ -362,7 +362,7 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     sums, wanted = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
     places = [place for place in sorted(set(allowed)) if 0 < place < length]
     # best[place]: (dearest part, sum of squares, cuts) for the items before `place` in as many parts as rounds so far.
-    best = {place: _single(sums[place], ()) for place in [*places, length] if wanted[place]}
+    best: dict[int, _Cut] = {at: (sums[at], sums[at] * sums[at], ()) for at in [*places, length] if wanted[at]}
     for _ in range(parts - 1):
         best = {
             stop: min(options)
@@ -379,10 +379,6 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
 
 
 _Cut = tuple[float, float, tuple[int, ...]]
-
-
-def _single(cost: float, cuts: tuple[int, ...]) -> _Cut:
-    return cost, cost * cost, cuts
 
 
 def _join(before: _Cut, cost: float, start: int) -> _Cut:
