@@ -13,6 +13,7 @@ adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -47,33 +48,25 @@ def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
 
 
 @final
+@dataclass(eq=False)
 class CanonicalSum:
     """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
-    `data_ranks` are theirs, and `rank` is this one's number among them; one that is alone needs no carrier. The carrier
-    has them under the same numbers, unless `carried` gives others. Of sequences that are cut into `chunks`, each chunk
+    `_data_ranks` are theirs, and `_rank` is this one's number among them; one that is alone needs no carrier, which has
+    them under the same numbers unless `_carried` gives others. Of sequences that are cut into `chunks`, each chunk
     of a micro-batch is a leaf of its own (core/mesh.py).
     """
 
-    def __init__(
-        self,
-        rank: int,
-        data_ranks: Sequence[DataRank],
-        carrier: Carrier | None,
-        carried: Sequence[int] | None = None,
-        chunks: int = 1,
-    ) -> None:
-        self._rank = rank
-        self._chunks = chunks
-        self._data_ranks = data_ranks
-        self._size = len(data_ranks)
-        self._carrier = carrier
-        self._carried = range(self._size) if carried is None else carried
+    _rank: int
+    _data_ranks: Sequence[DataRank]
+    _carrier: Carrier | None
+    _carried: Sequence[int] = ()
+    _chunks: int = 1
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank to add with."""
-        return self._size == 1
+    def __post_init__(self) -> None:
+        self._size = len(self._data_ranks)
+        self.alone = self._size == 1  # there is no other rank to add with
+        self._carried = self._carried or range(self._size)
 
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""

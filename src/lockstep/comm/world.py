@@ -14,6 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
@@ -52,35 +53,29 @@ class Edge(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class World:
     """This process among all processes of the run. In a world of one nothing is sent."""
 
-    def __init__(
-        self,
-        info: RankInfo,
-        device: torch.device,
-        groups: tuple[dist.ProcessGroup, ...] = (),
-        timeout: timedelta | None = None,
-        carry: Callable[[dist.ProcessGroup], Carrier] = direct,
-        backend: Literal["nccl", "gloo"] = "gloo",
-        store: Any = None,
-    ) -> None:
+    info: InitVar[RankInfo]
+    device: torch.device
+    _groups: tuple[dist.ProcessGroup, ...] = ()
+    _timeout: timedelta | None = None
+    _carry: Callable[[dist.ProcessGroup], Carrier] = direct
+    backend: Literal["nccl", "gloo"] = "gloo"
+    _store: Any = None
+    sharing: list[list[int]] = field(default_factory=list, init=False)  # ranks that have one device between them
+    _edges: dict[int, Edge] = field(default_factory=dict, init=False)
+    _made: dict[tuple[int, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _stores: int = field(default=0, init=False)
+
+    def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
         self.size = info.size
         self.local_rank = info.local_rank
         self.local_size = info.local_size
         self.host = socket.gethostname()
-        self.device = device
-        self._groups = groups
-        self._timeout = timeout
-        self._carry = carry
-        self.backend = backend
-        self.sharing: list[list[int]] = []  # ranks that have one device between them
-        self._edges: dict[int, Edge] = {}
-        self._stop = _StopAgreement(groups[0]) if groups else None
-        self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
-        self._store = store
-        self._stores = 0
+        self._stop = _StopAgreement(self._groups[0]) if self._groups else None
 
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.

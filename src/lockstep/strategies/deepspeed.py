@@ -69,7 +69,7 @@ class Strategy:
         check_work(processes, microbatches)
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
-        """See Foreign."""
+        """See ExternalEngine."""
         if numerics.precision not in _PRECISIONS:
             raise UsageError(
                 f"strategy deepspeed: recipe.precision {numerics.precision} keeps copies of the weights that DeepSpeed "
@@ -87,7 +87,7 @@ class Strategy:
         check_flat(make, "deepspeed")
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """See Foreign: its masters are in float32, whatever the model's weights are in."""
+        """See ExternalEngine: its masters are in float32, whatever the model's weights are in."""
         other = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
         if other is not None:
             raise UsageError(
@@ -96,11 +96,11 @@ class Strategy:
             )
 
     def preload(self) -> None:
-        """See Foreign."""
+        """See ExternalEngine."""
         import_deepspeed("cpu")
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """See Foreign."""
+        """See ExternalEngine."""
         return {"deepspeed.json": self.configuration(numerics)}
 
     def configuration(self, numerics: Numerics) -> dict[str, Any]:

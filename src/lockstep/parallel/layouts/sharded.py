@@ -102,6 +102,7 @@ class ShardedLayout:
             offload,
             narrow,
         )
+        self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
@@ -127,14 +128,6 @@ class ShardedLayout:
     def publish(self) -> None:
         """See Layout: what is trained are the very rows that are gathered."""
 
-    def reload(self) -> None:
-        """See Layout."""
-        self._sharded.scatter()
-
-    def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """See GathersWeights."""
-        return self._sharded.gathered_tensors()
-
 
 @final
 class ShardGradients:
@@ -143,6 +136,7 @@ class ShardGradients:
     def __init__(self, model: Sharded, dealt: _ShardSums) -> None:
         self._model = model
         self._dealt = dealt
+        self.finish = dealt.finish
         self._last: MicroBatch | None = None
 
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
@@ -161,10 +155,6 @@ class ShardGradients:
         self._dealt.end_round()
         if microbatch is not self._last:
             self._model.end_round()
-
-    def finish(self) -> None:
-        """See GradientSum."""
-        self._dealt.finish()
 
 
 @final

@@ -51,7 +51,6 @@ class CallTrace:
         self, model: nn.Module, entered: frozenset[str], training: bool, kept: frozenset[str], example: Inputs
     ) -> None:
         model.train(training)
-        self._model = model
         self._modules = dict(model.named_modules())
         self._meta = MetaModel(model, torch.device("cpu"))
         self._leaves = dict(leaf_modules(self._meta.model, entered, kept))

@@ -41,7 +41,6 @@ class StageLayout:
     ) -> None:
         self._at = at
         self._place = place
-        self._model = model
         self._all = trainable_parameters(model)
         # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
         self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
