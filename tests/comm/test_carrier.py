@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lockstep.comm import carrier
-from lockstep.comm.carrier import Addressed, Staged, Transfer
+from lockstep.comm.carrier import Addressed, Transfer, staged
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.mesh import Mesh
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def mesh_backends(world: World) -> list[str]:
     """Return the backends of the groups that fully_shard uses, where torch sees a CUDA device beside gloo."""
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        placed = World(RankInfo(world.rank, world.size, 0, 1, "part"), CPU, world._groups, world._timeout, Staged)
+        placed = World(RankInfo(world.rank, world.size, 0, 1, "part"), CPU, world._groups, world._timeout, staged)
         return [
             dist.get_backend(placed.device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
             for members in (2, 4)
@@ -56,7 +56,7 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
     monkeypatch.setattr(carrier, "_host_like", noted)
     with FakeTensorMode():
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
-        transfer = Staged(mock.Mock()).start([(sent, 1)], [(received, 1)])
+        transfer = staged(mock.Mock())([(sent, 1)], [(received, 1)])
         assert done == ["host", "synchronised", "host", "started"]
         assert not transfer.is_done()
         transfer.wait()

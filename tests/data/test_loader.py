@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.core.mesh import DataRank
-from lockstep.core.order import Step, Steps
-from lockstep.core.order_name import OrderName
+from lockstep.core.order import OrderName, Step, Steps
 from lockstep.core.shuffle import Order, permutation, shuffle
 from lockstep.data.base import DataSet, NoTransforms, Split
 from lockstep.data.images.device_transforms import ImageTransforms

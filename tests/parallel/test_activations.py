@@ -17,8 +17,8 @@ from toys import Trace
 from lockstep.comm.world import World
 from lockstep.parallel import activations, data_parallel
 from lockstep.parallel.activations import Elements, Kept, Moved, Offload, Packing, around_forward
+from lockstep.parallel.blocks import recompute
 from lockstep.parallel.pipeline import engine
-from lockstep.parallel.recompute import recompute
 
 CPU = torch.device("cpu")
 

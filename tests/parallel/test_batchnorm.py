@@ -25,7 +25,7 @@ def _step(model: nn.Module, running: RunningStatistics, microbatches: Sequence[T
         running.before_forward()
         model(inputs)
         total += running.observations(len(inputs))
-    running.move(total / sum(map(len, microbatches)))
+    running.settle(True, total / sum(map(len, microbatches)))
 
 
 def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import worlds
 from pipeline_models import in_pipeline, own_trace, recipe
 from same_bits import alone
 
-from lockstep.comm.carrier import Addressed, Carrier, Direct, Staged
+from lockstep.comm.carrier import Addressed, Carrier, direct, staged
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE, RankInfo
 
@@ -51,15 +51,15 @@ class Rendezvous:
         self._group = group
         self._line = ThreadPoolExecutor(1)
 
-    def start(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Any:
+    def __call__(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Any:
         return Waiting(self._line.submit(self._run, [*sent], [*received]))
 
     def _run(self, sent: list[Addressed], received: list[Addressed]) -> None:
         Rendezvous.kept += sum(tensor.numel() for tensor, _ in sent)
-        direct = Direct(self._group)
-        direct.start(sent, received).wait()
+        carrier = direct(self._group)
+        carrier(sent, received).wait()
         answers = [(torch.zeros(1), peer) for _, peer in received]
-        direct.start(answers, [(torch.zeros(1), peer) for _, peer in sent]).wait()
+        carrier(answers, [(torch.zeros(1), peer) for _, peer in sent]).wait()
 
 
 class Waiting:
@@ -84,7 +84,7 @@ def carried(
 
 
 def staged_trace(world: World, case: toys.Case) -> toys.Trace:
-    return toys.whole_trace(carried(world, Staged), case)
+    return toys.whole_trace(carried(world, staged), case)
 
 
 @pytest.mark.worlds
@@ -96,7 +96,7 @@ def test_by_way_of_the_host_the_bits_are_those_of_one_process(strategy: str, siz
 
 
 def staged_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:
-    return own_trace(carried(world, Staged), in_pipeline(recipe(clip=0.1), options))
+    return own_trace(carried(world, staged), in_pipeline(recipe(clip=0.1), options))
 
 
 def nccl_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:
@@ -143,8 +143,8 @@ def crossing(world: World, one_way: bool) -> float:
         both = Rendezvous(dist.new_group([0, 1]))
         edge = edge._replace(there=both, back=both)
     sent, received = torch.full((3,), float(world.rank)), torch.empty(3)
-    leaving = edge.there.start([(sent, edge.peer)], [])
-    arriving = edge.back.start([], [(received, edge.peer)])
+    leaving = edge.there([(sent, edge.peer)], [])
+    arriving = edge.back([], [(received, edge.peer)])
     try:
         arriving._future.result(3.0)  # type: ignore[attr-defined]
     except TimeoutError:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import TrainingError
+from lockstep.errors import UsageError
 from lockstep.parallel.ema import WeightAverage
+from lockstep.parallel.layouts.base import take_over
 
 
 def _model() -> nn.Module:
@@ -91,17 +92,16 @@ def test_a_state_goes_into_another_average() -> None:
     saved = {name: tensor.clone() for name, tensor in ema.state().items()}
     _move(model, 1.0)
     other = WeightAverage(model.state_dict(), decay=0.5)
-    other.load(saved)
+    take_over(saved, other.shards(model.state_dict()))
     ema.update()
     other.update()
     assert all(torch.equal(tensor, other.state()[name]) for name, tensor in ema.state().items())
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"another model; differing: 0\.bias"):
-        WeightAverage(nn.Linear(2, 3).state_dict(), decay=0.5).load(
-            WeightAverage(_model().state_dict(), decay=0.5).state()
-        )
+    own, other = (WeightAverage(each.state_dict(), decay=0.5) for each in (nn.Linear(2, 3), _model()))
+    with pytest.raises(UsageError, match=r"another model; differing: 0\.bias"):
+        take_over(other.state(), own.state())
 
 
 def test_shared_weights_have_all_their_names() -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from toys import Case
 
 from lockstep.core.precision import Precision
-from lockstep.parallel.recompute import recompute
+from lockstep.parallel.blocks import recompute
 
 # timm's smallest: convolutions in bf16 take a CPU seconds in a ResNet-18.
 RESNET = partial(timm.create_model, "test_resnet", num_classes=toys.CLASSES)

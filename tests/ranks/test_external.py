@@ -73,13 +73,10 @@ def test_a_lost_exchange_is_told_where_no_rank_knows_why(capfd: pytest.CaptureFi
     """As when the link between two other hosts is cut: all ranks live, and none has failed by itself."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
-    def lose(_: Rendezvous) -> NoReturn:
-        raise PeerLostError("lost another rank during an exchange (timed out)")
-
     def one(rank: int) -> None:
         info = RankInfo(rank, 2, rank, 2, "slurm", "127.0.0.1", store.port, hosted=True)
-        with pytest.raises(Ended, match="1"):
-            external.as_rank(info, "env://", 20.0, 30.0, lose, QUICK)
+        with pytest.raises(Ended, match="1"), external.membership(info, "env://", 20.0, 30.0, QUICK):
+            raise PeerLostError("lost another rank during an exchange (timed out)")
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(2)))

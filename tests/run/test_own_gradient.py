@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.run.own_gradient import Withheld
+from lockstep.run.own_guard import Withheld
 
 
 class RefusedError(Exception):

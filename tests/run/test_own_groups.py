@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lockstep.errors import UsageError
-from lockstep.run.own_groups import Groups
+from lockstep.run.placing import Groups
 
 
 def made() -> tuple[AdamW, list[dict], Groups]:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS
-from lockstep.tasks.metrics import check_metrics, find_metrics
-from lockstep.tasks.own import with_metrics
+from lockstep.tasks.own import check_metrics, find_metrics, with_metrics
 
 OUTPUTS, BATCH = torch.tensor([[1.0], [3.0]]), (torch.zeros(2), torch.tensor([0.5, 1.0]))
 

@@ -13,6 +13,7 @@ adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -47,33 +48,25 @@ def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
 
 
 @final
+@dataclass(eq=False)
 class CanonicalSum:
     """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
-    `data_ranks` are theirs, and `rank` is this one's number among them; one that is alone needs no carrier. The carrier
-    has them under the same numbers, unless `carried` gives others. Of sequences that are cut into `chunks`, each chunk
+    `_data_ranks` are theirs, and `_rank` is this one's number among them; one that is alone needs no carrier, which has
+    them under the same numbers unless `_carried` gives others. Of sequences that are cut into `chunks`, each chunk
     of a micro-batch is a leaf of its own (core/mesh.py).
     """
 
-    def __init__(
-        self,
-        rank: int,
-        data_ranks: Sequence[DataRank],
-        carrier: Carrier | None,
-        carried: Sequence[int] | None = None,
-        chunks: int = 1,
-    ) -> None:
-        self._rank = rank
-        self._chunks = chunks
-        self._data_ranks = data_ranks
-        self._size = len(data_ranks)
-        self._carrier = carrier
-        self._carried = range(self._size) if carried is None else carried
+    _rank: int
+    _data_ranks: Sequence[DataRank]
+    _carrier: Carrier | None
+    _carried: Sequence[int] = ()
+    _chunks: int = 1
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank to add with."""
-        return self._size == 1
+    def __post_init__(self) -> None:
+        self._size = len(self._data_ranks)
+        self.alone = self._size == 1  # there is no other rank to add with
+        self._carried = self._carried or range(self._size)
 
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
@@ -91,11 +84,10 @@ class CanonicalSum:
         if self.alone:
             return total(pieces, leaves, add_)
         held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
-        with translate_peer_errors():
-            if _halving_fits(held):
-                (piece,) = pieces.values()
-                return self._halve_and_double(piece)
-            return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
+        if _halving_fits(held):
+            (piece,) = pieces.values()
+            return self._halve_and_double(piece)
+        return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
 
     def of_ranks(self, own: Tensor) -> Tensor:
         """Return the sum of one flat vector of each rank, `own` of this one, on every rank: in the order of the ranks.
@@ -113,8 +105,7 @@ class CanonicalSum:
         others = [rank for rank in range(self._size) if rank != self._rank]
         every = own.new_empty(self._size, *own.shape)
         every[self._rank] = own
-        with translate_peer_errors():
-            self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
+        self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
         return every
 
     def _halve_and_double(self, vector: Tensor) -> Tensor:
@@ -191,34 +182,23 @@ class HalfPrecisionSum:
         return self._across.of_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
-@final
-class AllToAllRows:
-    """Deals out the vectors of a round (core/mesh.py) among members: a reduce-scatter that does not add.
+def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
+    """Deal out the vectors of a round (core/mesh.py) among `members`: a reduce-scatter that does not add.
 
+    Returns the part of this one, which is `member`, of the vectors of members 0 to `holders` - 1, in their order: fresh
+    tensors. `vector` has one part of one length for each member, in their order; a rank that is no holder gives any.
     All members call it in the same order with vectors of the same length.
     """
-
-    def __init__(self, member: int, members: int, carrier: Carrier) -> None:
-        self._member = member
-        self._members = members
-        self._carrier = carrier
-
-    def __call__(self, vector: Tensor, holders: int) -> list[Tensor]:
-        """Return this member's part of the vectors of members 0 to `holders` - 1, in their order: fresh tensors.
-
-        `vector` has one part of one length for each member, in their order; a rank that is no holder gives any.
-        """
-        parts = vector.view(self._members, -1)
-        others = [member for member in range(self._members) if member != self._member]
-        arriving = {member: torch.empty_like(parts[0]) for member in others if member < holders}
-        received = [(part, member) for member, part in arriving.items()]
-        sent: list[Addressed] = []
-        if self._member < holders:
-            arriving[self._member] = parts[self._member].clone()
-            sent = [(parts[member], member) for member in others]
-        with translate_peer_errors():
-            move(self._carrier, sent, received)
-        return [arriving[member] for member in range(holders)]
+    parts = vector.view(members, -1)
+    others = [each for each in range(members) if each != member]
+    arriving = {each: torch.empty_like(parts[0]) for each in others if each < holders}
+    received = [(part, each) for each, part in arriving.items()]
+    sent: list[Addressed] = []
+    if member < holders:
+        arriving[member] = parts[member].clone()
+        sent = [(parts[each], each) for each in others]
+    move(carrier, sent, received)
+    return [arriving[each] for each in range(holders)]
 
 
 def _halving_fits(held: list[list[LeafBlock]]) -> bool:
@@ -227,5 +207,6 @@ def _halving_fits(held: list[list[LeafBlock]]) -> bool:
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Exchange tensors, empty ones left out, so that the current stream may use them."""
-    carrier.start([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()
+    """Exchange tensors, empty ones left out, so that the current stream may use them; a lost peer is named."""
+    with translate_peer_errors():
+        carrier([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()

@@ -8,8 +8,8 @@ memory and back by itself. Nothing here adds, so the bits do not depend on what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, final
+from collections.abc import Callable, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -42,49 +42,33 @@ class Transfer:
         return not self._landing and all(work.is_completed() for work in self._works)
 
 
-class Carrier(Protocol):
-    """Exchanges tensors between the ranks of one group, point to point.
-
-    Between two ranks tensors arrive in the order in which they were sent. What one `start` sends and receives never
-    waits for one another.
-    """
-
-    def start(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        """Begin to send, and to receive into, these tensors, once the current stream has come to here."""
-        ...
+# Exchanges tensors between the ranks of one group, point to point: given those to send, and those to receive into, it
+# begins to once the current stream has come to here. Between two ranks tensors arrive in the order in which they were
+# sent. What one call sends and receives never waits for one another.
+Carrier = Callable[[Sequence[Addressed], Sequence[Addressed]], Transfer]
 
 
-@final
-class Direct:
-    """Tensors go to the backend as they are: NCCL for those of CUDA, gloo for those of the CPU."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def start(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        """See Carrier."""
-        return Transfer(_start(self._group, sent, received), [tensor for tensor, _ in sent], [])
+def direct(group: dist.ProcessGroup) -> Carrier:
+    """Return what gives tensors to the backend as they are: NCCL those of CUDA, gloo those of the CPU."""
+    return lambda sent, received: Transfer(_start(group, sent, received), [tensor for tensor, _ in sent], [])
 
 
-@final
-class Staged:
-    """Tensors go by way of the host's memory, which gloo can read: for several ranks on one device.
+def staged(group: dist.ProcessGroup) -> Carrier:
+    """Return what moves tensors by way of the host's memory, which gloo can read: for several ranks on one device.
 
     The calling thread waits for the copies, so this is no way to be fast.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def start(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        """See Carrier."""
+    def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
         leaving = [(_host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
             # The copies run on the current stream, behind what computes the tensors; gloo reads when they are done.
             torch.cuda.current_stream(device).synchronize()
         arriving = [(_host_like(tensor), peer) for tensor, peer in received]
         landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, arriving, strict=True)]
-        return Transfer(_start(self._group, leaving, arriving), [host for host, _ in leaving], landing)
+        return Transfer(_start(group, leaving, arriving), [host for host, _ in leaving], landing)
+
+    return start
 
 
 def _host_like(tensor: Tensor) -> Tensor:

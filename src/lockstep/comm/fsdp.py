@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, NoReturn, cast, final
 
@@ -40,33 +40,28 @@ class Narrow:
 
 
 @final
+@dataclass(eq=False)
 class Sharded:
     """A model whose tensors are cut by rows over the members of `mesh`, unit by unit; what is in no unit is the last.
 
     A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
     both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards. Members may call different
     units in the same forward (comm/gathers.py): the gradients of one that is not called are zeros, as in one process.
+    `receive` waits for other members when these are `patience` units behind.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[nn.Module],
-        names: Sequence[str],
-        mesh: DeviceMesh,
-        receive: Receive,
-        patience: int,
-        keep_gathered: bool,
-        offload: bool,
-        narrow: Narrow | None = None,
-    ) -> None:
-        """Call `receive`, which waits for other members when these are `patience` units behind."""
-        self._model = model
-        self._mesh = mesh
-        self._names = names
-        self._keep_gathered = keep_gathered
-        self._receive = receive
-        self._patience = patience
+    model: nn.Module
+    units: InitVar[Sequence[nn.Module]]
+    names: Sequence[str]
+    mesh: DeviceMesh
+    receive: Receive
+    patience: int
+    keep_gathered: bool
+    offload: InitVar[bool]
+    narrow: InitVar[Narrow | None] = None
+
+    def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: Narrow | None) -> None:
+        model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
         self._copied_at_once = offload and mesh.device_type == "cuda"
         self._calls = [0] * (len(units) + 1)
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
@@ -118,7 +113,7 @@ class Sharded:
         """Call before each backward of a step, and say of the last one that it is."""
         self._backward = True
         schedule: Sequence[int] = ()
-        if self._keep_gathered:
+        if self.keep_gathered:
             self._units[-1].set_reshard_after_backward(last)
         else:
             usual = sorted(self._forwards, reverse=True)
@@ -135,12 +130,12 @@ class Sharded:
 
     def end_backward(self) -> None:
         """Call when a backward is over: what units gave that were called several times in its forward is complete."""
-        if not self._keep_gathered:
+        if not self.keep_gathered:
             self._gathers.end(called=[int(calls > 0) for calls in self._calls])
             self._in_order = self._in_order and not self._gathers.differed
         for unit in dict.fromkeys((*self._due, *self._order, *sorted(self._waiting))):
             if unit in self._waiting:
-                self._receive(unit, *self._waiting.pop(unit), True)
+                self.receive(unit, *self._waiting.pop(unit), True)
         self._due.clear()
         self._calls = [0] * len(self._calls)
         self._passes = 0
@@ -159,11 +154,11 @@ class Sharded:
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
-        return {name: self._shard_if_split(tensor, primary) for name, tensor in self._model.state_dict().items()}
+        return {name: self._shard_if_split(tensor, primary) for name, tensor in self.model.state_dict().items()}
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
-        parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: (self._shard(cast(Any, p), primary), cast(Any, p)) for name, p in parameters.items()}
 
     def gathered_tensors(self) -> dict[Tensor, Tensor]:
@@ -183,8 +178,8 @@ class Sharded:
     def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._whole:
             return
-        schedule = self._gathers.end(kept=self._keep_gathered)
-        self._whole = self._keep_gathered
+        schedule = self._gathers.end(kept=self.keep_gathered)
+        self._whole = self.keep_gathered
         if not self._order and torch.is_grad_enabled():
             trained = {
                 unit for unit in self._forwards if any(each.requires_grad for each in _parameters(self._units[unit]))
@@ -238,41 +233,41 @@ class Sharded:
             while self._due:
                 unit = self._due[0]
                 if not self._calls[unit]:
-                    if not self._keep_gathered:
+                    if not self.keep_gathered:
                         self._gathers.reach(unit)
                     if unit not in self._waiting:
                         _group(self._units[unit]).post_backward()  # which hands zeros
                 elif unit not in self._waiting or self._calls[unit] > 1:
                     return
                 self._due.popleft()
-                self._receive(unit, *self._waiting.pop(unit), self._in_order and not self._gathers.differed)
+                self.receive(unit, *self._waiting.pop(unit), self._in_order and not self._gathers.differed)
         finally:
             self._handing = False
 
     def _ask(self, numbers: Sequence[int]) -> list[list[int]]:
-        answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self._mesh.size())]
+        answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.mesh.size())]
         with translate_peer_errors():
-            dist.all_gather(answers, torch.tensor(numbers), group=self._mesh.get_group())
+            dist.all_gather(answers, torch.tensor(numbers), group=self.mesh.get_group())
         return [each.tolist() for each in answers]
 
     def _check(self, unit: int, left: Sequence[int]) -> None:
         """Raise UsageError for a unit that others do not gather, or may not before they wait for this member."""
         if unit not in left:
             raise UsageError(
-                f"{self._names[unit]} is called more often than in the first forward, and other processes would have "
+                f"{self.names[unit]} is called more often than in the first forward, and other processes would have "
                 f"to gather it for that; call it equally often in each forward, or use strategy zero2, zero1 or ddp"
             )
         if self._too_far(unit, left):
             raise UsageError(
-                f"{self._names[unit]} is called in another order than in the first forward, or what comes of "
-                f"{self._names[self._due[0]]} is not in the loss; call what is in the model's containers in one order, "
+                f"{self.names[unit]} is called in another order than in the first forward, or what comes of "
+                f"{self.names[self._due[0]]} is not in the loss; call what is in the model's containers in one order, "
                 f"or use strategy zero2, zero1 or ddp"
             )
 
     def _too_far(self, unit: int, left: Sequence[int]) -> bool:
         """Whether others may wait for what is due of this member before they gather `unit`."""
         later = left[left.index(unit) :]
-        return self._in_order and sum(each not in later for each in self._due) > self._patience
+        return self._in_order and sum(each not in later for each in self._due) > self.patience
 
     def _gather(self, unit: int) -> None:
         self._units[unit].unshard()
@@ -290,9 +285,9 @@ class Sharded:
 
     def _shard(self, tensor: DTensor, primary: bool) -> Shard:
         # As torch.chunk cuts: all members have as many rows as the first, but for the last ones.
-        height = -(-tensor.shape[0] // self._mesh.size())
+        height = -(-tensor.shape[0] // self.mesh.size())
         own = tensor._local_tensor.detach()
-        return Shard(own, min(self._mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
+        return Shard(own, min(self.mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
 
 
 def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:

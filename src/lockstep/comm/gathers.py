@@ -16,12 +16,14 @@ call, and at its end in those that are left. What it has gathered but not called
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, final
 
 _NONE: Final = -1
 
 
 @final
+@dataclass(eq=False)
 class Gathers:
     """The gathers of one member; every member calls `begin` and `end` alike.
 
@@ -30,28 +32,20 @@ class Gathers:
     `check`, with what is left of the schedule, for a unit that it is about to gather: it raises where that cannot be.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[Sequence[int]], Sequence[Sequence[int]]],
-        gather: Callable[[int], None],
-        scatter: Callable[[int], None],
-        taken: Callable[[], None],
-        check: Callable[[int, Sequence[int]], None],
-    ) -> None:
-        self.differed = False  # whether members wanted different units at the same time, in a phase that was learned
-        self._ask = ask
-        self._gather = gather
-        self._scatter = scatter
-        self._taken = taken
-        self._check = check
-        self._known: dict[str, list[int]] = {}
-        self._phase: str | None = None
-        self._usual: Sequence[int] = ()
-        self._schedule: list[int] = []
-        self._at = 0
-        self._held: list[int] = []  # gathered for others
-        self._taking_part = False
-        self._issued = False
+    ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
+    gather: Callable[[int], None]
+    scatter: Callable[[int], None]
+    taken: Callable[[], None]
+    check: Callable[[int, Sequence[int]], None]
+    differed: bool = False  # whether members wanted different units at the same time, in a phase that was learned
+    _known: dict[str, list[int]] = field(default_factory=dict)
+    _phase: str | None = None
+    _usual: Sequence[int] = ()
+    _schedule: list[int] = field(default_factory=list)
+    _at: int = 0
+    _held: list[int] = field(default_factory=list)  # gathered for others
+    _taking_part: bool = False
+    _issued: bool = False
 
     def begin(self, phase: str, usual: Sequence[int]) -> Sequence[int]:
         """Begin what has a schedule of its own, and return that; empty where it is yet to be learned.
@@ -74,7 +68,7 @@ class Gathers:
         if self._phase is None:  # outside of all phases members do the same
             return
         if self._phase in self._known:
-            self._check(unit, self.remaining())
+            self.check(unit, self.remaining())
         while (served := self._next(unit)) != unit:
             self._take_part(served)
 
@@ -97,7 +91,7 @@ class Gathers:
             self._add_unwanted(called)
             self._known[self._phase] = self._schedule
         for unit in () if kept else self._held:
-            self._scatter(unit)
+            self.scatter(unit)
         self._held.clear()
         self._phase = None
         return self._schedule
@@ -109,7 +103,7 @@ class Gathers:
                 return _NONE
             self._at += 1
             return self._schedule[self._at - 1]
-        answers = {each for [each] in self._ask([wanted])}
+        answers = {each for [each] in self.ask([wanted])}
         self.differed |= len(answers) > 1
         if answers == {_NONE}:
             return _NONE
@@ -117,7 +111,7 @@ class Gathers:
         return self._schedule[-1]
 
     def _add_unwanted(self, called: Sequence[int] | None) -> None:
-        by_some = [any(each) for each in zip(*self._ask(called), strict=True)] if called is not None else []
+        by_some = [any(each) for each in zip(*self.ask(called), strict=True)] if called is not None else []
         for place, unit in enumerate(self._usual):
             if unit in self._schedule or (called is not None and by_some[unit]):
                 continue
@@ -129,12 +123,12 @@ class Gathers:
     def _take_part(self, unit: int) -> None:
         self._taking_part, self._issued = True, False
         try:
-            self._gather(unit)
+            self.gather(unit)
             if self._issued:
                 self._held.append(unit)
             else:  # it is there already, and stays
-                self._scatter(unit)
-                self._gather(unit)
+                self.scatter(unit)
+                self.gather(unit)
         finally:
             self._taking_part = False
-        self._taken()
+        self.taken()

@@ -95,7 +95,8 @@ def _from_here(world: World, target: int, buffer: Tensor) -> Link:
         if count > 0:
             dist.send(buffer[:count], target)
         dist.recv(few, target)
-        _synchronise(few)
+        if few.device.type == "cuda":  # NCCL's calls return at once, and gloo's wait themselves
+            torch.cuda.current_stream(few.device).synchronize()
         return time.perf_counter() - began
 
     once(-1)  # connects
@@ -120,9 +121,3 @@ def _to_here(source: int, buffer: Tensor) -> None:
         if count > 0:
             dist.recv(buffer[:count], source)
         dist.send(few, source)
-
-
-def _synchronise(tensor: Tensor) -> None:
-    """Wait for what NCCL does, which gloo's calls do themselves."""
-    if tensor.device.type == "cuda":
-        torch.cuda.current_stream(tensor.device).synchronize()

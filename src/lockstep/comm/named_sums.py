@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from lockstep.common import plainfile
 
 @final
 class NamedSums:
-    """What this rank's batches add.
+    """What this rank's batches add, where it is `wanted`.
 
     Whole numbers are added as they come, since their sum is exact in any order. Of what is not whole every batch has a
     row of its own in a table of zeros, so adding the tables of all ranks is exact, and the rows are added in one order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = wanted
         self._whole: dict[str, Tensor] = {}
         self._rows: dict[int, dict[str, Tensor]] = {}
 
@@ -37,7 +38,7 @@ class NamedSums:
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
         """Return the sums over `count` batches, on the CPU. All ranks call it, and get the same."""
-        return add_over_ranks(world, self._whole, self._rows, count)
+        return add_over_ranks(world, self._whole, self._rows, count) if self.wanted else {}
 
 
 def add_over_ranks(
@@ -49,26 +50,18 @@ def add_over_ranks(
     """
     first = next(iter(rows.values()), {})
     own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
-    of_whole, of_rows = _agree_on_shapes(world, own)
+    of_all = [plainfile.parse_json(text) for text in world.all_tell(json.dumps(own))]
+    of_whole, of_rows = next((each for each in of_all if any(each)), own)
     sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in of_whole.items()}
     for name, shape in of_rows.items():
         table = torch.zeros(count, *shape, dtype=torch.float64)
         if rows:
             table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()
-        sums[name] = _sum_rows(world.add_(table))
+        columns = world.add_(table).reshape(count, -1).T.tolist()
+        # Rounded once: torch's own sum has an order that follows from the shape.
+        sums[name] = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(shape)
     return sums
-
-
-def _agree_on_shapes(world: World, own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    of_all: list[list[dict[str, Any]]] = [plainfile.parse_json(text) for text in world.all_tell(json.dumps(own))]
-    return next((each for each in of_all if any(each)), own)
 
 
 def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64) if value is None else value.to("cpu", torch.int64).clone()
-
-
-def _sum_rows(table: Tensor) -> Tensor:
-    """Add the rows of a table, rounded once: torch's own sum has an order that follows from the shape."""
-    columns = table.reshape(len(table), -1).T.tolist()
-    return torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(table.shape[1:])

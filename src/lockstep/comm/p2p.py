@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -126,7 +127,7 @@ class PointToPoint:
     def _start(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
-            self._sent.append(edge.there.start([(data, edge.peer)], []))
+            self._sent.append(edge.there([(data, edge.peer)], []))
         else:
             self._message(data, peer)
 
@@ -151,7 +152,7 @@ class PointToPoint:
     def _fill(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
-            edge.back.start([], [(data, edge.peer)]).wait()
+            edge.back([], [(data, edge.peer)]).wait()
         else:
             dist.recv(data, peer, tag=_TAG)
 
@@ -231,20 +232,14 @@ def _description(value: Value) -> list[int]:
 
 def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
     """Read what `_description` wrote."""
-    count, *rest = numbers
-    for _ in range(count):
-        if rest[0] == _NOTHING:
-            yield None
-            rest = rest[1:]
+    rest = iter(numbers)
+    for _ in range(next(rest)):
+        kind = next(rest)
+        if kind < 0:
+            yield None if kind == _NOTHING else next(rest)
             continue
-        if rest[0] == _NUMBER:
-            yield rest[1]
-            rest = rest[2:]
-            continue
-        kind, wanted, on_host, ndim = rest[:4]
-        middle, stop = 4 + ndim, 4 + 2 * ndim
-        yield _Form(_DTYPES[kind], bool(wanted), bool(on_host), rest[4:middle], rest[middle:stop])
-        rest = rest[stop:]
+        wanted, on_host, ndim = islice(rest, 3)
+        yield _Form(_DTYPES[kind], bool(wanted), bool(on_host), [*islice(rest, ndim)], [*islice(rest, ndim)])
 
 
 def _flat(value: Tensor) -> Tensor:

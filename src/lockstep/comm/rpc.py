@@ -30,7 +30,6 @@ class Rpc:
 
     def __init__(self, world: World, *offered: Callable[..., Any]) -> None:
         """On rank 0 take what may be called, by its name; its results are tensors, or futures of them."""
-        self._rank = world.rank
         if not rpc.is_available():
             raise UsageError("strategy parameter_server: this torch was built without RPC; use one that has it, or ddp")
         if not world.rank:

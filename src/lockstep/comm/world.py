@@ -14,6 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
@@ -24,11 +25,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
-from lockstep.comm.carrier import Carrier, Direct, Staged
+from lockstep.comm.carrier import Carrier, direct, staged
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
-from lockstep.core.devices import SHARING, Backend, device_number, find_shared_devices, resolve_backend
+from lockstep.core import random
+from lockstep.core.devices import SHARING, Backend, check_cuda, device_number, find_shared_devices, resolve_backend
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
@@ -51,35 +53,29 @@ class Edge(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class World:
     """This process among all processes of the run. In a world of one nothing is sent."""
 
-    def __init__(
-        self,
-        info: RankInfo,
-        device: torch.device,
-        groups: tuple[dist.ProcessGroup, ...] = (),
-        timeout: timedelta | None = None,
-        carry: Callable[[dist.ProcessGroup], Carrier] = Direct,
-        backend: Literal["nccl", "gloo"] = "gloo",
-        store: Any = None,
-    ) -> None:
+    info: InitVar[RankInfo]
+    device: torch.device
+    _groups: tuple[dist.ProcessGroup, ...] = ()
+    _timeout: timedelta | None = None
+    _carry: Callable[[dist.ProcessGroup], Carrier] = direct
+    backend: Literal["nccl", "gloo"] = "gloo"
+    _store: Any = None
+    sharing: list[list[int]] = field(default_factory=list, init=False)  # ranks that have one device between them
+    _edges: dict[int, Edge] = field(default_factory=dict, init=False)
+    _made: dict[tuple[int, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _stores: int = field(default=0, init=False)
+
+    def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
         self.size = info.size
         self.local_rank = info.local_rank
         self.local_size = info.local_size
         self.host = socket.gethostname()
-        self.device = device
-        self._groups = groups
-        self._timeout = timeout
-        self._carry = carry
-        self.backend = backend
-        self.sharing: list[list[int]] = []  # ranks that have one device between them
-        self._edges: dict[int, Edge] = {}
-        self._stop = _StopAgreement(groups[0]) if groups else None
-        self._made: dict[tuple[int, str], dist.ProcessGroup] = {}
-        self._store = store
-        self._stores = 0
+        self._stop = _StopAgreement(self._groups[0]) if self._groups else None
 
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
@@ -162,8 +158,7 @@ class World:
         carrier = self._carry(group)
         other = target if self.rank == source else source
         first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
-        with translate_peer_errors():
-            move(carrier, first if self.rank == source else [], first if self.rank == target else [])
+        move(carrier, first if self.rank == source else [], first if self.rank == target else [])
         return carrier
 
     def _group(self, use: int, groups: list[list[int]]) -> dist.ProcessGroup:
@@ -194,6 +189,11 @@ class World:
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
+    def seed(self, key: int) -> None:
+        """Seed these generators by a key of core/random.py."""
+        for generator in self.generators():
+            generator.manual_seed(random.torch_seed(key))
+
     def add_(self, tensor: Tensor) -> Tensor:
         """Add a tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries.
 
@@ -213,8 +213,7 @@ class World:
             return
         sent = [(tensor, rank) for rank in others for tensor in own]
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
-        with translate_peer_errors():
-            move(self._carry(self._groups[0]), sent, received)
+        move(self._carry(self._groups[0]), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
         """Return the highest stop level that any rank had at its last call (0: none), the same on all ranks.
@@ -253,17 +252,12 @@ class World:
 
     def tell(self, text: str) -> str:
         """Return rank 0's `text` on every rank."""
-        if self.size == 1:
-            return text
-        data = text.encode() if self.rank == 0 else b""
-        length = int(self.add_(torch.tensor([len(data)])))
-        message = torch.zeros(length, dtype=torch.uint8)
-        if data:
-            message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return bytes(self.add_(message).tolist()).decode()
+        return self.all_tell(text)[0]
 
     def all_tell(self, text: str) -> list[str]:
         """Return the `text` of each rank, by rank, on every rank."""
+        if self.size == 1:
+            return [text]
         own = text.encode()
         lengths = [int.from_bytes(each) for each in self.gather(len(own).to_bytes(8))]
         padded = self.gather(own.ljust(max(1, *lengths)))
@@ -333,7 +327,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
         first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    carry = Staged if on_gpu and carried_by == "gloo" else Direct
+    carry = staged if on_gpu and carried_by == "gloo" else direct
     world = World(info, device, (first, second), timeout, carry, carried_by, own)
     if world.on_gpu:
         world.sharing = _sharing(world)
@@ -343,11 +337,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
     """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
     count = torch.cuda.device_count()
-    if device == "cuda" and not count:
-        raise UsageError(
-            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
-            "lockstep doctor gpu says why"
-        )
+    check_cuda(device, count)
     on_gpu = device != "cpu" and count > 0
     sharing = resolve_backend(backend, on_gpu) == "gloo"
     if not on_gpu:

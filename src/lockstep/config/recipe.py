@@ -27,7 +27,7 @@ from lockstep.config.base import (
     as_tuple,
     expand_name,
 )
-from lockstep.core.order_name import OrderName
+from lockstep.core.order import OrderName
 from lockstep.core.precision import Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
 

@@ -12,6 +12,15 @@ SHARING: Final = "placement.backend=gloo, which lets processes share a device"
 SLOWLY: Final = "gloo carries what they exchange through the host's memory: the same bits, at another speed"
 
 
+def check_cuda(device: Literal["auto", "cpu", "cuda"], count: int) -> None:
+    """Raise UsageError where CUDA is asked for, and there are no such devices."""
+    if device == "cuda" and not count:
+        raise UsageError(
+            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
+            "lockstep doctor gpu says why"
+        )
+
+
 def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
     """Return what carries tensors between ranks; NCCL without a CUDA device raises UsageError."""
     if backend == "nccl" and not on_gpu:

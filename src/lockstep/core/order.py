@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from lockstep.core.order_name import OrderName
+OrderName = Literal["bijection", "argsort"]  # argsort is that of version 0.1: an array of all samples
 
 
 def cut(length: int, parts: int) -> list[range]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core import random
-from lockstep.core.order_name import OrderName
+from lockstep.core.order import OrderName
 from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # samples at positions in an epoch, whatever the shape

@@ -9,6 +9,7 @@ autocast makes in its precision are saved like activations, and travel.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, NamedTuple, final
 
@@ -33,6 +34,7 @@ def around_forward(
 
 
 @final
+@dataclass(eq=False)
 class Offload:
     """A context for one forward after the other, around `inner`: it moves what they save on `device` to the CPU.
 
@@ -40,24 +42,17 @@ class Offload:
     stream of its forward, as autograd runs it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        inner: AbstractContextManager[None],
-        least_bytes: int = _LEAST_BYTES,
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._inner = inner
-        self._least_bytes = least_bytes
-        self._entered = ExitStack()
+    model: nn.Module
+    device: torch.device
+    inner: AbstractContextManager[None]
+    least_bytes: int = _LEAST_BYTES
+    _entered: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            packing = Packing(self._model, self._device, self._least_bytes)
+            packing = Packing(self.model, self.device, self.least_bytes)
             stack.enter_context(saved_tensors_hooks(packing.pack, _unpack))
-            stack.enter_context(self._inner)
+            stack.enter_context(self.inner)
             self._entered = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:

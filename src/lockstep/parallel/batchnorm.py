@@ -63,13 +63,19 @@ class RunningStatistics:
         value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
         return torch.cat([value, self.observations(samples)]) if self.size else value
 
-    def move(self, mean: Tensor) -> None:
-        """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample."""
-        self._counts += self._steps
-        for number in self._averaging:
-            self._rates[self._places[number]] = 1.0 / self._counts[number]
-        # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
-        self._running.lerp_(mean.float(), self._rates)
+    def settle(self, applied: bool, mean: Tensor) -> None:
+        """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample.
+
+        Where the step was not `applied` the layers get those back that they had.
+        """
+        if not self.size:
+            return
+        if applied:
+            self._counts += self._steps
+            for number in self._averaging:
+                self._rates[self._places[number]] = 1.0 / self._counts[number]
+            # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
+            self._running.lerp_(mean.float(), self._rates)
         self.restore()
 
     def restore(self) -> None:

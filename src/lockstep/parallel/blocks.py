@@ -1,10 +1,18 @@
-"""The blocks of a model."""
+"""The blocks of a model, and activation recomputation by block: it keeps its inputs only, and does its forward again
+when its backward needs the rest.
+
+Chen et al. 2016, "Training deep nets with sublinear memory cost". Random numbers are drawn again from where the block
+found the generators, so it is the same forward, to the bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
@@ -31,3 +39,20 @@ def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
     if listed and any(True for _ in module.parameters()):
         return [module]
     return [] if listed else [block for child in module.children() for block in _blocks(child, listed=False)]
+
+
+def recompute(model: nn.Module, every: int) -> nn.Module:
+    """Let each `every`-th block of the model recompute its activations, from the last one back.
+
+    A model without blocks does so as a whole. Returns the model, whose names stay as they are.
+    """
+    units = find_units(model) or [model]
+    for unit in units[::-1][::every]:
+        # On the instance: whatever is called around a forward stays.
+        unit.forward = partial(_recompute, unit.forward)
+    return model
+
+
+def _recompute(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
+    """Call a block's forward by way of checkpoint, whose own keywords a block may have too: `debug`, `function`."""
+    return checkpoint(partial(forward, **named), *inputs, use_reentrant=False)

@@ -110,7 +110,8 @@ class Cooperative:
         try:
             news = [self._go_on(number, each, _GoOn(None, 0), before) for number, each in enumerate(parts)]
             while came := _at_one_place(news):
-                found = parts[-1].obey(_Compute(came[0].joint, [each.given for each in came], _last(came)))
+                last = max(each.nodes for each in came)
+                found = parts[-1].obey(_Compute(came[0].joint, [each.given for each in came], last))
                 assert isinstance(found, _Computed)
                 news = [
                     self._go_on(number, each, _GoOn(result, found.nodes), before)
@@ -200,10 +201,6 @@ def _at_one_place(news: Sequence[_Came | _Ended]) -> list[_Came]:
             f"order; let the model's way not depend on the samples or on chance"
         )
     return came
-
-
-def _last(came: Sequence[_Came]) -> int:
-    return max(each.nodes for each in came)
 
 
 def _nodes() -> int:

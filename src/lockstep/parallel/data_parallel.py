@@ -37,23 +37,23 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, shard_like, slice_of
+from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import WeightAverage, evaluating
+from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
-from lockstep.parallel.layouts.base import GathersWeights, MakeLayout, Slots, check_names, take_over
+from lockstep.parallel.layouts.base import GathersWeights, MakeLayout, Slots, take_over
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
-from lockstep.parallel.recompute import recompute
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
 from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, Problem
@@ -98,10 +98,9 @@ class DataParallelEngine:
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         self._running = RunningStatistics(self._model.train())
-        self._generators = world.generators()
         chunks = numerics.sequence_chunks
         self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
-        self._together = Cooperative(self._generators)
+        self._together = Cooperative(world.generators())
         self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
@@ -111,7 +110,7 @@ class DataParallelEngine:
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         self._buffer_guard = BufferGuard(self._model, self._running.buffers) if numerics.guarded else None
-        self._ema = self._make_ema(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._ema = average_of(self._layout.state(), numerics.ema_decay)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.precision, world.device)
@@ -127,7 +126,7 @@ class DataParallelEngine:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        observed = NamedSums() if observe else None
+        observed = NamedSums(observe)
         leaves = min(self._numerics.microbatches, step.samples)
         rounds = self._rounds(microbatches, leaves)
         self.begin([each for together in rounds for each in together], step, leaves * self._leaves.count)
@@ -139,10 +138,7 @@ class DataParallelEngine:
                 with self.forward(microbatch, step):
                     loss = self._loss_of(microbatch, observed)
                 self.backward(microbatch, loss)
-        sums = self.end()
-        if observed is None:
-            return sums
-        return sums._replace(of_task=observed.total(self._world, self._now.leaves))
+        return self.end()._replace(of_task=observed.total(self._world, self._now.leaves))
 
     def begin(self, microbatches: Sequence[MicroBatch], step: Step, leaves: int) -> None:
         """Start a step of `leaves` micro-batches, of which this rank computes these: `forward`, then `backward`."""
@@ -158,9 +154,7 @@ class DataParallelEngine:
     def forward(self, microbatch: MicroBatch, step: Step) -> Iterator[None]:
         """Enter what a micro-batch's forward and loss are computed in: its random numbers, precision, BatchNorm."""
         self._running.before_forward()
-        seed = random.torch_seed(random.extend_key(self._forward_key, step.number, microbatch.index))
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
         if self._buffer_guard is not None:
             self._buffer_guard.note()
@@ -196,7 +190,7 @@ class DataParallelEngine:
         """See Auditable."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         with self.forward(microbatch, step):
-            loss = self._loss_of(microbatch)
+            loss = self._loss_of(microbatch, NamedSums(wanted=False))
         self._show(microbatch, loss)
         self._gradients.before_backward(microbatch)
         self._backward([loss], step)
@@ -211,11 +205,7 @@ class DataParallelEngine:
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
         update = self._updates.update(lr, max_norm, self._loss, self._now.step.weight)
-        if self._running.size:
-            if update.applied:
-                self._running.move(self._observed)
-            else:
-                self._running.restore()
+        self._running.settle(update.applied, self._observed)
         if self._ema is not None and update.applied:
             self._ema.update()
         if self._low_rank is not None:
@@ -254,11 +244,10 @@ class DataParallelEngine:
         """See Engine."""
         model = self._layout.state()
         tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
-        ema = self._ema.state() if self._ema is not None else None
         return State(
             model=model,
             optimizer={name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()},
-            ema={name: shard_like(tensor, model[name]) for name, tensor in ema.items()} if ema is not None else None,
+            ema=None if self._ema is None else self._ema.shards(model),
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
             feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
         )
@@ -267,7 +256,6 @@ class DataParallelEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         model = self._layout.state()
-        check_names(state.model, model)
         take_over(state.model, model)
         self._running.reload()
         self._layout.reload()
@@ -275,7 +263,7 @@ class DataParallelEngine:
         load_optimizer_state(self._layout.trained, self._updates.optimizer, tensors, state.scalars["optimizer"])
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
-            self._ema.load({name: slice_of(local_tensor(whole), model[name]) for name, whole in state.ema.items()})
+            take_over(state.ema, self._ema.shards(model))
         if self._low_rank is not None:
             self._low_rank.load_feedback(state.feedback or {})
 
@@ -285,16 +273,13 @@ class DataParallelEngine:
         if self._on_close is not None:
             self._on_close()
 
-    def _make_ema(self, decay: float) -> WeightAverage:
-        return WeightAverage({name: local_tensor(held) for name, held in self._layout.state().items()}, decay)
-
-    def _loss_of(self, microbatch: MicroBatch, observed: NamedSums | None = None) -> Tensor:
+    def _loss_of(self, microbatch: MicroBatch, observed: NamedSums) -> Tensor:
         inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
         given = self._numerics.prepare_outputs(outputs)
         loss = self._task.loss(given, microbatch.batch)
-        if observed is not None and self._first and not microbatch.dummy:
+        if observed.wanted and self._first and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
         return loss
@@ -326,7 +311,7 @@ class DataParallelEngine:
             return [microbatches]
         return [self._leaves.of(each, leaves) for each in microbatches]
 
-    def _at_once(self, microbatches: Sequence[MicroBatch], step: Step, observed: NamedSums | None) -> None:
+    def _at_once(self, microbatches: Sequence[MicroBatch], step: Step, observed: NamedSums) -> None:
         """Do the forwards of all these micro-batches together, and one backward through all of them."""
         apart = IsolatedGradients(self._model, len(microbatches))
         with apart.restore_after():
@@ -342,7 +327,7 @@ class DataParallelEngine:
             apart.hand(number)
             self._gradients.after_backward(microbatch)
 
-    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor | None:
+    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | None:
         with self.forward(microbatch, step):
             loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, observed))
             # None leaves autocast before all have come here: that would clear what it keeps for the others, too.

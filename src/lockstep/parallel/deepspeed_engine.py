@@ -8,12 +8,17 @@ along, and its loss counts nothing.
 
 The precision, the loss scale and the rate are this engine's; clipping, the update and the steps that are dropped for
 what is not finite are DeepSpeed's.
+
+It puts the parameters of a group one after the other in a flat tensor, fills it up, and cuts it evenly over the ranks
+(stages 1 and 2); or it cuts each parameter so, and puts the pieces one after the other (stage 3). The optimizer moves
+these flat tensors, of fp32, and so its state is as flat: what is known of that is in FlatPiece, and below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -28,22 +33,21 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor, piece, shard_like, slice_of
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, piece, slice_of
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
-from lockstep.parallel.deepspeed_pieces import FlatPiece, flat_pieces
-from lockstep.parallel.ema import WeightAverage, evaluating
+from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import check_names, take_over, trainable_parameters
+from lockstep.parallel.layouts.base import take_over, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
-from lockstep.parallel.recompute import recompute
 from lockstep.tasks.base import MicroBatch, Problem
 
 
@@ -65,7 +69,10 @@ class DeepSpeedEngine:
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
         model = problem.build_model().to(world.device)  # its weights stay contiguous: DeepSpeed sends them as they lie
-        _check_dims(model)
+        if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+            raise UsageError(
+                f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
+            )
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.precision, world.device)
@@ -89,9 +96,8 @@ class DeepSpeedEngine:
         self._optimizer: Any = self._engine.optimizer
         self._cut_weights = stage == 3
         self._pieces = flat_pieces(self._optimizer, world.rank, stage)
-        self._ema = self._make_ema(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._ema = average_of(self._model_state(), numerics.ema_decay)
         self._scaler = numerics.loss_scaler(world.device)
-        self._generators = world.generators()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
         self._none = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
@@ -99,7 +105,7 @@ class DeepSpeedEngine:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        observed = NamedSums() if observe else None
+        observed = NamedSums(observe)
         leaves = min(self._numerics.microbatches, step.samples)
         self._weight, self._step = step.weight, step.number
         statistics = Counter[Tensor](add_)
@@ -116,8 +122,7 @@ class DeepSpeedEngine:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
         total = self._canonical(statistics.pieces(), leaves, self._none)
         self._loss, self._observed = total[0].clone(), total[1:] / step.samples
-        sums = Sums(self._loss, step.weight, own_losses)
-        return sums if observed is None else sums._replace(of_task=observed.total(self._world, leaves))
+        return Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine. Each is whole, on every rank, times the loss scale."""
@@ -131,7 +136,7 @@ class DeepSpeedEngine:
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine. DeepSpeed drops a step whose gradient is not finite, whatever the recipe wants."""
         if not self._weight:
-            self._running.restore()
+            self._running.settle(False, self._observed)
             return Update(None, applied=False)
         self._optimizer.clip_grad = max_norm or 0.0
         for group in self._optimizer.param_groups:
@@ -147,12 +152,9 @@ class DeepSpeedEngine:
                 f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
                 f"recipe.nonfinite to skip, or use another strategy"
             )
-        if applied:
-            self._running.move(self._observed)
-            if self._ema is not None:
-                self._ema.update()
-        else:
-            self._running.restore()
+        self._running.settle(applied, self._observed)
+        if self._ema is not None and applied:
+            self._ema.update()
         asked = max_norm is not None or self._numerics.skip_nonfinite
         norm = torch.as_tensor(self._engine.get_global_grad_norm()) if asked else None
         return Update(norm, applied, scale)
@@ -166,13 +168,12 @@ class DeepSpeedEngine:
     def state(self) -> State:
         """See Engine. What DeepSpeed cuts is a shard that any other strategy can read."""
         model = self._model_state()
-        ema = None if self._ema is None else self._ema.state()
         tensors, slots = self._optimizer_state()
         scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
         return State(
             model=model,
             optimizer=tensors,
-            ema=None if ema is None else {name: shard_like(tensor, model[name]) for name, tensor in ema.items()},
+            ema=None if self._ema is None else self._ema.shards(model),
             scalars={"optimizer": scalars, "loss_scale": self._scaler.state_dict()},
         )
 
@@ -180,14 +181,13 @@ class DeepSpeedEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         model = self._model_state()
-        check_names(state.model, model)
         take_over(state.model, model)
         self._running.reload()
         self._publish()
         self._load_optimizer(state)
         self._scaler.load_state_dict(state.scalars["loss_scale"])
         if self._ema is not None and state.ema is not None:
-            self._ema.load({name: slice_of(local_tensor(whole), model[name]) for name, whole in state.ema.items()})
+            take_over(state.ema, self._ema.shards(model))
 
     def close(self) -> None:
         """See Engine."""
@@ -199,13 +199,11 @@ class DeepSpeedEngine:
         base: torch.optim.Optimizer = self._optimizer.optimizer
         return base
 
-    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums | None) -> Tensor:
+    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor:
         self._running.before_forward()
         if self._buffer_guard is not None:
             self._buffer_guard.note()
-        seed = random.torch_seed(random.extend_key(self._forward_key, step.number, microbatch.index))
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
         with self._autocast:
             with self._model_code, its_exchanges():
@@ -213,7 +211,7 @@ class DeepSpeedEngine:
             loss = self._task.loss(outputs, microbatch.batch)
         if self._buffer_guard is not None:
             self._buffer_guard.check()
-        if observed is not None and not microbatch.dummy:
+        if observed.wanted and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
         return loss
@@ -238,9 +236,6 @@ class DeepSpeedEngine:
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code, its_exchanges():
             return call(self._engine, self._numerics.prepare_inputs(inputs))
-
-    def _make_ema(self, decay: float) -> WeightAverage:
-        return WeightAverage({name: local_tensor(held) for name, held in self._model_state().items()}, decay)
 
     def _model_state(self) -> dict[str, MaybeSharded]:
         """Return the model's state: what is trained as DeepSpeed's optimizer has it, in fp32."""
@@ -313,9 +308,50 @@ def _fill(slots: dict[str, Any], slot: str, value: Any, place: FlatPiece) -> Non
     held.tensor.copy_(slice_of(whole, held))
 
 
-def _check_dims(model: nn.Module) -> None:
-    flat = [name for name, parameter in model.named_parameters() if not parameter.ndim]
-    if flat:
-        raise UsageError(
-            f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
-        )
+@dataclass(frozen=True, eq=False)
+class FlatPiece:
+    """Where this rank's piece of a parameter of `shape` is: `length` elements of a flat tensor from `at` on.
+
+    It has the parameter's elements from `first` on. The optimizer has `flat` in its parameter group number `group`.
+    """
+
+    group: int
+    flat: Tensor
+    at: int
+    first: int
+    length: int
+    shape: torch.Size
+
+    def piece_of(self, flat: Tensor) -> Shard:
+        """Return this rank's piece of `flat`, which is as flat as the parameters are."""
+        own = flat.detach()[self.at : self.at + self.length]
+        return piece(own, self.first if self.length else 0, self.shape)
+
+
+def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
+    """Return the place of each parameter that DeepSpeed's `optimizer` moves."""
+    found = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
+    return dict(found)
+
+
+def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+    for number, parameters in enumerate(optimizer.bit16_groups):
+        flat = optimizer.single_partition_of_fp32_groups[number]
+        for parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                yield parameter, FlatPiece(number, flat, 0, 0, 0, parameter.shape)
+                continue
+            own, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+            yield parameter, FlatPiece(number, flat, own.start, whole.start, own.numel, parameter.shape)
+
+
+def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+    for number, parameters in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[number]
+        for parameter in parameters:
+            _, at, room = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            first = rank * room
+            length = max(0, min(room, parameter.ds_numel - first))
+            group = optimizer.sub_group_to_group_id[number]
+            yield parameter, FlatPiece(group, flat, at, first, length, parameter.ds_shape)

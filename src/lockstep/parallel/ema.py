@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import TrainingError
+from lockstep.core.shard import MaybeSharded, local_tensor, shard_like
 
 
 @final
@@ -20,12 +20,13 @@ class WeightAverage:
     (1 - d) of a difference is lost in fewer bits. Integer buffers are copied.
     """
 
-    def __init__(self, live: Mapping[str, Tensor], decay: float) -> None:
-        """Average `live`, the tensors of a model's state, whose values change in place."""
+    def __init__(self, live: Mapping[str, MaybeSharded], decay: float) -> None:
+        """Average `live`, what this rank has of a model's state, whose values change in place."""
         self._decay = decay
-        self._live = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
+        own = {name: local_tensor(held) for name, held in live.items()}
+        self._live = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
         self._average = {name: _widen(tensor) for name, tensor in self._live.items()}
-        self._live_counters = {name: tensor for name, tensor in live.items() if name not in self._live}
+        self._live_counters = {name: tensor for name, tensor in own.items() if name not in self._live}
         self._counters = {name: tensor.clone() for name, tensor in self._live_counters.items()}
 
     @torch.no_grad()
@@ -57,13 +58,14 @@ class WeightAverage:
         """Return the average by the names of the model's state: the tensors themselves, not copies."""
         return {**self._average, **self._counters}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state, which must have exactly this model's names."""
-        mine = self.state()
-        if mine.keys() != state.keys():
-            differing = ", ".join(sorted(mine.keys() ^ state.keys())[:5])
-            raise TrainingError(f"average of the weights: the state is that of another model; differing: {differing}")
-        _copy(state, mine)
+    def shards(self, live: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+        """Return the average as this rank's part of the whole one, as what it has of the model's state is `live`."""
+        return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
+
+
+def average_of(live: Mapping[str, MaybeSharded], decay: float | None) -> WeightAverage | None:
+    """Return the average of `live` with this decay, None where none is kept."""
+    return None if decay is None else WeightAverage(live, decay)
 
 
 @contextmanager

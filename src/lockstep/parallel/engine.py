@@ -66,14 +66,12 @@ class Stepping(Protocol):
 
         With `observe`, which all ranks give alike, the sums of the task are added up too.
         """
-        ...
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """Clip the gradient to `max_norm`, move the weights and forget the gradient.
 
         After a step of weight 0 nothing moves, and the update counts as not applied.
         """
-        ...
 
 
 class Engine(Stepping, Protocol):
@@ -81,23 +79,18 @@ class Engine(Stepping, Protocol):
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
-        ...
 
     def evaluation(self) -> AbstractContextManager[Predict]:
         """Enter evaluation, with averaged weights where the recipe keeps them, and give `predict(inputs)`."""
-        ...
 
     def state(self) -> State:
         """Return the state; its tensors are the live ones, or shards of them."""
-        ...
 
     def load(self, state: State) -> None:
         """Take over a state whose tensors are whole; names that are missing or left over raise UsageError."""
-        ...
 
     def close(self) -> None:
         """Let go of threads and streams."""
-        ...
 
 
 class Auditable(Engine, Protocol):
@@ -108,4 +101,3 @@ class Auditable(Engine, Protocol):
 
         Call it before forward_backward, or after one that is to be done again: gradients there are forgotten.
         """
-        ...

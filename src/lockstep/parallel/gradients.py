@@ -64,8 +64,9 @@ class Gradients:
         self._last_leaf: int | None = None
         self._armed = False
         self._note: Note | None = None
-        if not alone:
-            self._watch()
+        for bucket in () if alone else self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))  # type: ignore[no-untyped-call]
 
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
         """See GradientSum."""
@@ -119,11 +120,6 @@ class Gradients:
     def _nothing_to_add(self) -> bool:
         """Whether backward leaves the sum itself: of one micro-batch on one rank."""
         return self._alone and self._leaves == 1
-
-    def _watch(self) -> None:
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))  # type: ignore[no-untyped-call]
 
     def _ready(self, bucket: _Bucket, _: Tensor) -> None:
         if not self._armed:

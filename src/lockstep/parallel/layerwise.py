@@ -47,28 +47,15 @@ class Lars(Optimizer):
         always_adapt: bool = False,
         norms: Norms = whole_norms,
     ) -> None:
-        _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
+        options = _options(locals())
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("nesterov wants a momentum and no dampening")
         self._norms = norms
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "trust_coeff": trust_coeff,
-                "eps": eps,
-                "trust_clip": trust_clip,
-                "always_adapt": always_adapt,
-            },
-        )
+        super().__init__(params, options)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Do a step."""
-        return _step_groups(self, self._step_group, closure)
+        _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = [_gradient(parameter) for parameter in parameters]
@@ -121,27 +108,15 @@ class Lamb(Optimizer):
         always_adapt: bool = False,
         norms: Norms = whole_norms,
     ) -> None:
-        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        options = _options(locals())
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas are {betas}; both must be in [0, 1)")
         self._norms = norms
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": tuple(betas),
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "grad_averaging": grad_averaging,
-                "trust_clip": trust_clip,
-                "always_adapt": always_adapt,
-            },
-        )
+        super().__init__(params, {**options, "betas": tuple(betas)})
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Do a step."""
-        return _step_groups(self, self._step_group, closure)
+        _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         updates = self._directions(parameters, group)
@@ -181,19 +156,12 @@ class Lamb(Optimizer):
 
 
 @torch.no_grad()
-def _step_groups(
-    optimizer: Optimizer,
-    step_group: Callable[[list[Tensor], dict[str, Any]], None],
-    closure: Callable[[], float] | None,
-) -> float | None:
-    """Do a step of each group that has a gradient, for those of its parameters that have one; return the loss."""
-    with torch.enable_grad():
-        loss = None if closure is None else closure()
+def _step_groups(optimizer: Optimizer, step_group: Callable[[list[Tensor], dict[str, Any]], None]) -> None:
+    """Do a step of each group that has a gradient, for those of its parameters that have one."""
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
             step_group(parameters, group)
-    return loss
 
 
 def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
@@ -205,7 +173,10 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _check_not_negative(lr: float, weight_decay: float, eps: float, momentum: float = 0.0) -> None:
-    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps), ("momentum", momentum)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}; it must not be negative")
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a constructor's arguments that are options of a group, in its order."""
+    options = {name: value for name, value in given.items() if name not in ("self", "params", "norms", "__class__")}
+    for name in ("lr", "weight_decay", "eps", "momentum"):
+        if options.get(name, 0) < 0:
+            raise ValueError(f"{name} is {options[name]}; it must not be negative")
+    return options

@@ -61,8 +61,9 @@ def make_optimizer(
     form: dict[str, Any] = {"foreach": True} if "foreach" in (taken or ()) and not asked.get("fused") else {}
     if name.lower() in OURS:
         form = {"norms": norms}
-    groups = _groups(name, parameters, decay_bias_and_norm, settings or _nothing)
-    _check_options(f"{name}, recipe.optimizer.groups", taken, _group_options(groups), True)
+    groups = _groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
+    own = {key: None for group in groups for key in group if key not in ("params", SCALE)}  # a scale is ours to apply
+    _check_options(f"{name}, recipe.optimizer.groups", taken, own, True)
     if ":" in name:
         made = _call_factory(name, factory, groups, {"lr": lr, **form, **asked})
         _check_kept(name, groups, made)
@@ -70,7 +71,8 @@ def make_optimizer(
     try:
         return factory(groups, **{"lr": lr, **form, **asked})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"optimizer {name}: {error}; given: {_listing(asked)}") from error
+        given = ", ".join(f"{key}={value}" for key, value in asked.items()) or "nothing"
+        raise UsageError(f"optimizer {name}: {error}; given: {given}") from error
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -186,15 +188,6 @@ def _groups(
     return list(groups.values())
 
 
-def _nothing(_: str) -> Mapping[str, Any]:
-    return {}
-
-
-def _group_options(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the options that groups have beside a scale of the rate, which is ours to apply."""
-    return [*{key: None for group in groups for key in group if key not in ("params", SCALE)}]
-
-
 def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], made: Optimizer) -> None:
     """Raise UsageError where an optimizer of the user's own forgot what a group was given beside its parameters."""
     group_of = {id(each): group for group in made.param_groups for each in group["params"]}
@@ -205,7 +198,3 @@ def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], made: Optimizer)
                     f"optimizer {name}: it drops {option} of its parameter groups; hand the groups that it is given "
                     f"to torch.optim.Optimizer as they are"
                 )
-
-
-def _listing(asked: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in asked.items()) or "nothing"

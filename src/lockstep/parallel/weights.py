@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class Weights:
     of `fp32_parameters` have no copies.
     """
 
+    norms: ClassVar[Norms] = WHOLE
+
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._model = model
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -42,11 +44,6 @@ class Weights:
     def trained(self) -> list[Named]:
         """The weights that want a gradient, in the model's order, by the first of their names."""
         return [(name, self.of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
-
-    @property
-    def norms(self) -> Norms:
-        """See Layout."""
-        return WHOLE
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""

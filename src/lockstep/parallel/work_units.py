@@ -25,23 +25,18 @@ class WorkUnits(Protocol):
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
         """Return this rank's leaves of one of so many micro-batches, as micro-batches with the numbers of leaves."""
-        ...
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
         """Return what the model's forward takes for a leaf."""
-        ...
 
     def around(self) -> AbstractContextManager[object]:
         """Return the context of the forward of one leaf, or of a part of it."""
-        ...
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
         """Return what `compute` returns for a leaf, or None for one that is another rank's: take part in it instead."""
-        ...
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
         """Return what the model's forward takes in evaluation, which is of whole samples, for the task's `inputs`."""
-        ...
 
 
 # Given the task, the model, the number of chunks of a sequence, and what runs forwards together.

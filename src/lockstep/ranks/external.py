@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
@@ -18,19 +18,6 @@ from lockstep.ranks.member import at_most, end_process, member
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
 from lockstep.ranks.timing import TIMING, Timing
-
-
-def as_rank(
-    info: RankInfo,
-    address: str,
-    timeout_s: float,
-    lost_after_s: float,
-    work: Callable[[Rendezvous], int],
-    timing: Timing = TIMING,
-) -> int:
-    """Meet the other ranks, do `work` with them, and return its exit code; see `membership` for errors."""
-    with membership(info, address, timeout_s, lost_after_s, timing) as rendezvous:
-        return work(rendezvous)
 
 
 @contextmanager

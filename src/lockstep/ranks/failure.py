@@ -91,14 +91,9 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
-    return Failure(info.rank, info.size, rank_log.host, _error_text(error), code, secondary, log, time.time())
-
-
-def _error_text(error: BaseException) -> str:
-    """Return the message of an error: the text of ours, the traceback of any other."""
-    if isinstance(error, LockstepError):
-        return error.told
-    return "".join(traceback.format_exception(error)).rstrip()
+    # The message of an error: the text of ours, the traceback of any other.
+    whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
+    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time())
 
 
 @final

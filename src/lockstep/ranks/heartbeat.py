@@ -104,7 +104,8 @@ class Heartbeat:
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             store = self._rendezvous.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.is_set():
-                store.set(_key(self._rendezvous.info.rank), asdict(self._own(process)))
+                own = Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
+                store.set(_key(self._rendezvous.info.rank), asdict(own))
                 heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
                 # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
                 beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parse_beat), strict=True))
@@ -117,9 +118,6 @@ class Heartbeat:
                 self._failed = self._failed or self._rendezvous.first_failure(store)
                 self._looks += 1
                 self._over.wait(self._beat_s)
-
-    def _own(self, process: str) -> Beat:
-        return Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
 
     def _note(self, rank: int, beat: Beat | UntrustedError | None) -> None:
         """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""

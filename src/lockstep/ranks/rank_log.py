@@ -204,7 +204,8 @@ def _redirect_output(log: _Log) -> Iterator[None]:
     """Let the streams be the log, and point the descriptors behind them to it, for native code."""
     streams = sys.stdout, sys.stderr
     before = [(number, os.dup(number)) for number in (1, 2)]
-    _flush()
+    for stream in streams:
+        stream.flush()
     sys.stdout = sys.stderr = log
     for number, _ in before:
         os.dup2(log.fileno(), number)
@@ -215,11 +216,6 @@ def _redirect_output(log: _Log) -> Iterator[None]:
             os.dup2(kept, number)
             os.close(kept)
         sys.stdout, sys.stderr = streams
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _lasting(stream: TextIO | None, standard: int) -> TextIO:

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -51,35 +51,30 @@ _ANOTHER_RUN: Final = "if another run meets there, choose another port"
 
 
 @final
+@dataclass(eq=False)
 class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
-    `store` is None for one that is alone, `hosts` are by rank. `end` is how a process of this kind ends at once.
+    `store` is None for one that is alone, `hosts` are by rank. `_end` is how a process of this kind ends at once.
     `status` returns, on any thread, what this rank does; its user replaces it. With the `secret` of the job the ranks
     sign what they write.
     """
 
-    def __init__(
-        self,
-        info: RankInfo,
-        timeout_s: float,
-        end: Callable[[Rendezvous, Failure], NoReturn],
-        secret: bytes = b"",
-        timing: Timing = TIMING,
-    ) -> None:
-        self.info = info
-        self.timing = timing  # of whatever else works with these ranks, too
-        self.secret = secret
-        self.rank_log = rank_log = RankLog(info)
-        self._end = end
-        self._ending = threading.Lock()
-        self.timeout_s = timeout_s
-        self.store: JobStore | None = None
-        self.hosts: tuple[str, ...] = (rank_log.host,)
-        self.status: Callable[[], RankStatus] = RankStatus
-        self.serves = False  # this process has the store
-        self._exchanges = 0
-        self._warned = False
+    info: RankInfo
+    timeout_s: float
+    _end: Callable[[Rendezvous, Failure], NoReturn]
+    secret: bytes = b""
+    timing: Timing = TIMING  # of whatever else works with these ranks, too
+    store: JobStore | None = field(default=None, init=False)
+    status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
+    serves: bool = field(default=False, init=False)  # this process has the store
+    _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _exchanges: int = field(default=0, init=False)
+    _warned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.rank_log = RankLog(self.info)
+        self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Raise RanksDifferError on all ranks where `facts`, ready for JSON, are not those of rank 0. All call it."""

@@ -75,6 +75,7 @@ class ThreadState:
 
 
 @final
+@dataclass(eq=False)
 class StallDetector:
     """Enter to watch the thread that enters; all ranks that have joined do, once.
 
@@ -83,28 +84,22 @@ class StallDetector:
     device waits for the other ranks in place of this thread, once it is set up.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        timeout_s: float,
-        tell: Callable[[str], None],
-        record: Callable[[], str] = str,
-        hidden: bool = False,
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._rank, self._size = rendezvous.info.rank, rendezvous.info.size
-        self._timeout_s = timeout_s
-        self._timing = rendezvous.timing
-        self._tell = tell
-        self._record = record
-        self._hidden = hidden
+    rendezvous: Rendezvous
+    timeout_s: float
+    tell: Callable[[str], None]
+    record: Callable[[], str] = str
+    hidden: bool = False
+    _question: int = 0  # the first that this rank has not answered
+
+    def __post_init__(self) -> None:
+        self._rank, self._size = self.rendezvous.info.rank, self.rendezvous.info.size
+        self._timing = self.rendezvous.timing
         self._watched = threading.get_ident()
-        self._question = 0  # the first that this rank has not answered
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._answer)]
 
     def __enter__(self) -> StallDetector:
-        for thread in self._threads if self._rendezvous.store else []:
+        for thread in self._threads if self.rendezvous.store else []:
             thread.start()
         return self
 
@@ -121,12 +116,12 @@ class StallDetector:
             place, now = self._place(), time.monotonic()
             if (place, self._question) != (last, answered):
                 last, answered, since = place, self._question, now
-            elif place.waits is not False and now - since >= self._timeout_s:
+            elif place.waits is not False and now - since >= self.timeout_s:
                 asking = threading.Thread(target=self._ask, args=(place, now - since), daemon=True)
                 asking.start()
                 asking.join(2 * self._timing.answer_s)
                 if asking.is_alive() and not self._over.is_set():
-                    self._tell(_no_answer_report(self._rank, place, now - since))
+                    self.tell(_no_answer_report(self._rank, place, now - since))
                 since = time.monotonic()
 
     def _ask(self, place: ThreadState, seconds: float) -> None:
@@ -147,7 +142,7 @@ class StallDetector:
                         with suppress(UntrustedError):
                             found[rank] = store.read(_answer_key(question, rank), parse_answer)
             if not self._over.is_set():
-                self._tell(stall_report(found, self._size, _first_line(self._rank, place, seconds)))
+                self.tell(stall_report(found, self._size, _first_line(self._rank, place, seconds)))
 
     def _answer(self) -> None:
         """Answer each question, with where the main thread is then."""
@@ -156,7 +151,7 @@ class StallDetector:
             while not self._over.wait(self._pause_s):
                 if store.has(_question_key(self._question)) and self._is_asked(store):
                     place = self._place()  # first: what comes next takes a while
-                    said = {"host": self._rendezvous.rank_log.host, **asdict(place), "record": self._record()}
+                    said = {"host": self.rendezvous.rank_log.host, **asdict(place), "record": self.record()}
                     said["stack"] = place.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), said)
                     self._question += 1
@@ -169,12 +164,12 @@ class StallDetector:
 
     @property
     def _pause_s(self) -> float:
-        return min(self._timing.sample_s, self._timeout_s / 4)
+        return min(self._timing.sample_s, self.timeout_s / 4)
 
     def _connect(self) -> JobStore:
         """Return a connection of its own for a thread: a wait in one blocks all other users of it."""
-        assert self._rendezvous.store is not None
-        return self._rendezvous.store.clone()
+        assert self.rendezvous.store is not None
+        return self.rendezvous.store.clone()
 
     def _place(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
@@ -182,10 +177,10 @@ class StallDetector:
         files = [_short(each.filename) for each in summary]
         ours = next((file for file in files if file.startswith(_OURS)), "")
         stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
-        status = self._rendezvous.status()
+        status = self.rendezvous.status()
         if ours in _DOORS or files[0].startswith(_TORCH):
             return ThreadState(status, _to_the_door(stack), True)
-        return ThreadState(status, stack, None if self._hidden and status.phase != "setting up" else False)
+        return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
 
 
 def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:

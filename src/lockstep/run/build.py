@@ -38,15 +38,14 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
 from lockstep.run.adapters import tuning_of
-from lockstep.run.chunking import Build, check_loss, chunk_layouts, in_chunks
+from lockstep.run.chunking import check_loss, check_sequences, chunk_layouts, in_chunks
 from lockstep.run.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
-from lockstep.run.sequences import check_sequences
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
-from lockstep.tasks.base import Problem, Task
+from lockstep.tasks.base import Build, Problem, Task
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import with_metrics
 

@@ -1,25 +1,39 @@
-"""A recipe's chunks: the model that it names, cut by its plan."""
+"""A recipe's chunks: of features, by the plan of the model that it names, and of sequences.
+
+Whether a model can be computed so is found before any process is started.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from lockstep.common.own_code import OwnCode
 from lockstep.config.recipe import ModelConfig
-from lockstep.core.batch import Batch, map_tensors, tensors_of
+from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.context.attention import KEY
+from lockstep.parallel.context.exchange import Exchange
+from lockstep.parallel.context.sequence_chunks import (
+    POSITIONS,
+    SequenceChunks,
+    argument_names,
+    sequence_task,
+    with_positions,
+)
+from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.logits import Logits
 from lockstep.parallel.tensor.plan import Plan, cut_into_chunks
 from lockstep.parallel.tensor.slices import cut_layers
-from lockstep.tasks.base import Task
-
-Build = Callable[[], nn.Module]
+from lockstep.tasks.base import Build, MicroBatch, Task
 
 
 def chunk_layouts(build: Build, asked: ModelConfig) -> Mapping[str, Chunked]:
@@ -69,3 +83,49 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
             raise
         except Exception:  # it reads values, which the meta device has not
             continue
+
+
+def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
+    """Return what the model takes for a batch; UsageError where it, or the task, cannot be computed in so many chunks.
+
+    `batch` has real samples. The model is tried on the meta device, and on the CPU where that fails. It is called
+    `name` in errors.
+    """
+    sequence_task(task)
+    trial = partial(_trial, build, task, batch, chunks, name)
+    with warnings.catch_warnings(action="ignore"), OwnCode(name):
+        try:
+            takes = trial("meta")
+        except LockstepError:
+            raise
+        except Exception:  # a model may read values while it is built or runs
+            takes = trial("cpu")
+    return with_positions(task.inputs(batch), takes)
+
+
+def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
+    with torch.device(device):
+        model = build().train()
+    takes = argument_names(model)
+    if POSITIONS not in takes:
+        raise UsageError(
+            f"{KEY}: {name} does not take {POSITIONS}, so it cannot know where in a sequence a chunk is; give its "
+            f"forward that argument, of shape [1, positions], or leave the key out"
+        )
+    given = map_tensors(lambda each: each.to(device), batch)
+    with torch.no_grad():
+        losses_in(model, task, given, 1)  # whether there is a mask over the whole sequence, as a sliding window's
+        losses_in(model, task, given, chunks)
+    return takes
+
+
+def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
+    """Return the loss of each chunk of a batch, where its sequences are cut into so many."""
+    together = Cooperative([])
+    sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
+    [*parts] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
+
+    def loss_of(part: MicroBatch) -> Any:
+        return task.loss(sequences.call(model, part), part.batch)
+
+    return together.run([partial(loss_of, part) for part in parts], lambda _: None)  # nothing has to be kept apart

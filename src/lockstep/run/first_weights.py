@@ -111,7 +111,8 @@ def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) ->
         if weights.path is None:
             raise UsageError(f"{_WEIGHTS}.path: missing; give a file of tensors, a folder with one, or a run")
     path = Path(weights.path)
-    found = _checkpoint(path, loaded.config.run) if _is_run(path) else None
+    is_run = (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
+    found = _checkpoint(path, loaded.config.run) if is_run else None
     if found is None and weights.ema:
         raise UsageError(f"{_WEIGHTS}.ema: {path} is no run of ours; leave it out")
     tensors = read_tensors(path) if found is None else _of_run(found, weights.ema)
@@ -153,10 +154,6 @@ def _start(found: FoundCheckpoint, optimizer: bool) -> StartingPoint:
     parts = [store.weights_sha256(snapshot.optimizer), store.weights_sha256(snapshot.ema or {})]
     digest = hashlib.sha256(json.dumps([*parts, snapshot.state["engine"]], sort_keys=True).encode()).hexdigest()
     return StartingPoint(weights_sha256=weights, optimizer_sha256=digest, updates=updates)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
 
 
 def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:

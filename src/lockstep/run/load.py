@@ -10,9 +10,9 @@ from torch import nn
 from lockstep.common.own_code import OwnCode
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
-from lockstep.models.find import build_model
 from lockstep.models.finetuning import build_finetuned
 from lockstep.run.adapters import tuning_of
+from lockstep.run.build import plain_model
 from lockstep.run.resume import checkpoint_recipe
 from lockstep.run.user_code import import_paths
 from lockstep.training.checkpoint import saved_state, store
@@ -56,12 +56,7 @@ def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
         )
     if state.facts is None:
         raise UsageError(f"{found.path}: it was written by 0.1, which kept nothing of its data; give model=")
-
-    def plain() -> nn.Module:
-        chosen = recipe.model
-        return build_model(name=chosen.name, source=chosen.source, options=chosen.options, facts=state.facts or {})
-
-    return build_finetuned(plain, tuning_of(recipe))
+    return build_finetuned(plain_model(recipe, state.facts), tuning_of(recipe))
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:

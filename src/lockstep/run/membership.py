@@ -39,7 +39,7 @@ from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.run.stall_detection import stall_detector
 from lockstep.run.user_source import script_digests, source_digests
-from lockstep.run.worker_context import Observe, OpenRun, current_context
+from lockstep.run.worker_context import WORKER_CONTEXT, Observe, OpenRun
 
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -64,7 +64,7 @@ class Member:
     @staticmethod
     def join(read: Callable[[], Settings]) -> Member:
         """Join the other ranks and set up; an error ends this process, or is raised where it is the only one."""
-        context, held = current_context(), ExitStack()
+        context, held = WORKER_CONTEXT.get(), ExitStack()
         info = detect_rank() if context is None else None
         if context is None and not _interactive():
             sys.excepthook = _report  # `register` replaces it, once there is a run
@@ -127,7 +127,7 @@ class Member:
 
     def register(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
-        context = current_context()
+        context = WORKER_CONTEXT.get()
         if context is not None:
             context.runs.append(run)
             return run
@@ -202,7 +202,8 @@ def _hook(left: weakref.ref[R]) -> Hook:
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = left()
         if isinstance(error, KeyboardInterrupt):
-            error = _interruption()
+            error = TrainingError("interrupted")
+            error.exit_code = EXIT_INTERRUPTED
         if run is not None:
             run.close(error)  # of several ranks this one ends here
         _report(kind, error, trace)
@@ -214,9 +215,3 @@ def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackT
     """Report the error of a script that is the only rank, and end it."""
     rendezvous = alone()
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
-
-
-def _interruption() -> TrainingError:
-    interrupted = TrainingError("interrupted")
-    interrupted.exit_code = EXIT_INTERRUPTED
-    return interrupted

@@ -6,7 +6,8 @@ is refused under every strategy, whether it would have had an effect there or no
 
 Two things would pass unseen. A write through `.data`, which torch does not count: while a model is placed, `.data` of
 its tensors shares their counters. And a write to a gradient, which each strategy keeps elsewhere: what the user's code
-finds in `grad` refuses it (run/own_gradient.py).
+finds in `grad` refuses it. The sum of a step's gradients is known when it is updated, and lies elsewhere for each
+strategy until then: so that is the same everywhere, nothing but nan.
 """
 
 from __future__ import annotations
@@ -16,15 +17,61 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, TypeVar, final
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch._C import TensorBase
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.common.own_code import Place, between, is_own, refusal
-from lockstep.run.own_gradient import Withheld
+
+Refuse = Callable[[bool], Exception]  # given whether a backward writes
+
+
+@final
+class Withheld(Tensor):
+    """A gradient that is not shown. It has no memory; a write to it raises what `refuse` returns."""
+
+    refuse: Refuse
+
+    @staticmethod
+    def __new__(cls, like: Tensor, refuse: Refuse) -> Withheld:
+        made: Withheld = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.refuse = refuse
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Withheld(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute with nan in place of what is withheld; see `torch.Tensor`."""
+        named = dict(kwargs or {})
+        held = [each for each in tree_leaves((args, named)) if isinstance(each, Withheld)]
+        shared = False
+        for place, argument in enumerate(func._schema.arguments):
+            alias = argument.alias_info
+            given = args[place] if place < len(args) else named.get(argument.name)
+            if alias is None or not any(isinstance(each, Withheld) for each in tree_leaves(given)):
+                continue
+            if alias.is_write:
+                raise held[0].refuse(torch._C._current_graph_task_id() != -1)
+            shared = True
+        outputs = func(*tree_map_only(Withheld, _nan, args), **tree_map_only(Withheld, _nan, named))
+        # A view, which could be written in its place.
+        return tree_map_only(Tensor, lambda each: Withheld(each, held[0].refuse), outputs) if shared else outputs
+
+
+def _nan(tensor: Tensor) -> Tensor:
+    return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -48,23 +95,6 @@ _IN_LOSS: Final = (
     "optimizer's"
 )
 _PLAIN: Final[Any] = TensorBase.data
-
-
-class Guarding(Protocol):
-    """What is asked of a guard; see Guard."""
-
-    step: int  # that is under way, 0 between two
-    last: Place  # where the last call of ours was
-
-    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None: ...
-
-    def mark(self, *, moved: bool = False, modes: bool = False) -> None: ...
-
-    def withhold(self) -> None: ...
-
-    def give_back(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @final
@@ -153,7 +183,10 @@ class Guard:
             raise self._refusal("a running statistic of BatchNorm was written")
         self._check_structure()
         if whole:
-            self._check_whole()
+            if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
+                name = self._names[_first(self._plain, addresses, self._addresses)]
+                raise self._refusal(f"{name} was given other memory", since=self._whole_at)
+            self._check_asked()
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """Note how all is, weights only where they `moved`, and let the user's code run."""
@@ -201,12 +234,6 @@ class Guard:
             if one is not other and (self._summing or one is not None):
                 done = "removed" if one is None else "set"
                 raise self._refusal(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
-
-    def _check_whole(self) -> None:
-        if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
-            name = self._names[_first(self._plain, addresses, self._addresses)]
-            raise self._refusal(f"{name} was given other memory", since=self._whole_at)
-        self._check_asked()
 
     def _check_asked(self, *, hooks: bool = True) -> None:
         if (found := self._autograd_states()) == self._states:

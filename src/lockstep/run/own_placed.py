@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,16 +24,15 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
-from lockstep.run.own_groups import Groups
-from lockstep.run.own_guard import Guard, Guarding, Unguarded
+from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
 from lockstep.run.own_settings import Settings
-from lockstep.run.own_sums import NoTask
-from lockstep.run.placing import check_steps, hyperparameters, optimizer_factory
+from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
+from lockstep.run.probe.state import digest
 from lockstep.run.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
-from lockstep.tasks.base import Problem
+from lockstep.tasks.base import Problem, Task
 from lockstep.training.agreement import disagreement
 
 
@@ -79,7 +76,7 @@ class Placed:
     rate: float  # the optimizer's default
     made: Mapping[str, Any]  # the optimizer's settings
     groups: Groups
-    guard: Guarding
+    guard: Guard | Unguarded
 
     @property
     def calling_together(self) -> list[list[int]]:
@@ -97,11 +94,7 @@ class Placed:
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each of these. All ranks call it."""
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
-        return {
-            name: hashlib.sha256(each.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-            for name, each in plain.items()
-        }
+        return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
     def agree(self, step: int, rate: float, clip: float | None) -> None:
         """Hand the optimizer's settings on, and see that they, the rate and `clip` are the same on all ranks."""
@@ -144,7 +137,8 @@ def spread(
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
-    problem = Problem(NoTask(), lambda: model, f"model {type(model).__name__}")
+    no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
+    problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
     engine = chosen.start(problem, make_optimizer, world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)

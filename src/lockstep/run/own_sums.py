@@ -1,19 +1,17 @@
-"""Sums over batches and ranks in a loop of the user's own, and the task that stands for such a loop."""
+"""Sums over batches and ranks in a loop of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.named_sums import add_over_ranks
+from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
-from lockstep.core.batch import Batch, Inputs
-from lockstep.tasks.base import LOSS, Monitor
 
 _ONE: Final = ""  # the name of a value that has none
 
@@ -40,15 +38,11 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
             f"run.sum: {len(rows)} values, but run.each gave {len(at.numbers)} batches",
             "give one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
-    whole: dict[str, Tensor] = {}
-    floats: dict[int, dict[str, Tensor]] = {}
+    added = NamedSums()
     for number, row in zip(at.numbers, rows, strict=True):
-        if number is None:
-            continue
-        floats[number] = {name: value.double() for name, value in row.items() if value.is_floating_point()}
-        for name in row.keys() - floats[number].keys():
-            whole[name] = whole[name] + row[name] if name in whole else row[name].long()
-    sums = {name: _plain(each) for name, each in add_over_ranks(world, whole, floats, at.batches).items()}
+        if number is not None:
+            added.add(number, row)
+    sums = {name: each if each.ndim else each.item() for name, each in added.total(world, at.batches).items()}
     return sums.get(_ONE, sums)
 
 
@@ -58,56 +52,8 @@ def _by_name(value: Any) -> dict[str, Tensor]:
 
 
 def _tensor(value: Any) -> Tensor:
-    if not isinstance(value, int | float | Tensor):
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, int | float):
         raise refusal(f"run.sum: a value is a {type(value).__name__}", "give numbers, tensors, or dicts of them")
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_dtype(value))
-
-
-def _dtype(value: float) -> torch.dtype:
-    return torch.float64 if isinstance(value, float) else torch.int64
-
-
-def _plain(value: Tensor) -> Any:
-    return value if value.ndim else value.item()
-
-
-@final
-class NoTask:
-    """The task of a model whose loop is the user's own: an engine asks it for nothing."""
-
-    counts_samples: bool = True
-    unit: str = "samples"
-    fractions: Collection[str] = ()
-    monitor: Monitor = LOSS
-
-    def inputs(self, batch: Batch) -> Inputs:
-        """See Task."""
-        raise AssertionError("the loop calls the model itself")
-
-    def weight(self, batch: Batch) -> int:
-        """See Task."""
-        raise AssertionError("the loop is asked for weights")
-
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """See Task."""
-        raise AssertionError("the loop computes the loss itself")
-
-    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """See Task."""
-        raise AssertionError("the loop adds by run.sum")
-
-    def figures(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """See Task."""
-        raise AssertionError("the loop has figures of its own")
-
-    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """See Task."""
-        raise AssertionError("the loop adds by run.sum")
-
-    def report(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See Task."""
-        raise AssertionError("the loop has figures of its own")
-
-    def check(self, outputs: Any, batch: Batch) -> None:
-        """See Task."""
-        raise AssertionError("the loop is not known before it runs")
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)

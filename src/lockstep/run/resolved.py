@@ -12,7 +12,7 @@ from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
 from lockstep.config.schema import Config
-from lockstep.core.devices import SHARING
+from lockstep.core.devices import SHARING, check_cuda
 from lockstep.errors import UsageError
 from lockstep.run.strategy import find_strategy
 from lockstep.strategies.base import Strategy
@@ -57,11 +57,7 @@ def _local_processes(config: Config) -> int:
     """Return how many local processes the placement means; more than there is work or devices for raise UsageError."""
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
-    if placement.device == "cuda" and not gpus:
-        raise UsageError(
-            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
-            "lockstep doctor gpu says why"
-        )
+    check_cuda(placement.device, gpus)
     if placement.processes == "auto":
         if placement.strategy.name == "single":
             return 1

@@ -138,7 +138,7 @@ def check_first(ready: Setup) -> None:
         return
     check_facts(ready.data.facts, first.decisive, first.found.path)
     if first.optimizer:
-        problems = list(_continuation_problems(first.found.snapshot, first.state, ready))
+        problems = list(_optimizer_forms_problems(first.found.snapshot.optimizer, first.state, *_trial(ready, steps=1)))
         if problems:
             advice = "take its weights alone, with run.start_from.optimizer=false"
             text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
@@ -185,14 +185,6 @@ def continuation_state(ready: Setup, now: State) -> State:
     )
 
 
-def _continuation_problems(snapshot: Snapshot, state: SavedState, ready: Setup) -> Iterator[str]:
-    expected, after = _trial(ready, steps=1)
-    yield from _forms_problems("optimizer", _forms(snapshot.optimizer), _forms(expected))
-    yield from _differing("optimizer", {*state.slots}, {*after["slots"]})
-    if len(state.groups) != len(after["groups"]):
-        yield f"optimizer: {len(state.groups)} groups of parameters, in this run {len(after['groups'])}"
-
-
 def _refuse(path: Path, problems: Sequence[str]) -> None:
     if not problems:
         return
@@ -207,10 +199,7 @@ def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
 
 
 def _forms_problems(what: str, found: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
-    for name in sorted(found.keys() - expected.keys()):
-        yield f"{what}: {name} is none of this run's"
-    for name in sorted(expected.keys() - found.keys()):
-        yield f"{what}: {name} is missing"
+    yield from _differing(what, {*found}, {*expected})
     for name in sorted(found.keys() & expected.keys()):
         if found[name] != expected[name]:
             yield f"{what}: {name} is {found[name]}, in this run {expected[name]}"
@@ -241,10 +230,8 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
     """Compare with an optimizer over parameters of the same shapes that has made one update, or none if none was."""
     _, numbers = _trial(ready, steps=0)
     expected, after = _trial(ready, steps=min(updates, 1))
-    yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
-    yield from _differing("optimizer", {*state.slots}, {*after["slots"]})
+    yield from _optimizer_forms_problems(tensors, state, expected, after)
     if len(state.groups) != len(after["groups"]):
-        yield f"optimizer: {len(state.groups)} groups of parameters, in this run {len(after['groups'])}"
         return
     # Of a group's numbers some count updates; the others follow from the recipe. One that is missing was not known to
     # the version of torch that wrote it.
@@ -255,6 +242,16 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
             if name in first and _same(first[name], last[name]) and not _same(own[name], last[name]):
                 yield f"{place}: {name} is {own[name]}, in this run {last[name]}"
     yield from _count_problems({**_scalars(tensors), **_flat(state.slots, state.groups)}, expected, after, updates)
+
+
+def _optimizer_forms_problems(
+    tensors: Mapping[str, Any], state: SavedState, expected: Mapping[str, Tensor], after: Mapping[str, Any]
+) -> Iterator[str]:
+    """Compare the tensors, slots and groups with those that an optimizer has `after` its updates."""
+    yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
+    yield from _differing("optimizer", {*state.slots}, {*after["slots"]})
+    if len(state.groups) != len(after["groups"]):
+        yield f"optimizer: {len(state.groups)} groups of parameters, in this run {len(after['groups'])}"
 
 
 def _count_problems(

@@ -18,7 +18,7 @@ from lockstep.common.hashing import FIXED, RANDOM, hash_seed, hash_seed_for_chil
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.errors import LockstepError
-from lockstep.ranks.external import alone, as_rank, refuse
+from lockstep.ranks.external import alone, membership, refuse
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.strategy import find_strategy
@@ -39,7 +39,8 @@ def as_launched(info: RankInfo, words: Sequence[str], check: Callable[[], tuple[
         placement, work = check()
     except LockstepError as error:
         refuse(info, rendezvous_in(words), error)
-    return as_rank(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s, work)
+    with membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s) as rendezvous:
+        return work(rendezvous)
 
 
 def on_ranks(

@@ -11,7 +11,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -103,12 +103,11 @@ def place_of_frame(frame: FrameType | None) -> str:
     """
     while frame is not None and _of_python(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None or is_librarys(frame.f_code.co_filename) else place_of_line(frame, frame.f_lineno)
-
-
-def place_of_line(frame: FrameType, line: int) -> str:
-    """Return a line of the code that a frame runs."""
-    return location(frame.f_code.co_filename, line)
+    return (
+        ""
+        if frame is None or is_librarys(frame.f_code.co_filename)
+        else location(frame.f_code.co_filename, frame.f_lineno)
+    )
 
 
 def is_librarys(file: str) -> bool:
@@ -118,7 +117,8 @@ def is_librarys(file: str) -> bool:
 
 def _line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
     """Return the first line in a function that changes something, else the first that uses it at all."""
-    nodes = [node for function in _functions(tree) for node in ast.walk(function)]
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name not in _BUILDING]
+    nodes = [node for function in functions for node in ast.walk(function)]
     lines = [(not _changes(node, is_it), node.lineno) for node in nodes if is_it(node) or _changes(node, is_it)]  # type: ignore[attr-defined]
     return min(lines)[1] if lines else None
 
@@ -133,12 +133,6 @@ def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
         case ast.Attribute(value=value, attr=name):
             return is_it(value) and (name.endswith("_") or name in _IN_PLACE)
     return False
-
-
-def _functions(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name not in _BUILDING:
-            yield node
 
 
 def _file(thing: type | ModuleType) -> str | None:

@@ -20,7 +20,6 @@ class OpenRun(Protocol):
     @property
     def _computing(self) -> bool:
         """Whether a micro-batch is under way."""
-        ...
 
     def close(self, error: BaseException | None = None) -> None: ...
 
@@ -40,9 +39,5 @@ class WorkerContext:
     runs: list[OpenRun] = field(default_factory=list)
 
 
+# That of this process, None where Lockstep did not start it for a function.
 WORKER_CONTEXT: Final[ContextVar[WorkerContext | None]] = ContextVar("lockstep", default=None)
-
-
-def current_context() -> WorkerContext | None:
-    """Return the context of this process, None where Lockstep did not start it for a function."""
-    return WORKER_CONTEXT.get()

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
@@ -17,7 +16,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named
-from lockstep.tasks.base import Problem
+from lockstep.tasks.base import Build, Problem
 
 # What a strategy's file takes from here, so that it needs few imports of its own.
 __all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
@@ -65,19 +64,15 @@ class Strategy(Protocol):
     @property
     def traits(self) -> Traits:
         """What is to be known before it starts, with these options."""
-        ...
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError, before any process starts, for a number of processes or options that cannot work."""
-        ...
 
     def mesh(self, processes: int) -> Mesh:
         """Return the ranks as a mesh of so many processes, from which the micro-batches of each follow."""
-        ...
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine (parallel/engine.py) of this rank. All ranks call it at once."""
-        ...
 
 
 @runtime_checkable
@@ -86,31 +81,24 @@ class ExternalEngine(Protocol):
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
         """Raise UsageError for what of a recipe the framework cannot do; `make` makes its optimizer."""
-        ...
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UsageError for parameters, by their names, that the framework would train in another dtype."""
-        ...
 
     def preload(self) -> None:
         """Import what each rank will need, in the process that forks the ranks of a CPU: they then share it."""
-        ...
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
         """Return what the framework is given, ready for JSON, by the name of the file that shows it."""
-        ...
 
 
 @runtime_checkable
 class CutsModel(Protocol):
     """What a strategy has besides whose ranks compute a part of the model each."""
 
-    def check_model(
-        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
-    ) -> None:
+    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut for so many processes.
 
         `example` has the inputs of two samples, on the meta device, where they are known. With `whole_blocks` no cut
         may lie within a block.
         """
-        ...

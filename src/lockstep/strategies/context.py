@@ -8,7 +8,7 @@ that computes all chunks (parallel/context/sequence_chunks.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from lockstep.core.work import check_divides, check_work
 from lockstep.parallel.mesh_engine import mesh_engine
@@ -25,17 +25,14 @@ class Strategy:
     replicate: Count = 1
     bucket_mib: Mib = 8.0
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the positions of each sequence; micro-batches with replicate",
-            needs="recipe.model.sequence_chunks, which the processes of a replica divide; a language model that takes "
-            "position_ids and calls torch's attention without a mask; memory for the whole model in each",
-            communication="queries, keys, values and outputs of each attention, forward and backward, for each "
-            "micro-batch; the sum of the gradients once a step, while backward goes on",
-            cuts_sequences=True,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the positions of each sequence; micro-batches with replicate",
+        needs="recipe.model.sequence_chunks, which the processes of a replica divide; a language model that takes "
+        "position_ids and calls torch's attention without a mask; memory for the whole model in each",
+        communication="queries, keys, values and outputs of each attention, forward and backward, for each "
+        "micro-batch; the sum of the gradients once a step, while backward goes on",
+        cuts_sequences=True,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the replicas do not divide the processes, or some would never have work."""

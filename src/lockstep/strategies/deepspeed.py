@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 from torch.optim import Optimizer
@@ -40,17 +40,14 @@ class Strategy:
     nvme_path: str | None = None
     bucket_mib: Mib = 32.0
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; the optimizer's state, with stage 2 gradients, with stage 3 parameters",
-            needs="the library deepspeed; an optimizer that works element by element; with stage 3 a model that calls "
-            "the same layers on every rank",
-            communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
-            "parameters twice and gradients once for each micro-batch",
-            exactness="close",
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; the optimizer's state, with stage 2 gradients, with stage 3 parameters",
+        needs="the library deepspeed; an optimizer that works element by element; with stage 3 a model that calls "
+        "the same layers on every rank",
+        communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
+        "parameters twice and gradients once for each micro-batch",
+        exactness="close",
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where DeepSpeed is not installed, cannot offload so, or some process would have no work."""
@@ -72,7 +69,7 @@ class Strategy:
         check_work(processes, microbatches)
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
-        """See Foreign."""
+        """See ExternalEngine."""
         if numerics.precision not in _PRECISIONS:
             raise UsageError(
                 f"strategy deepspeed: recipe.precision {numerics.precision} keeps copies of the weights that DeepSpeed "
@@ -90,7 +87,7 @@ class Strategy:
         check_flat(make, "deepspeed")
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """See Foreign: its masters are in float32, whatever the model's weights are in."""
+        """See ExternalEngine: its masters are in float32, whatever the model's weights are in."""
         other = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
         if other is not None:
             raise UsageError(
@@ -99,11 +96,11 @@ class Strategy:
             )
 
     def preload(self) -> None:
-        """See Foreign."""
+        """See ExternalEngine."""
         import_deepspeed("cpu")
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """See Foreign."""
+        """See ExternalEngine."""
         return {"deepspeed.json": self.configuration(numerics)}
 
     def configuration(self, numerics: Numerics) -> dict[str, Any]:

@@ -7,7 +7,7 @@ ranks that follow each other, as on one host, so parameters travel within it, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from lockstep.core.work import check_divides, check_work
 from lockstep.errors import UsageError
@@ -25,16 +25,13 @@ class Strategy:
     replicate: Count = 2
     offload: bool = False
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-            needs="processes that the replicas divide; an optimizer that works element by element",
-            communication="as zero3 within a replica; between replicas a shard of the gradients once a step",
-            cuts_rows=True,
-            syncs_batchnorm=True,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
+        needs="processes that the replicas divide; an optimizer that works element by element",
+        communication="as zero3 within a replica; between replicas a shard of the gradients once a step",
+        cuts_rows=True,
+        syncs_batchnorm=True,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the processes cannot be divided, or some would never have work."""

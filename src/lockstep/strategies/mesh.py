@@ -7,12 +7,9 @@ then the members that share parameters, then the stages of a pipeline: what talk
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Final, final
-
-from torch import nn
 
 from lockstep.core.work import check_work
 from lockstep.device.meta import on_meta
@@ -26,6 +23,7 @@ from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_o
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
+from lockstep.tasks.base import Build
 
 _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 
@@ -110,9 +108,7 @@ class Strategy:
         check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)
         check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
 
-    def check_model(
-        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
-    ) -> None:
+    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut into these stages or chunks."""
         if self.expert > 1:
             check_experts(build, self.expert, "mesh")

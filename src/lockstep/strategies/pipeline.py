@@ -5,11 +5,8 @@ Huang et al. 2019, "GPipe", has the idea and the first schedule; parallel/pipeli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
-
-from torch import nn
 
 from lockstep.core.work import check_divides
 from lockstep.device.meta import on_meta
@@ -19,6 +16,7 @@ from lockstep.parallel.pipeline.engine import PipelineEngine
 from lockstep.parallel.pipeline.place import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_of_each
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
+from lockstep.tasks.base import Build
 
 
 @final
@@ -66,9 +64,7 @@ class Strategy:
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 
-    def check_model(
-        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
-    ) -> None:
+    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError where the model that `build` builds cannot be cut into the stages for so many processes.
 
         It is built on the meta device, or on the CPU where that fails; `example` are its inputs. With `whole_blocks` no

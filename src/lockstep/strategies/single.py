@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from lockstep.errors import UsageError
 from lockstep.parallel.mesh_engine import mesh_engine
@@ -15,16 +15,13 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 class Strategy:
     """No other process takes part; more micro-batches than one are gradient accumulation."""
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="nothing",
-            needs="one process; memory for the whole model and its optimizer state",
-            communication="none",
-            syncs_batchnorm=True,
-            cuts_sequences=True,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="nothing",
+        needs="one process; memory for the whole model and its optimizer state",
+        communication="none",
+        syncs_batchnorm=True,
+        cuts_sequences=True,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError for more than one process."""

@@ -7,11 +7,8 @@ process that computes all chunks (parallel/tensor/chunks.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
-
-from torch import nn
 
 from lockstep.core.work import check_divides, check_work
 from lockstep.device.meta import on_meta
@@ -19,6 +16,7 @@ from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
+from lockstep.tasks.base import Build
 
 
 @final
@@ -54,9 +52,7 @@ class Strategy:
         check_divides(f"strategy tensor: replicate={self.replicate}", self.replicate, processes)
         check_work(self.replicate, microbatches)
 
-    def check_model(
-        self, build: Callable[[], nn.Module], example: Inputs | None, processes: int, *, whole_blocks: bool = False
-    ) -> None:
+    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError where the chunks of the model that `build` builds cannot be shared by so many processes."""
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.mesh(processes).tensor)

@@ -6,7 +6,7 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from lockstep.core.work import check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -24,17 +24,14 @@ class Strategy:
     bucket_mib: Mib = 8.0
     offload: bool = False
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; the optimizer's state, by rows",
-            needs="at most as many processes as micro-batches; an optimizer that works element by element",
-            communication="the sum of the gradients and the new parameters, once a step",
-            cuts_rows=True,
-            syncs_batchnorm=True,
-            cuts_sequences=True,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; the optimizer's state, by rows",
+        needs="at most as many processes as micro-batches; an optimizer that works element by element",
+        communication="the sum of the gradients and the new parameters, once a step",
+        cuts_rows=True,
+        syncs_batchnorm=True,
+        cuts_sequences=True,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work."""

@@ -7,7 +7,7 @@ fully_shard, as FSDP's SHARD_GRAD_OP: parameters are gathered once a step, and a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from lockstep.core.work import check_several, check_work
 from lockstep.parallel.mesh_engine import mesh_engine
@@ -21,16 +21,13 @@ class Strategy:
 
     offload: bool = False
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; gradients and optimizer state, by rows",
-            needs="at most as many processes as micro-batches; an optimizer that works element by element",
-            communication="the parameters once a step, the gradients of each micro-batch",
-            cuts_rows=True,
-            syncs_batchnorm=True,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; gradients and optimizer state, by rows",
+        needs="at most as many processes as micro-batches; an optimizer that works element by element",
+        communication="the parameters once a step, the gradients of each micro-batch",
+        cuts_rows=True,
+        syncs_batchnorm=True,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work, or none would share with another."""

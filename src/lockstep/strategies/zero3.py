@@ -7,7 +7,7 @@ fully_shard (FSDP2) does it block by block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from lockstep.core.work import check_several, check_work
 from lockstep.parallel.mesh_engine import mesh_engine
@@ -21,16 +21,13 @@ class Strategy:
 
     offload: bool = False
 
-    @property
-    def traits(self) -> Traits:
-        """See Strategy."""
-        return Traits(
-            cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-            needs="at most as many processes as micro-batches; an optimizer that works element by element",
-            communication="the parameters twice and the gradients once for each micro-batch, block by block",
-            cuts_rows=True,
-            syncs_batchnorm=True,
-        )
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
+        needs="at most as many processes as micro-batches; an optimizer that works element by element",
+        communication="the parameters twice and the gradients once for each micro-batch, block by block",
+        cuts_rows=True,
+        syncs_batchnorm=True,
+    )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work, or none would share with another."""

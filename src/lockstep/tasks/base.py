@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.core.batch import Batch, Inputs
 
+Build = Callable[[], nn.Module]  # of a model
 Note = Callable[[str, Tensor], None]  # what something is, and its value
 Figures = dict[str, float]
 Report = dict[str, Any]  # ready for JSON
@@ -49,66 +50,54 @@ class Task(Protocol):
     @property
     def counts_samples(self) -> bool:
         """Whether a batch weighs as many as it has samples: a step's weight is known then, and not communicated."""
-        ...
 
     @property
     def unit(self) -> str:
         """What a weight counts, in the plural: `samples`, `tokens`."""
-        ...
 
     @property
     def fractions(self) -> Collection[str]:
         """The names of those figures that are shares of one, which people read in per cent."""
-        ...
 
     @property
     def monitor(self) -> Monitor:
         """Which of the figures is the one that matters; where two evaluations are equal in it, the loss decides."""
-        ...
 
     def inputs(self, batch: Batch) -> Inputs:
         """Return what the model's forward takes: a tuple, or a mapping of names."""
-        ...
 
     def weight(self, batch: Batch) -> int:
         """Return what a batch counts for: a whole number, such as of samples or of tokens that are not padding.
 
         `batch` is on the CPU, as the dataset gave it. 0 is legal: the batch then counts for nothing.
         """
-        ...
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the loss added over the batch, 0-dim, never its mean: means of uneven micro-batches do not add up."""
-        ...
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return what may be added over batches, such as `correct1`: tensors of any shape.
 
         Whole numbers are added as int64 and stay exact, all else as float64.
         """
-        ...
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return what a person reads, from the sums over all batches, on the CPU; `loss` and `weight` are among them.
 
         A figure `loss` replaces the sum of the losses over the weight.
         """
-        ...
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return what is added to `sums` in a run's last evaluation alone, such as a matrix of confusions."""
-        ...
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """Return what a file of the run keeps of its last evaluation, too long for a line; nothing means no file."""
-        ...
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """Raise UsageError where a batch cannot be learned from, or outputs do not fit it; called before a run.
 
         `batch` has real samples, on the CPU; `outputs` have their shapes and dtypes, and may lack values (meta).
         """
-        ...
 
 
 @runtime_checkable
@@ -121,7 +110,6 @@ class CutsSequences(Task, Protocol):
         Its inputs begin with a tensor of shape [n, positions]. The losses and weights of all parts add up to those of
         the batch. UsageError where it cannot be cut.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -133,6 +121,6 @@ class Problem:
     """
 
     task: Task
-    build_model: Callable[[], nn.Module]
+    build_model: Build
     name: str = "model"
     example: Inputs | None = None

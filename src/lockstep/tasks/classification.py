@@ -98,7 +98,9 @@ class Classification:
         With a mixture of classes the heaviest one is the truth.
         """
         truth, counted = truth_of(targets_of(batch))
-        hits = _hits(predictions(outputs, self.model_name), truth, max(self.topk, default=1)) & counted[:, None]
+        found = predictions(outputs, self.model_name)
+        guesses = found.topk(min(max(self.topk, default=1), found.shape[1]), dim=1).indices
+        hits = (guesses == truth[:, None]) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
 
@@ -254,9 +256,3 @@ def _format_target(target: Tensor) -> str:
 def _smooth(targets: Tensor, smoothing: float) -> Tensor:
     # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
     return targets * (1 - smoothing) + targets.sum(dim=1, keepdim=True) * (smoothing / targets.shape[1])
-
-
-def _hits(outputs: Tensor, truth: Tensor, k: int) -> Tensor:
-    """Return whether guess j of each sample is right: bool of shape [n, min(k, classes)]."""
-    guesses = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
-    return guesses == truth[:, None]

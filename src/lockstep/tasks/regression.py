@@ -72,10 +72,11 @@ class Regression:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the root of the mean squared error, the mean absolute one, and R2 as the mean over the outputs."""
         counted = max(int(sums["counted"]), 1)
+        each = [_r2(*column) for column in zip(*_columns(sums), strict=True)]
         return {
             "rmse": math.sqrt(float(sums["squared"].mean()) / counted),
             "mae": float(sums["absolute"].mean()) / counted,
-            "r2": _mean([_r2(*each) for each in zip(*_columns(sums), strict=True)]),
+            "r2": math.fsum(each) / max(len(each), 1),
         }
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -153,7 +154,3 @@ def _r2(squared: float, total: float, total_squared: float, counted: float) -> f
     if spread <= 0:
         return float(squared == 0)
     return 1.0 - squared / spread
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / max(len(values), 1)

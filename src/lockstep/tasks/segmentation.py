@@ -8,15 +8,13 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.classification import confusion
+from lockstep.tasks.classification import SKIPPED, confusion, cross_entropy_sum
 
-NOTHING: Final = -100  # a pixel of this class counts as nothing whatever the recipe says: it is torch's own
 _AUXILIARY: Final = "aux"  # what torchvision's models call the outputs of their second head
 
 
@@ -44,20 +42,20 @@ class Segmentation:
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return int((self._targets(batch) != NOTHING).sum())
+        return int((self._targets(batch) != SKIPPED).sum())
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
         targets = self._targets(batch)
-        loss = _cross_entropy(predictions(outputs, self.model_name), targets)
+        loss = cross_entropy_sum(predictions(outputs, self.model_name), targets)
         if self.auxiliary and isinstance(outputs, Mapping) and _AUXILIARY in outputs:
-            loss = loss + self.auxiliary * _cross_entropy(outputs[_AUXILIARY], targets)
+            loss = loss + self.auxiliary * cross_entropy_sum(outputs[_AUXILIARY], targets)
         return loss
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
         targets, found = self._targets(batch), predictions(outputs, self.model_name)
-        return {"confusion": confusion(targets, found.argmax(1), found.shape[1], targets != NOTHING)}
+        return {"confusion": confusion(targets, found.argmax(1), found.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the mean, over the classes that occur, of intersection over union, and the share of pixels right."""
@@ -93,7 +91,7 @@ class Segmentation:
                 f"for floats of {list(wanted)}: a number for each of {len(self.classes)} classes at each pixel"
             )
         known = self._targets(batch)
-        wrong = known[(known != NOTHING) & ((known < 0) | (known >= len(self.classes)))]
+        wrong = known[(known != SKIPPED) & ((known < 0) | (known >= len(self.classes)))]
         if len(wrong):
             raise UsageError(
                 f"a pixel's target is {int(wrong[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
@@ -102,7 +100,7 @@ class Segmentation:
 
     def _targets(self, batch: Batch) -> Tensor:
         targets = targets_of(batch).long()
-        return torch.where(targets == self.ignore, NOTHING, targets)
+        return torch.where(targets == self.ignore, SKIPPED, targets)
 
 
 def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
@@ -110,12 +108,6 @@ def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxili
     if auxiliary < 0:
         raise UsageError(f"recipe.task.auxiliary: {auxiliary}; use 0, which leaves the second head out, or more")
     return Segmentation(classes, ignore, auxiliary, model)
-
-
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    if outputs.dtype in (torch.float16, torch.bfloat16):
-        outputs = outputs.float()
-    return F.cross_entropy(outputs, targets, ignore_index=NOTHING, reduction="sum")
 
 
 def _overlaps(matrix: Tensor) -> list[float | None]:

@@ -134,7 +134,8 @@ def _verify_cases(
 ) -> Verification:
     recipe = ready.recipe
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
-    evaluated = min(samples, _validation(evaluation_batch(recipe)))
+    batch = evaluation_batch(recipe)
+    evaluated = min(samples, _BATCHES * batch + max(1, batch // 2))
     if len(cases) > 2:  # one process, and what was asked for
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -177,10 +178,6 @@ def import_for_all() -> None:
     for room in (comm, device):
         for module in pkgutil.iter_modules(room.__path__):
             import_module(f"{room.__name__}.{module.name}")
-
-
-def _validation(batch: int) -> int:
-    return _BATCHES * batch + max(1, batch // 2)
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
@@ -287,7 +284,9 @@ class _Comparison:
         self._tell(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
-            return _failure_row(case, outcome), None
+            # What the user cannot have here is not possible; anything else is a failure.
+            verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
+            return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness), None
         row = VerdictRow(
             case.strategy,
             case.processes,
@@ -388,15 +387,11 @@ class _Comparison:
         """Return the tolerance of sums in another order; see core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        positions = recipe.batch * self._positions()
+        # A weight takes part in the forward of a sample at most once at each position of it.
+        inputs = [tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2]
+        positions = recipe.batch * max([1, *inputs])
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
-
-    def _positions(self) -> int:
-        """Return how often a weight takes part in the forward of a sample, at most: at each position of it."""
-        return max(
-            [1, *(tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2)]
-        )
 
     def _run(self, case: VerifyCase, job: TraceJob, hashes: str | None = None) -> Outcome:
         """Run a case, with another seed of Python's hashes if one is given."""
@@ -444,9 +439,3 @@ def _with_own_streams(
         if rendezvous.info.size == 1:
             raise
         raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
-
-
-def _failure_row(case: VerifyCase, outcome: Outcome) -> VerdictRow:
-    """What the user cannot have here is not possible; anything else is a failure."""
-    verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
-    return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness)

@@ -16,9 +16,8 @@ from lockstep.core.shard import Chunked
 from lockstep.errors import VerificationError
 from lockstep.parallel.tensor.plan import region_names
 from lockstep.run.build import Setup
-from lockstep.run.chunking import cut
+from lockstep.run.chunking import cut, losses_in
 from lockstep.run.examples import examples, repeat_samples
-from lockstep.run.sequences import losses_in
 from lockstep.tasks.base import Task
 
 # Of the largest magnitude. Chunks add in another order, which is far less; what computes something else is far more.

@@ -39,6 +39,7 @@ _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
 _STEPS: Final = 4  # of a recipe, as the command compares
 
+Asked = str | Mapping[str, Any]  # a strategy: its name, or that and its options
 Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
 
 
@@ -96,9 +97,7 @@ def verify(
     return rows
 
 
-def _of_recipe(
-    recipe: str, processes: Sequence[int], strategies: Sequence[str | Mapping[str, Any]], steps: int
-) -> list[Checked]:
+def _of_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
     with with_places(loaded):
@@ -108,18 +107,16 @@ def _of_recipe(
     return [Checked(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
 
 
-def _places(
-    processes: Sequence[int], strategies: Sequence[str | Mapping[str, Any]]
-) -> list[tuple[str | Mapping[str, Any], int]]:
+def _places(processes: Sequence[int], strategies: Sequence[Asked]) -> list[tuple[Asked, int]]:
     """Return one process, if it is among `processes`, and each strategy on each other number of them."""
-    alone: list[tuple[str | Mapping[str, Any], int]] = [("single", 1)] if 1 in processes else []
+    alone: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
     return [*alone, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
 
 def check_placements(
     function: Callable[[], object],
     processes: Sequence[int],
-    strategies: Sequence[str | Mapping[str, Any]],
+    strategies: Sequence[Asked],
     steps: int | None,
     guarded: bool = True,
 ) -> Iterator[Checked]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.parallel.pipeline.partition import balance
+from lockstep.parallel.pipeline.cut import balance
 
 
 def test_the_dearest_part_is_as_cheap_as_it_can_be() -> None:

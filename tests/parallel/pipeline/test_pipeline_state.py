@@ -85,7 +85,7 @@ def told(world: World, held: str) -> tuple[dict[str, Tensor], dict[str, Any], li
     trained = parameters(held.split()[world.rank])
     optimizer = grouped(trained)
     moved(trained, optimizer, 2)
-    tensors, scalars = names_of_all().state(world, trained, optimizer, slots(trained), primary=True)
+    tensors, scalars = names_of_all().state(world, slots(trained), optimizer, primary=True)
     shards = [
         name for name, held in tensors.items() if isinstance(held, Shard) and held.tensor.numel() and held.primary
     ]
@@ -95,7 +95,7 @@ def told(world: World, held: str) -> tuple[dict[str, Tensor], dict[str, Any], li
 def went_on(world: World, held: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, Tensor]:
     trained = parameters(held.split()[world.rank])
     optimizer = grouped(trained)
-    names_of_all().load(trained, optimizer, slots(trained), tensors, scalars)
+    names_of_all().load(slots(trained), optimizer, tensors, scalars)
     moved(trained, optimizer, 1)
     return {name: tensor.detach() for name, tensor in trained}
 
@@ -118,7 +118,7 @@ def test_groups_that_only_some_ranks_have_keep_their_numbers(held: str) -> None:
     loaded = parameters("abcd")
     other = grouped(loaded)
     moved(loaded, other, 0)
-    names_of_all().load(loaded, other, slots(loaded), expected, expected_scalars)
+    names_of_all().load(slots(loaded), other, expected, expected_scalars)
     moved(loaded, other, 1)
     found = {
         name: tensor
@@ -132,4 +132,4 @@ def test_a_state_of_another_model_is_refused() -> None:
     trained = parameters("abcd")
     foreign = {"e/exp_avg": torch.zeros(1)}
     with pytest.raises(UsageError, match="it is of another model; this one has no e"):
-        names_of_all().load(trained, grouped(trained), slots(trained), foreign, {"slots": {}, "groups": [{}, {}]})
+        names_of_all().load(slots(trained), grouped(trained), foreign, {"slots": {}, "groups": [{}, {}]})

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lockstep.comm.canonical import move
 from lockstep.comm.carrier import Carrier
-from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.parallel.linear_map import linear_map
 
 
@@ -70,8 +69,7 @@ class Exchange:
         ]
         arriving = {rank: torch.empty_like(tensor) for tensor, rank in sent}
         if self._carrier is not None:
-            with translate_peer_errors():
-                move(self._carrier, sent, [(tensor, rank) for rank, tensor in arriving.items()])
+            move(self._carrier, sent, [(tensor, rank) for rank, tensor in arriving.items()])
         return arriving
 
     def _first(self, rank: int) -> int:

@@ -33,7 +33,6 @@ class GradientSum(Protocol):
 
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
         """Start a step of `leaves` micro-batches, of which this rank computes these."""
-        ...
 
     def before_backward(self, microbatch: MicroBatch) -> None: ...
 
@@ -41,7 +40,6 @@ class GradientSum(Protocol):
 
     def finish(self) -> None:
         """Wait for the sums and leave them in `grad` of the model's parameters."""
-        ...
 
 
 @runtime_checkable
@@ -50,7 +48,6 @@ class GathersWeights(Protocol):
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """Return by what was gathered so far, which is the same tensor each time, what it is gathered of."""
-        ...
 
 
 class Norms(NamedTuple):
@@ -73,50 +70,38 @@ class Layout(Protocol):
     @property
     def trained(self) -> Sequence[Named]:
         """What this rank's optimizer moves, in the model's order."""
-        ...
 
     @property
     def norms(self) -> Norms:
         """The norms of what is trained."""
-        ...
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return `tensor`, [r, ...] as what is trained of parameter `name` is, as rows of the whole one of [R, ...]."""
-        ...
 
     def publish(self) -> None:
         """Call after an update: bring what is trained to where the model computes with it."""
-        ...
 
     def state(self) -> dict[str, MaybeSharded]:
         """Return the model's state, under the names of a single process."""
-        ...
 
     def collect(self) -> None:
         """Call when a step's sums are complete: bring them from the model's parameters to `grad` of what is trained."""
-        ...
 
     def reload(self) -> None:
         """Bring the values of the tensors of `state` to where the model computes with them.
 
         Call it after they were written, and after an evaluation, which may have left what it gathered.
         """
-        ...
 
 
 # Given the model, a stream that is the layout's own, and the dtype in which the model is to compute, if it is another.
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-def _rows_of_each(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([row_norms(tensor) for tensor in tensors])
-
-
-def _agreed_(flags: Sequence[Tensor]) -> None:
-    """Leave flags as they are: all ranks have the same gradients, and so the same flags."""
-
-
-WHOLE: Final = Norms(_rows_of_each, whole_norms, _agreed_)  # where each rank has all that is trained
+# Where each rank has all that is trained. All ranks then have the same gradients, and so the same flags.
+WHOLE: Final = Norms(
+    lambda tensors: torch.cat([row_norms(tensor) for tensor in tensors]), whole_norms, lambda flags: None
+)
 
 
 def norms_of_rows(
@@ -165,6 +150,7 @@ class Slots:
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
         """Take what a layout says is `trained` and how that is `held`."""
+        self.trained = trained
         self._by_name = dict(trained)
         self._held = held
 
@@ -185,16 +171,17 @@ class Slots:
         return slice_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
 
 
-def check_names(given: Mapping[str, MaybeSharded], own: Iterable[str]) -> None:
-    """Raise UsageError where a state has not the tensors of a model, whose names are `own`."""
-    differing = sorted({*given}.symmetric_difference(own))
+@torch.no_grad()
+def take_over(
+    given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded], names: Iterable[str] | None = None
+) -> None:
+    """Write what a state gives, whole, to what this rank has of it.
+
+    UsageError where it has not the tensors of the model: those of `own`, or where these are a part of them, `names`.
+    """
+    differing = sorted({*given}.symmetric_difference(own if names is None else names))
     if differing:
         raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
-
-
-@torch.no_grad()
-def take_over(given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded]) -> None:
-    """Write what a state gives, whole, to what this rank has of it."""
     for name, held in own.items():
         local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))
 

@@ -1,7 +1,7 @@
 """The layout of a model whose experts are dealt out: of these each rank has its groups, and all else whole.
 
 What all ranks have is added as by data parallelism. The gradients of experts come from the ranks that use them
-(parallel/tensor/dispatch.py), one micro-batch of each rank in a round, and are added by the rank that has them; with
+(parallel/tensor/experts.py), one micro-batch of each rank in a round, and are added by the rank that has them; with
 several replicas of the experts, after backward, between the ranks that have the same.
 
 Shapes: the experts' parameters p_ER..., of E * R rows in all, of which this rank has the e * R of its e experts.
@@ -25,8 +25,7 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, sum_dtype
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
-from lockstep.parallel.tensor.dispatch import Dispatch
-from lockstep.parallel.tensor.experts import Experts
+from lockstep.parallel.tensor.experts import Dispatch, Experts
 from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch

@@ -126,6 +126,7 @@ class ServedLayout:
         self._calls = calls
         self._serves = world.rank == 0
         self._weights = Weights(model, dtype)
+        self.state, self.reload = self._weights.state, self._weights.publish
         self._whole = self._weights.trained
         scalars = [name for name, weight in self._whole if not weight.ndim]
         if scalars:
@@ -142,10 +143,6 @@ class ServedLayout:
         self._updates = 0
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self.norms = norms_of_rows(world, parts, world.device)
-
-    def state(self) -> dict[str, MaybeSharded]:
-        """See Layout."""
-        return self._weights.state()
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
@@ -169,8 +166,4 @@ class ServedLayout:
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
             torch._foreach_copy_(weights, self._calls.ask("pull", self._updates))
-        self._weights.publish()
-
-    def reload(self) -> None:
-        """See Layout."""
         self._weights.publish()

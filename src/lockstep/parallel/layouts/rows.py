@@ -125,18 +125,14 @@ class RowLayout:
         """Sort the parameters into those that are sent as they lie, and the others, which are packed, by dtype."""
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
-            inner = _as_in_memory(parameter)
+            # A view whose dims follow their order in memory, but for dim 0, which stays first.
+            inner = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
             as_it_lies = inner.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
             kinds.setdefault(None if as_it_lies else parameter.dtype, []).append(inner if as_it_lies else parameter)
         return [
             _Packed(self._world, [[self._rows(p, rank) for p in each] for rank in range(self._world.size)], bool(dtype))
             for dtype, each in kinds.items()
         ]
-
-
-def _as_in_memory(parameter: Tensor) -> Tensor:
-    """Return a view whose dims follow their order in memory, but for dim 0, which stays first."""
-    return parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
 
 
 @final

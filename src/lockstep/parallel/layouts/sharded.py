@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import AllToAllRows, CanonicalSum, add_
+from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
 from lockstep.comm.fsdp import Narrow, Sharded, own_gradient
 from lockstep.comm.stream import CommStream, InlineStream
 from lockstep.comm.world import World
@@ -80,7 +81,7 @@ class ShardedLayout:
         names = [*(paths[unit] for unit in units), "what is in no block"]
         dealt = _ShardSums(
             rank,
-            AllToAllRows(rank.member, rank.members, world.carrier(mesh, "shard")),
+            partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members),
             world.canonical(mesh, "replicate", "context", chunks=chunks),
             stream,
             names,
@@ -101,6 +102,7 @@ class ShardedLayout:
             offload,
             narrow,
         )
+        self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
@@ -126,14 +128,6 @@ class ShardedLayout:
     def publish(self) -> None:
         """See Layout: what is trained are the very rows that are gathered."""
 
-    def reload(self) -> None:
-        """See Layout."""
-        self._sharded.scatter()
-
-    def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """See GathersWeights."""
-        return self._sharded.gathered_tensors()
-
 
 @final
 class ShardGradients:
@@ -142,6 +136,7 @@ class ShardGradients:
     def __init__(self, model: Sharded, dealt: _ShardSums) -> None:
         self._model = model
         self._dealt = dealt
+        self.finish = dealt.finish
         self._last: MicroBatch | None = None
 
     def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
@@ -161,12 +156,9 @@ class ShardGradients:
         if microbatch is not self._last:
             self._model.end_round()
 
-    def finish(self) -> None:
-        """See GradientSum."""
-        self._dealt.finish()
-
 
 @final
+@dataclass(eq=False)
 class _ShardSums:
     """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`.
 
@@ -176,37 +168,30 @@ class _ShardSums:
     its rows over the replicas, too. `_under_way` are the exchanges that this thread has not yet waited for.
     """
 
-    def __init__(
-        self,
-        rank: DataRank,
-        deal: AllToAllRows,
-        across: CanonicalSum,
-        stream: CommStream,
-        units: Sequence[str],
-        chunks: int = 1,
-    ) -> None:
-        self.note: Note | None = None
-        self._units = units
-        self._rank = rank
-        self._deal = deal
-        self._across = across
-        self._stream = stream
-        self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in units]
-        last = len(units) - 1
+    rank: DataRank
+    deal: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows, of this member
+    across: CanonicalSum
+    stream: CommStream
+    units: Sequence[str]
+    chunks: int
+    note: Note | None = field(default=None, init=False)
+    _incomplete: deque[int] = field(default_factory=deque, init=False)
+    _leaves: int = field(default=0, init=False)
+    _first: int = field(default=0, init=False)  # the leaf of this rank's chunk of the first micro-batch
+    _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
+    _round: tuple[int, int] = field(default=(0, 0), init=False)  # of no holders
+    _remaining: int = field(default=0, init=False)
+    _under_way: deque[Callable[[], None]] = field(default_factory=deque, init=False)
+    _outputs: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in self.units]
+        last = len(self.units) - 1
         self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
-        self._incomplete: deque[int] = deque()
-        self._chunks = chunks
-        self._leaves = 0
-        self._first = 0  # the leaf of this rank's chunk of the first micro-batch
-        self._rounds: Iterator[tuple[int, int]] = iter(())
-        self._round = (0, 0)  # of no holders
-        self._remaining = 0
-        self._under_way: deque[Callable[[], None]] = deque()
-        self._outputs: dict[int, Tensor] = {}
 
     def begin(self, leaves: int) -> None:
-        microbatches = leaves // self._chunks
-        rounds, self._first = self._rank.rounds(microbatches), self._rank.seat * microbatches
+        microbatches = leaves // self.chunks
+        rounds, self._first = self.rank.rounds(microbatches), self.rank.seat * microbatches
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
@@ -219,10 +204,10 @@ class _ShardSums:
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         """Take what a unit's backward made, [M * N] (comm/fsdp.py); after the last round `output`, [N], is the sum."""
         if self.note is not None:
-            self.note(f"gradient of {self._units[unit]}", gradients)
+            self.note(f"gradient of {self.units[unit]}", gradients)
         while may_wait and len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()()
-        self._under_way.append(self._stream.submit(partial(self._push, unit, *self._round, gradients)))
+        self._under_way.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
         if self._remaining == 1:
             self._outputs[unit] = output
             self._complete_ready(everything=False)
@@ -239,15 +224,15 @@ class _ShardSums:
             unit = self._incomplete.popleft()
             if unit in self._outputs:
                 job = partial(self._complete, unit, self._outputs.pop(unit))
-                self._under_way.append(self._stream.submit(job))
+                self._under_way.append(self.stream.submit(job))
 
     def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
-        for number, part in enumerate(self._deal(gradients, holders)):
+        for number, part in enumerate(self.deal(gradients, holders)):
             self._counters[unit].push(self._first + first + number, part)
 
     def _complete(self, unit: int, output: Tensor) -> None:
         pieces = self._counters[unit].pieces()
-        output.copy_(self._across(pieces, self._leaves, output))
+        output.copy_(self.across(pieces, self._leaves, output))
 
 
 def _check(model: nn.Module) -> None:

@@ -2,27 +2,31 @@
 
 Code between modules may then look at shapes, at Python values, and at what follows from the inputs alone, such as a
 mask of padding; each stage runs it again. What it may not look at are values that modules have computed.
+
+It runs on a meta model, whose tensors have shape, dtype and device alone. A stage of such a model runs the model's own
+forward, and calls the meta model's modules in the place of those that other ranks hold (replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.common.own_code import describe_error
 from lockstep.core import batch as batches
-from lockstep.core.batch import Inputs
+from lockstep.core.batch import Inputs, map_tensors
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline.graph_trace import UntraceableError, generators, tensors_of
-from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaf_modules, without_values
+from lockstep.parallel.pipeline.graph_trace import UntraceableError, generators, tensors_in_attributes, tensors_of
 
 
 @dataclass
@@ -38,7 +42,7 @@ class _TracedCall:
 
 @final
 class CallTrace:
-    """A forward that was run; see Line for its methods. `crossing` are the arguments that the meta model gave.
+    """A forward that was run; see GraphTrace for its methods. `crossing` are the arguments that the meta model gave.
 
     The model is put into the mode that `training` says. Code that cannot be run so raises UsageError.
     """
@@ -47,7 +51,6 @@ class CallTrace:
         self, model: nn.Module, entered: frozenset[str], training: bool, kept: frozenset[str], example: Inputs
     ) -> None:
         model.train(training)
-        self._model = model
         self._modules = dict(model.named_modules())
         self._meta = MetaModel(model, torch.device("cpu"))
         self._leaves = dict(leaf_modules(self._meta.model, entered, kept))
@@ -56,14 +59,17 @@ class CallTrace:
         self._alive: list[Any] = []  # so that no identity is given twice
         self._calls: list[_TracedCall] = []
         self._inside = False
-        self.outputs: Any = self._run(batches.map_tensors(_ones, example))
+        # Row numbers that every table has, and masks that leave nothing out.
+        self.outputs: Any = self._run(
+            batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), example)
+        )
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
         for place, call in enumerate(self._calls):
             self.calls.setdefault(call.name, place)
 
     def obstacle(self, place: int) -> str | None:
-        """See Line."""
+        """See GraphTrace."""
         before = {key: call.name for call in self._calls[:place] for key in call.made}
         entering = {*self._calls[place].arguments.values()}
         for call in self._calls[place:]:
@@ -80,7 +86,7 @@ class CallTrace:
         return tuple(self._calls[place].arguments)
 
     def measure(self, example: Inputs) -> list[int]:
-        """See Line; it was done as the forward ran."""
+        """See GraphTrace; it was done as the forward ran."""
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
@@ -166,6 +172,89 @@ def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
         yield pytree.keystr(path), leaf
 
 
-def _ones(tensor: Tensor) -> Tensor:
-    """Return real values for an example: row numbers that every table has, and masks that leave nothing out."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
+Forward = Callable[..., Any]
+
+
+@final
+class MetaModel:
+    """A copy of `model` whose tensors have no values, and seem to lie on `device`."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self.tensors: dict[str, Tensor] = {}
+        by_identity: dict[int, Any] = {}
+        for name, tensor in tensors_of(model):
+            if id(tensor) not in by_identity:
+                by_identity[id(tensor)] = self.tensors[name] = self._empty(tensor)
+        by_identity |= {id(tensor): self._empty(tensor) for tensor in tensors_in_attributes(model)}
+        self.model: nn.Module = copy.deepcopy(model, by_identity)
+        self._modules = dict(self.model.named_modules())
+        self._known: dict[Any, Any] = {}
+
+    def call(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
+        """Return what the module `name` gives for these arguments, each tensor of it without values and new."""
+        key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
+        if key not in self._known:
+            self._known[key] = self._compute(self._modules[name].train(training), args, kwargs)
+        return map_tensors(self._copy, self._known[key])
+
+    def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            outputs = map_tensors(self.without_values, module(*args, **kwargs))
+        torch.set_rng_state(state)
+        return outputs
+
+    def without_values(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of that form."""
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        with self._mode:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def without_values(tensor: object) -> bool:
+    """Whether a tensor came from a meta model."""
+    return isinstance(tensor, FakeTensor)
+
+
+def intercept(module: nn.Module, instead: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Let each call of a module go to `instead`, which is given the module's own forward and the arguments."""
+    module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
+    module.forward = partial(_unpack, instead, module.forward)
+
+
+def _unpack(instead: Any, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    return instead(forward, *arguments)
+
+
+def leaf_modules(
+    module: nn.Module, entered: Collection[str], kept: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that stay whole where the code of the model and of those `entered` is followed, by name."""
+    for child_name, child in module.named_children():
+        name = prefix + child_name
+        container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has none of its own
+        if name not in kept and (container or name in entered):
+            yield from leaf_modules(child, entered, kept, f"{name}.")
+        else:
+            yield name, child
+
+
+def _signature(arguments: Any) -> Any:
+    """Return what decides the shapes that come out; what has no value of its own counts by its identity."""
+    leaves, form = pytree.tree_flatten(arguments)
+    return str(form), tuple(_form(leaf) for leaf in leaves)
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | None) else id(leaf)

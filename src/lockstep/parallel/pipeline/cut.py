@@ -3,13 +3,15 @@
 What lies before a module's first call can be cut off there if only tensors and whole numbers cross and no weight is
 used on both sides. A module's cost is the mean of two shares: of the model's operations, which are time, and of its
 parameters, which are memory. Modules are entered (graph_trace.py) only where that makes more stages, or evener ones.
+A row of costs is cut into contiguous parts, so that the dearest part is as cheap as it can be.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import torch
@@ -21,11 +23,12 @@ from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import units_to_compile
 from lockstep.parallel.pipeline.call_trace import CallTrace
-from lockstep.parallel.pipeline.graph_trace import GraphTrace, Line, UntraceableError, tensors_in_attributes, tensors_of
+from lockstep.parallel.pipeline.graph_trace import GraphTrace, UntraceableError, tensors_in_attributes, tensors_of
 from lockstep.parallel.pipeline.part import empty_like
-from lockstep.parallel.pipeline.partition import balance
 from lockstep.parallel.pipeline.replay import StagePart
 from lockstep.parallel.tensor.plan import region_names
+
+Line = CallTrace | GraphTrace  # a forward as a row of places
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered without a gain, once there is a cut
@@ -347,3 +350,37 @@ def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     except Exception:  # it reads values, which are not there
         return blank, False
     return blank, True
+
+
+def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
+    """Return where to cut: `parts` - 1 rising positions out of `allowed`, or None where there is no such cut.
+
+    Position p is before item p. Each part holds at least one item that is `needed`. Of all cuts whose dearest part
+    is cheapest it is the one with the cheapest sum of squares, so that the other parts are even too.
+    """
+    length = len(costs)
+    sums, wanted = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
+    places = [place for place in sorted(set(allowed)) if 0 < place < length]
+    # best[place]: (dearest part, sum of squares, cuts) for the items before `place` in as many parts as rounds so far.
+    best: dict[int, _Cut] = {at: (sums[at], sums[at] * sums[at], ()) for at in [*places, length] if wanted[at]}
+    for _ in range(parts - 1):
+        best = {
+            stop: min(options)
+            for stop in [*places, length]
+            if (
+                options := [
+                    _join(best[start], sums[stop] - sums[start], start)
+                    for start in places
+                    if start < stop and start in best and wanted[stop] > wanted[start]
+                ]
+            )
+        }
+    return list(best[length][2]) if length in best else None
+
+
+_Cut = tuple[float, float, tuple[int, ...]]
+
+
+def _join(before: _Cut, cost: float, start: int) -> _Cut:
+    dearest, squares, cuts = before
+    return max(dearest, cost), squares + cost * cost, (*cuts, start)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.core.batch import Inputs
+from lockstep.parallel.pipeline.call_trace import MetaModel
 from lockstep.parallel.pipeline.cut import PipelineCut, line_of, ownership, replay_parts, stage_module
-from lockstep.parallel.pipeline.meta_model import MetaModel
 from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 
@@ -36,20 +36,14 @@ class CutModel:
         self._cut = cut
         self._place = place
         self.owner, self.borrower = ownership(model, cut)
+        # The names of what this rank's stages own, and of what they borrow.
+        self.own, self.borrowed = (
+            {name for name, stage in of.items() if stage in place.own} for of in (self.owner, self.borrower)
+        )
         self._meta = MetaModel(model, device) if cut.replayed else None
         self._parts = [replay_parts(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = line_of(model, cut, training=False).outputs
         model.train()  # following it has put it into its own mode
-
-    @property
-    def own(self) -> set[str]:
-        """The names of what this rank's stages own."""
-        return {name for name, stage in self.owner.items() if stage in self._place.own}
-
-    @property
-    def borrowed(self) -> set[str]:
-        """The names of what this rank's stages borrow."""
-        return {name for name, stage in self.borrower.items() if stage in self._place.own}
 
     def names_of(self, stage: int) -> set[str]:
         """Return the names of what a stage owns."""

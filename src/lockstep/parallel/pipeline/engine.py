@@ -39,10 +39,10 @@ from lockstep.errors import TrainingError
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import WeightAverage, evaluating
+from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import Slots, check_names, take_over, trainable_parameters
+from lockstep.parallel.layouts.base import Slots, take_over, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import find_cut
@@ -108,10 +108,11 @@ class PipelineEngine:
         self._model.train()
         # Over the ranks that have the same stages as this one.
         self._across = world.canonical(place.mesh, "replicate", "context", chunks=self._leaves.count)
-        self._layout = self._lay_out(part_of(self._model, cut_model.own), own_slice)
+        part = part_of(self._model, cut_model.own)
+        self._layout = StageLayout(world, self._model, part, place, numerics.copied, own_slice)
         if numerics.copied is not None:
             self._ties.convert(self._stages, numerics.copied)
-        self._ema = self._moving_average(numerics.ema_decay) if numerics.ema_decay is not None else None
+        self._ema = average_of(self._layout.own_state(), numerics.ema_decay)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.precision, world.device)
@@ -120,7 +121,7 @@ class PipelineEngine:
         self._links = Links(world, place, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
-        self._observed: NamedSums | None = None  # the task's sums of a step under way, where they are asked for
+        self._observed = NamedSums()  # the task's, of a step under way
         self._losses: Counter[Tensor] = Counter(add_)
 
     def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
@@ -144,24 +145,10 @@ class PipelineEngine:
         part = part_of(self._model, names)
         return Stage(part, self._together, self._pipe.recompute, borrowed, self._numerics.guarded)
 
-    def _lay_out(self, part: nn.Module, own_slice: Slice) -> StageLayout:
-        world, mesh = self._world, self._place.mesh
-        return StageLayout(
-            world,
-            self._model,
-            part,
-            world.among(self._place.sharers),
-            self._place.whole_primary,
-            self._place.rows_primary,
-            self._numerics.copied,
-            own_slice,
-            world.among(mesh.groups("replicate", "tensor", "context")) if self._pipe.tensor > 1 else None,
-        )
-
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._own_losses = []
-        self._observed = NamedSums() if observe else None
+        self._observed = NamedSums(observe)
         count = min(self._numerics.microbatches, step.samples)
         cuts, leaves = [self._leaves.of(each, count) for each in microbatches], count * self._leaves.count
         pipe = self._pipe
@@ -176,10 +163,7 @@ class PipelineEngine:
             stage.observe(leaves, step.samples, self._across)
         self._loss = self._total_loss(leaves)
         self._weight = step.weight
-        sums = Sums(self._loss, step.weight, self._own_losses)
-        if self._observed is None:
-            return sums
-        return sums._replace(of_task=self._observed.total(self._world, leaves))
+        return Sums(self._loss, step.weight, self._own_losses, self._observed.total(self._world, leaves))
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
@@ -203,13 +187,8 @@ class PipelineEngine:
 
     def state(self) -> State:
         """See Engine. All ranks call it."""
-        tensors, scalars = self._names.state(
-            self._world,
-            self._layout.trained,
-            self._updates.optimizer,
-            self._slots,
-            self._place.rows_primary and self._place.at.tensor == 0,
-        )
+        primary = self._place.rows_primary and self._place.at.tensor == 0
+        tensors, scalars = self._names.state(self._world, self._slots, self._updates.optimizer, primary)
         return State(
             model=self._layout.state(),
             optimizer=tensors,
@@ -219,24 +198,19 @@ class PipelineEngine:
 
     def load(self, state: State) -> None:
         """See Engine."""
-        check_names(state.model, self._model.state_dict())
-        take_over(state.model, self._layout.own_state())
+        names, own = self._model.state_dict(), self._layout.own_state()
+        take_over(state.model, own, names)
         self._reload()
         for stage in self._stages.values():
             stage.running.reload()
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
-        self._names.load(self._layout.trained, self._updates.optimizer, self._slots, whole, state.scalars["optimizer"])
+        self._names.load(self._slots, self._updates.optimizer, whole, state.scalars["optimizer"])
         self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
-            check_names(state.ema, self._model.state_dict())
-            own = self._layout.own_state()
-            take_over(state.ema, {name: shard_like(tensor, own[name]) for name, tensor in self._ema.state().items()})
+            take_over(state.ema, self._ema.shards(own), names)
 
     def close(self) -> None:
         """See Engine."""
-
-    def _moving_average(self, decay: float) -> WeightAverage:
-        return WeightAverage({name: local_tensor(held) for name, held in self._layout.own_state().items()}, decay)
 
     def _act(self, action: Action, leaves: Sequence[MicroBatch], step: Step) -> None:
         stage, microbatch = self._stages[action.stage], leaves[0].index
@@ -258,8 +232,11 @@ class PipelineEngine:
                 with self._model_code:
                     found = backward(microbatch, arrived)
                 for leaf, back in zip(leaves, found, strict=True):
-                    self._return_gradients(action.stage, leaf.index, back.borrowed)
-                    self._send_back(action.stage, leaf.index, back.inputs)
+                    for tie, gradient in zip(self._ties.of_borrower(action.stage), back.borrowed, strict=True):
+                        self._links.send([gradient], self._links.of_tie(tie), tie.owner, leaf.index)
+                    if action.stage:
+                        before = action.stage - 1
+                        self._links.send([*back.inputs], self._links.gradients_of(before), before, leaf.index)
 
     def _forward(self, number: int, leaves: Sequence[MicroBatch], step: Step) -> None:
         passing, forwards = [], []
@@ -299,7 +276,7 @@ class PipelineEngine:
     def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
         given = self._numerics.prepare_outputs(like(self._outputs, [_tensor(each) for each in outputs]))
         loss = self._task.loss(given, leaf.batch)
-        if self._observed is not None and not self._place.at.tensor and not leaf.dummy:
+        if self._observed.wanted and not self._place.at.tensor and not leaf.dummy:
             with torch.no_grad():
                 self._observed.add(leaf.index, self._task.sums(given, leaf.batch))
         return loss
@@ -310,10 +287,6 @@ class PipelineEngine:
             return self._links.receive(self._links.gradients_of(number), number + 1, index)
         return [self._updates.scale(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
-    def _send_back(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        if number:
-            self._links.send([*gradients], self._links.gradients_of(number - 1), number - 1, index)
-
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that stages which borrow from this one have made for a micro-batch."""
         arrived = [
@@ -322,10 +295,6 @@ class PipelineEngine:
         ]
         return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
 
-    def _return_gradients(self, number: int, index: int, gradients: Sequence[Tensor | None]) -> None:
-        for tie, gradient in zip(self._ties.of_borrower(number), gradients, strict=True):
-            self._links.send([gradient], self._links.of_tie(tie), tie.owner, index)
-
     def _reload(self) -> None:
         self._layout.reload()
         self._links.send_tied_weights()
@@ -333,9 +302,7 @@ class PipelineEngine:
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
         if not isinstance(states, Tensor):
-            seed = random.torch_seed(random.extend_key(self._forward_key, step.number, index))
-            for generator in self._generators:
-                generator.manual_seed(seed)
+            self._world.seed(random.extend_key(self._forward_key, step.number, index))
         else:
             lengths = [len(generator.get_state()) for generator in self._generators]
             for generator, state in zip(self._generators, torch.split(states.cpu(), lengths), strict=True):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import random as python_random
 import traceback
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -31,39 +30,13 @@ class UntraceableError(UsageError):
     """Raised for a model whose code a trace cannot follow; it may still be run without values (call_trace.py)."""
 
 
-class Line(Protocol):
-    """A model's forward as a row of places, each a call of a module or what is computed between two of them."""
-
-    @property
-    def used(self) -> Sequence[dict[int, Tensor]]:
-        """The parameters and buffers used at each place, by their identity."""
-        ...
-
-    @property
-    def calls(self) -> dict[str, int]:
-        """The place of each module where it is called first, by name, in order."""
-        ...
-
-    @property
-    def outputs(self) -> Any:
-        """What the model gives, with tensors of no meaning."""
-        ...
-
-    def obstacle(self, place: int) -> str | None:
-        """Return why what crosses before `place` keeps the line from being cut there, if so."""
-        ...
-
-    def measure(self, example: Inputs) -> list[int]:
-        """Return the operations of the forward at each place, for these inputs; the model has no memory.
-
-        From here on `obstacle` knows what cannot cross, too.
-        """
-        ...
-
-
 @final
 class GraphTrace:
-    """A traced forward; see Line. `body` are its nodes in order, without its inputs, its output and its weights.
+    """A traced forward, as a row of places: each a call of a module, or what is computed between two of them.
+
+    `body` are its nodes in order, without its inputs, its output and its weights. `used` are the parameters and buffers
+    used at each place, by their identity, and `calls` the place of each module where it is called first, by name, in
+    order.
 
     The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container.
     `example` says what the model takes: with None one tensor. Code that cannot be followed raises UsageError.
@@ -101,17 +74,20 @@ class GraphTrace:
 
     @property
     def outputs(self) -> Any:
-        """See Line."""
+        """What the model gives, with tensors of no meaning."""
         nothing = torch.empty(0, device="meta")
         return pytree.tree_map_only(fx.Node, lambda _: nothing, self._output.args[0])
 
     def obstacle(self, place: int) -> str | None:
-        """See Line."""
+        """Return why what crosses before `place` keeps the line from being cut there, if so."""
         others = [node.name for node in self._crossing(place) if node.name in self._unfit]
         return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
 
     def measure(self, example: Inputs) -> list[int]:
-        """See Line; the model is on the meta device."""
+        """Return the operations of the forward at each place, for these inputs; the model is on the meta device.
+
+        From here on `obstacle` knows what cannot cross, too.
+        """
         run = _Measuring(self._root, self._graph)
         run.run(*batches.tensors_of(example))
         self._unfit = frozenset(run.unfit)

@@ -18,6 +18,7 @@ from lockstep.parallel.layouts.base import Layout, Norms, norms_of_rows, trainab
 from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
+from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.tensor.slices import Slice
 from lockstep.parallel.weights import Weights
 
@@ -26,10 +27,7 @@ from lockstep.parallel.weights import Weights
 class StageLayout:
     """The part of `model` on this rank, which is `part`; what is not has no memory here.
 
-    `sharers` are the ranks that share this one's stages by rows. Of those that have the same stages whole one is the
-    `whole_primary`, and of those that have the same rows one the `rows_primary`: they report what all of them know.
-    `place` is the slice of the stages that this rank has, and `beside` are the ranks with some slice of the same
-    stages, where there are several.
+    `at` says which stages this rank has, and `place` which slice of them. All ranks make it.
     """
 
     def __init__(
@@ -37,21 +35,18 @@ class StageLayout:
         world: World,
         model: nn.Module,
         part: nn.Module,
-        sharers: World,
-        whole_primary: bool,
-        rows_primary: bool,
+        at: StagePlace,
         dtype: torch.dtype | None,
         place: Slice,
-        beside: World | None,
     ) -> None:
+        self._at = at
         self._place = place
-        self._model = model
         self._all = trainable_parameters(model)
         # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
         self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
-        whole = sharers.size == 1
-        self._own: Layout = Weights(part, dtype) if whole else RowLayout(part, sharers, offload=False, dtype=dtype)
-        self._whole_primary, self._rows_primary = whole_primary, rows_primary
+        sharers = world.among(at.sharers)
+        alone = sharers.size == 1
+        self._own: Layout = Weights(part, dtype) if alone else RowLayout(part, sharers, offload=False, dtype=dtype)
         self.trained = self._own.trained
         self.collect, self.publish, self.reload = self._own.collect, self._own.publish, self._own.reload
         own = dict(self.trained)
@@ -59,8 +54,11 @@ class StageLayout:
         keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
         every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), world.device, own.values())
         of_stages: dict[Tensor, Shard] = {each: self.as_shard(name, each) for name, each in self.trained}
-        among = self._own.norms if beside is None else norms_of_rows(beside, of_stages, world.device)
-        self.norms = Norms(every.all_rows, among.of_tensors, every.agree_)
+        of_tensors = self._own.norms.of_tensors
+        if at.mesh.tensor > 1:  # other ranks have other slices of the same stages
+            beside = world.among(at.mesh.groups("replicate", "tensor", "context"))
+            of_tensors = norms_of_rows(beside, of_stages, world.device).of_tensors
+        self.norms = Norms(every.all_rows, of_tensors, every.agree_)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -85,7 +83,7 @@ class StageLayout:
 
     def _as_part(self, name: str, held: MaybeSharded) -> Shard:
         if isinstance(held, Shard):
-            part = replace(held, primary=held.primary and self._rows_primary)
+            part = replace(held, primary=held.primary and self._at.rows_primary)
         else:
-            part = Shard(held, 0, held.shape, self._whole_primary)
+            part = Shard(held, 0, held.shape, self._at.whole_primary)
         return self._place.part(name, part)

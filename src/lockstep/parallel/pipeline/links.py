@@ -34,6 +34,7 @@ class Links:
         linked |= {tie.owner for tie in ties.all if tie.borrower in place.own}
         linked |= {tie.borrower for tie in ties.all if tie.owner in place.own}
         self._post = PointToPoint(world, place.ranks_of(linked))
+        self.finish = self._post.finish  # waits until what was sent may be written to
         self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
 
     def gradients_of(self, stage: int) -> int:
@@ -56,10 +57,6 @@ class Links:
         if stage in self._place.own:
             return self._inbox.pop((line, index))
         return self._post.receive(self._place.rank_of(stage), line)
-
-    def finish(self) -> None:
-        """Wait until what was sent may be written to."""
-        self._post.finish()
 
     def share_outputs(self, outputs: Values) -> Values:
         """Return what the last stage gives, on all ranks of the pipeline: it goes from rank to rank, the last first."""

@@ -18,8 +18,14 @@ from torch import Tensor, nn
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError
-from lockstep.parallel.pipeline.call_trace import paths_of
-from lockstep.parallel.pipeline.meta_model import Forward, MetaModel, intercept, leaf_modules, without_values
+from lockstep.parallel.pipeline.call_trace import (
+    Forward,
+    MetaModel,
+    intercept,
+    leaf_modules,
+    paths_of,
+    without_values,
+)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from another it waits for, and it never waits for what it sends: any order in wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from lockstep.core.order import cut
 from lockstep.errors import UsageError
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+_BOTH: Final[tuple[Kind, Kind]] = ("forward", "backward")
 
 
 class Action(NamedTuple):
@@ -64,7 +66,10 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
     Of each stage, forwards come in the order of the micro-batches, and so do backwards of each kind.
     """
     if schedule in ("naive", "gpipe"):
-        return _one_stage(schedule == "naive", rank, microbatches)
+        forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
+        if schedule == "gpipe":
+            return forwards + backwards
+        return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
     backward: Kind = "backward_input" if schedule == "zero_bubble" else "backward"
     rounds = cut(microbatches, max(1, microbatches // ranks))
     ahead = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
@@ -75,14 +80,6 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(ahead))
     order = _alternating(ahead, back, warm_up)
     return list(_weights_later(order, rank) if schedule == "zero_bubble" else order)
-
-
-def _one_stage(one_by_one: bool, rank: int, microbatches: int) -> list[Action]:
-    forwards = [Action("forward", rank, number) for number in range(microbatches)]
-    backwards = [Action("backward", rank, number) for number in range(microbatches)]
-    if one_by_one:
-        return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
-    return forwards + backwards
 
 
 def _in_rounds(kind: Kind, rank: int, ranks: int, local_tensor: range, rounds: list[range]) -> Iterator[Action]:

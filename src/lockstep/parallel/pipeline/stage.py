@@ -207,10 +207,7 @@ class Stage:
 
     def move(self, applied: bool) -> None:
         """Move the running statistics towards what the step observed, or leave them where it was not applied."""
-        if self.running.size and applied:
-            self.running.move(self.observations)
-        elif self.running.size:
-            self.running.restore()
+        self.running.settle(applied, self.observations)
 
     def _start(self, forwards: Sequence[Forward], module: nn.Module) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
         apart = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import Slots
 from lockstep.parallel.numerics import MakeOptimizer
-from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
-
-_GROUP: Final = "group "  # as optimizer_state.py names a tensor that belongs to a parameter group
+from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state, optimizer_state
 
 
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
@@ -53,15 +51,15 @@ class OptimizerNames:
         self._place = {name: place for place, name in enumerate(self._group_of)}
 
     def state(
-        self, world: World, trained: Sequence[Named], optimizer: Optimizer, slots: Slots, primary: bool
+        self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return what optimizer_state would return in one process, its tensors as shards. All ranks call it.
 
-        `optimizer` is this rank's and has `trained`, and its tensors lie as `slots` says; where several ranks have the
-        same, one of them is `primary`.
+        `optimizer` is this rank's, and its tensors lie as `slots` says; where several ranks have the same, one of them
+        is `primary`.
         """
-        own, scalars = optimizer_state(trained, optimizer)
-        groups = self._own_groups(trained, optimizer)
+        own, scalars = optimizer_state(slots.trained, optimizer)
+        groups = self._own_groups(slots.trained, optimizer)
         tensors = {self._whole_name(name, groups): slots.as_shard(name, tensor) for name, tensor in own.items()}
         told = {
             "tensors": {name: [list(held.shape), str(local_tensor(held).dtype)] for name, held in tensors.items()},
@@ -81,30 +79,25 @@ class OptimizerNames:
         return merged, {"slots": ordered, "groups": [numbers[number] for number in sorted(numbers)]}
 
     def load(
-        self,
-        trained: Sequence[Named],
-        optimizer: Optimizer,
-        slots: Slots,
-        tensors: Mapping[str, Tensor],
-        scalars: Mapping[str, Any],
+        self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
         """Take over this rank's part of what `state` returned, with whole tensors."""
-        groups = self._own_groups(trained, optimizer)
-        names = {name for name, _ in trained}
+        groups = self._own_groups(slots.trained, optimizer)
+        names = {name for name, _ in slots.trained}
         mine: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             owner, _, slot = name.rpartition("/")
-            if owner.startswith(_GROUP):
-                number = int(owner.removeprefix(_GROUP))
+            if owner.startswith(GROUP):
+                number = int(owner.removeprefix(GROUP))
                 if number in groups:
-                    mine[f"{_GROUP}{groups.index(number)}/{slot}"] = tensor
+                    mine[f"{GROUP}{groups.index(number)}/{slot}"] = tensor
             elif owner in names:
                 mine[name] = slots.own(name, tensor)
             elif owner not in self._group_of:
                 raise UsageError(f"optimizer state: it is of another model; this one has no {owner}")
         told = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
         own = {"slots": told, "groups": [scalars["groups"][number] for number in groups]}
-        load_optimizer_state(trained, optimizer, mine, own)
+        load_optimizer_state(slots.trained, optimizer, mine, own)
 
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
         """Return the number, in the whole optimizer, of each group that this rank has."""
@@ -113,14 +106,14 @@ class OptimizerNames:
 
     def _whole_name(self, name: str, groups: list[int]) -> str:
         owner, _, slot = name.rpartition("/")
-        if not owner.startswith(_GROUP):
+        if not owner.startswith(GROUP):
             return name
-        return f"{_GROUP}{groups[int(owner.removeprefix(_GROUP))]}/{slot}"
+        return f"{GROUP}{groups[int(owner.removeprefix(GROUP))]}/{slot}"
 
     def _order(self, name: str) -> int:
         owner = name.rpartition("/")[0]
-        if owner.startswith(_GROUP):
-            return len(self._place) + int(owner.removeprefix(_GROUP))
+        if owner.startswith(GROUP):
+            return len(self._place) + int(owner.removeprefix(GROUP))
         return self._place[owner]
 
 

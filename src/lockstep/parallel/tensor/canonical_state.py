@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import final
 
 from torch import Size, Tensor
 
-from lockstep.core.order import Step
 from lockstep.core.shard import Chunked, MaybeSharded, Shard
-from lockstep.parallel.engine import Engine, Predict, State, Sums, Update
-from lockstep.tasks.base import MicroBatch
+from lockstep.parallel.engine import Engine, State
 
 
 @final
@@ -23,22 +20,12 @@ class CanonicalState:
     def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:
         self._engine = engine
         self._chunked = chunked
-
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
-        """See Engine."""
-        return self._engine.forward_backward(microbatches, step, observe)
+        self.forward_backward, self.update = engine.forward_backward, engine.update
+        self.evaluation, self.close = engine.evaluation, engine.close
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
         return self._restore(self._engine.gradients())
-
-    def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine."""
-        return self._engine.update(lr, max_norm)
-
-    def evaluation(self) -> AbstractContextManager[Predict]:
-        """See Engine."""
-        return self._engine.evaluation()
 
     def state(self) -> State:
         """See Engine."""
@@ -52,10 +39,6 @@ class CanonicalState:
         self._engine.load(
             replace(state, model=self._rearrange(state.model), optimizer=self._rearrange(state.optimizer), ema=ema)
         )
-
-    def close(self) -> None:
-        """See Engine."""
-        self._engine.close()
 
     def _restore(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
         found = dict(tensors)

@@ -52,19 +52,15 @@ class Forwards(Protocol):
         self, chunks: Region, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         """Call before a region is called for a forward of this rank's, so that others can be called for it, too."""
-        ...
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
         """Return one forward's part of what `joint` makes of what all of them give."""
-        ...
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return what each forward has, given what those of this rank have: tensors of one shape."""
-        ...
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """Return the sum over all `chunks` of a region for each forward of this rank's, given its pieces for all."""
-        ...
 
 
 @final

@@ -100,19 +100,11 @@ def _in_shape(logits: Logits, like: Tensor) -> Logits:
     return _like(logits, [each.reshape(*like.shape[:-1], each.shape[-1]) for each in logits.parts])
 
 
-def _float(logits: Logits) -> Logits:
-    return _to(logits, torch.float32)
-
-
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
     dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
     if any(each not in (dtype, logits.device) for each in args):
         _refuse(logits, f"to({', '.join(map(str, args))}) is asked of its logits")
     return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
-
-
-def _requires_grad(logits: Logits) -> bool:
-    return any(each.requires_grad for each in logits.parts)
 
 
 def _register_hook(logits: Logits, hook: Any) -> Any:
@@ -128,9 +120,9 @@ _OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
     Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     Tensor.contiguous: lambda logits: logits,
-    Tensor.float: _float,
+    Tensor.float: lambda logits: _to(logits, torch.float32),
     Tensor.to: _to,
-    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: lambda logits: any(each.requires_grad for each in logits.parts),  # type: ignore[attr-defined]
     Tensor.register_hook: _register_hook,
 }
 

@@ -27,7 +27,7 @@ The sums are added by the tree, as they are where each rank has all chunks of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -38,14 +38,12 @@ from torch.utils import _pytree as pytree
 
 from lockstep.comm.canonical import CanonicalSum, add_, move
 from lockstep.comm.carrier import Carrier
-from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.tree import LeafBlock, blocks, total
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, sequence_task
 from lockstep.parallel.cooperative import Cooperative, Joint
@@ -122,7 +120,8 @@ class SpreadChunks:
     """The chunks of sequences that go through this rank's regions: those of other ranks are dummies."""
 
     def __init__(self, sequences: SequenceChunks, spread: Spread) -> None:
-        self.count = sequences.count
+        self.count, self.around = sequences.count, sequences.around
+        self.inputs, self.evaluation_inputs = sequences.inputs, sequences.evaluation_inputs
         self._sequences = sequences
         self._spread = spread
 
@@ -130,18 +129,6 @@ class SpreadChunks:
         """See WorkUnits."""
         leaves = self._sequences.of(microbatch, microbatches)
         return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
-
-    def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See WorkUnits."""
-        return self._sequences.inputs(leaf)
-
-    def around(self) -> SequenceAttention:
-        """See WorkUnits."""
-        return self._sequences.around()
-
-    def evaluation_inputs(self, inputs: Inputs) -> Inputs:
-        """See WorkUnits."""
-        return self._sequences.evaluation_inputs(inputs)
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
         """See WorkUnits."""
@@ -165,82 +152,76 @@ class _Visit(NamedTuple):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Spread:
     """The `count` chunks of a sequence whose forwards go through this rank's regions together: `own` are this rank's.
 
     This one is `rank` of `ranks`, which have as many each, in order. One that is alone needs no carrier.
     """
 
-    def __init__(
-        self,
-        count: int,
-        rank: int,
-        ranks: int,
-        across: CanonicalSum,
-        carrier: Carrier | None,
-        together: Cooperative,
-        generators: Sequence[Generator],
-    ) -> None:
-        self.count = count
-        self.own = part(count, ranks, rank)
-        self._rank = rank
-        self._ranks = ranks
-        self._across = across
-        self._carrier = carrier
-        self._together = together
-        self._generators = generators
+    count: int
+    rank: int
+    ranks: int
+    across: CanonicalSum
+    carrier: Carrier | None
+    together: Cooperative
+    generators: Sequence[Generator]
+
+    @property
+    def own(self) -> range:
+        """The numbers of this rank's chunks."""
+        return part(self.count, self.ranks, self.rank)
 
     @property
     def under_way(self) -> bool:
         """Whether forwards of chunks are under way: an evaluation is of whole sequences, on all ranks alike."""
-        return self._together.under_way
+        return self.together.under_way
 
     def enter(
         self, chunks: Region, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         """Call before a region is called for a forward of this rank's: those of others visit it."""
-        states = [each.get_state() for each in self._generators]
-        self._together.exchange(_NEXT, self._visits, _Visit(chunks, call, arguments, named, states))
+        states = [each.get_state() for each in self.generators]
+        self.together.exchange(_NEXT, self._visits, _Visit(chunks, call, arguments, named, states))
 
     def leave(self) -> None:
         """Call when a forward of this rank's comes to no region any more."""
-        self._together.exchange(_NEXT, self._visits, None)
+        self.together.exchange(_NEXT, self._visits, None)
 
     def visit_regions(self) -> None:
         """Call in the place of another rank's forward: go through the regions that it goes through."""
-        while (visit := self._together.exchange(_NEXT, self._visits, None)) is not None:
-            for generator, state in zip(self._generators, visit.states, strict=True):
+        while (visit := self.together.exchange(_NEXT, self._visits, None)) is not None:
+            for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view that begins further on
             visit.chunks.visit(visit.call, visit.arguments, visit.named)
 
     def exchange(self, place: str, joint: Joint, given: Any) -> Any:
         """See Forwards."""
-        return self._together.exchange(place, joint, given)
+        return self.together.exchange(place, joint, given)
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
         """See Forwards."""
-        return [align(each) for each in self._across.side_by_side(torch.stack([*own])).flatten(0, 1)]
+        return [align(each) for each in self.across.side_by_side(torch.stack([*own])).flatten(0, 1)]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
         own = [*pieces[0]]
         sent, arriving = [], {}
-        for rank in range(self._ranks):
-            if rank == self._rank:
+        for rank in range(self.ranks):
+            if rank == self.rank:
                 continue
-            theirs = [pieces[number][block] for number in part(self.count, self._ranks, rank) for block in own]
+            theirs = [pieces[number][block] for number in part(self.count, self.ranks, rank) for block in own]
             sent.append((torch.stack(theirs), rank))
-            held = len(blocks(part(chunks, self._ranks, rank)))
+            held = len(blocks(part(chunks, self.ranks, rank)))
             arriving[rank] = theirs[0].new_empty(len(self.own), held, *theirs[0].shape)
-        if self._carrier is not None:
-            with translate_peer_errors():
-                move(self._carrier, sent, [(each, rank) for rank, each in arriving.items()])
+        if self.carrier is not None:
+            move(self.carrier, sent, [(each, rank) for rank, each in arriving.items()])
         return [self._total(pieces[number], arriving, at, chunks) for at, number in enumerate(self.own)]
 
     def _total(self, own: Mapping[LeafBlock, Tensor], arriving: Mapping[int, Tensor], at: int, chunks: int) -> Tensor:
         found = dict(own)
         for rank, each in arriving.items():
-            found |= zip(blocks(part(chunks, self._ranks, rank)), each[at], strict=True)
+            found |= zip(blocks(part(chunks, self.ranks, rank)), each[at], strict=True)
         return total(found, chunks, add_)
 
     def _visits(self, given: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
@@ -270,9 +251,5 @@ class Spread:
             return [first] * self.count
         if first.requires_grad:
             return [first.new_zeros(()).expand(first.shape)] * self.count
-        found = self.gather([each.to(self._device) for each in own])
+        found = self.gather([each.to(self.generators[-1].device) for each in own])
         return [each.to(first.device) for each in found]
-
-    @property
-    def _device(self) -> torch.device:
-        return self._generators[-1].device

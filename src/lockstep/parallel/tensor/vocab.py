@@ -33,11 +33,7 @@ class LookUp:
     def __init__(self, module: nn.Embedding, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
-
-    @property
-    def rows(self) -> int:
-        """How many rows the whole table has."""
-        return self.module.num_embeddings
+        self.rows = module.num_embeddings  # of the whole table
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the row of each id: [..., d]."""
@@ -53,11 +49,7 @@ class Head:
     def __init__(self, module: nn.Linear, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
-
-    @property
-    def rows(self) -> int:
-        """How many rows the whole weight has."""
-        return self.module.out_features
+        self.rows = module.out_features  # of the whole weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the logits: in chunks while the model trains, else whole."""

@@ -23,7 +23,7 @@ from lockstep.common.importing import import_object
 from lockstep.common.own_code import place as place_of_error
 from lockstep.common.rank import ALONE
 from lockstep.core import random
-from lockstep.core.batch import Inputs, call, map_tensors, tensors_of, with_paths
+from lockstep.core.batch import call, map_tensors, tensors_of, with_paths
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
@@ -78,7 +78,8 @@ def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
     if not forward:
         return ProbeResult(random_samples=found, places=_places(ready))
     recipe, device = ready.recipe, torch.device("cpu")
-    few_samples = 2 if _numbers(ready.problem.example) > _LARGE else _FEW
+    numbers = sum(tensor[0].numel() for tensor in tensors_of(ready.problem.example))  # of a sample
+    few_samples = 2 if numbers > _LARGE else _FEW
     batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
     few = replace(
         ready, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(ready.data.train), batch, steps=1)
@@ -254,9 +255,7 @@ class _Probe:
         return {"": digest([loss])} | {name: digest([each]) for name, each in gradients.items()}
 
     def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
-        key = random.key(random.FORWARD, self._ready.recipe.seed)
-        for generator in self._world.generators():
-            generator.manual_seed(random.torch_seed(random.extend_key(key, 0, microbatch.index)))
+        self._world.seed(random.key(random.FORWARD, self._ready.recipe.seed, 0, microbatch.index))
         with autocast(self._look.precision, self._world.device):
             return self._call_model(model, microbatch)
 
@@ -295,12 +294,6 @@ def _places(ready: Setup) -> dict[str, str]:
         given = {part: split for part, split in parts.items() if split is not None}
         named |= {part: user_code.place_of(_fetching(split)) or named["data"] for part, split in given.items()}
     return {part: place for part, place in named.items() if place}
-
-
-def _numbers(inputs: Inputs | None) -> int:
-    """Return how many numbers a sample has."""
-    tensors = tensors_of(inputs)
-    return sum(tensor[0].numel() for tensor in tensors)
 
 
 def _fetching(split: Split) -> object:

@@ -20,8 +20,8 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from lockstep.common.own_code import is_installed
-from lockstep.run.user_code import is_librarys, place_of_frame, place_of_line
+from lockstep.common.own_code import is_installed, location
+from lockstep.run.user_code import is_librarys, place_of_frame
 
 CLOCK: Final = "the clock"
 SYSTEM: Final = "the system's randomness"
@@ -115,7 +115,7 @@ class _Draws:
         now = self._now()
         for name in [name for name, state in self._states.items() if now[name] != state] if self._frames else []:
             frame, line = self._frames[-1]
-            self._found.setdefault(name, place_of_line(frame, line))
+            self._found.setdefault(name, location(frame.f_code.co_filename, line))
         self._states = now
 
     def _now(self) -> dict[str, Any]:

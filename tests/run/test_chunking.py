@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
-from lockstep.run.sequences import check_sequences
+from lockstep.run.chunking import check_sequences
 from lockstep.tasks.language import Language
 
 IDS = torch.randint(20, (2, 17), generator=torch.Generator().manual_seed(0))
