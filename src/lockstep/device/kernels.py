@@ -1,9 +1,9 @@
-"""Which operations give the same bits each time on CUDA, and which cannot: the list that everything else reads.
+"""Which operations cannot give the same bits each time on CUDA: the list that everything else reads.
 
 REFUSED is what torch 2.15 itself refuses under `torch.use_deterministic_algorithms` (the calls of
 `alertNotDeterministic` in its CUDA libraries), and what it does not refuse although its kernels add in the order in
-which threads arrive: those have `torch_raises=False`. EXACT is what Lockstep relies on instead, and the setting that
-makes it so. docs/gpu.md is written from both.
+which threads arrive: those have `torch_raises=False`. What Lockstep relies on instead is measured by
+benchmarks/gpu_kernels.py; docs/gpu.md is written from both.
 """
 
 from __future__ import annotations
@@ -45,16 +45,6 @@ class Refused:
     def is_avoided(self) -> bool:
         """Return whether the function of torch.nn.functional takes another path on CUDA in this torch."""
         return self.avoided and torch.__version__ >= self.since
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """Something that has an exact path on CUDA in torch `since`: `name` is its line's in benchmarks/gpu_kernels.py."""
-
-    name: str
-    what: str
-    by: str
-    since: str = OLDEST
 
 
 def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
@@ -285,54 +275,4 @@ RNN_DROPOUT: Final = Refused(
     "cuDNN draws from a generator of its own, which goes on from micro-batch to micro-batch",
     "set its dropout to 0 and stack layers of one with torch.nn.Dropout between them",
     torch_raises=False,
-)
-
-_ALGORITHMS: Final = "torch.use_deterministic_algorithms"
-_ORDER: Final = "its kernel adds in one order by itself"
-
-EXACT: Final = (
-    Exact("convolution fp32", "convolution, float32", "cudnn.deterministic, cudnn.benchmark off, no TF32"),
-    Exact("convolution bf16", "convolution, bfloat16, channels_last", "cudnn.deterministic, cudnn.benchmark off"),
-    Exact("convolution depthwise", "depthwise convolution", "cudnn.deterministic, cudnn.benchmark off"),
-    Exact("convolution transposed", "transposed convolution", "cudnn.deterministic, cudnn.benchmark off"),
-    Exact("product fp32", "linear layer, float32", "CUBLAS_WORKSPACE_CONFIG=:4096:8, no TF32"),
-    Exact("product bf16", "linear layer, bfloat16", "CUBLAS_WORKSPACE_CONFIG=:4096:8, sums in float32"),
-    Exact("product batched", "batched product", "CUBLAS_WORKSPACE_CONFIG=:4096:8, sums in float32"),
-    Exact("attention flash", "attention, bfloat16, causal", f"flash attention, its backward by {_ALGORITHMS}"),
-    Exact("attention flash dropout", "attention, bfloat16, with dropout", "flash attention, as above"),
-    Exact("attention masked", "attention, bfloat16, with a mask", "memory-efficient attention, keys not split"),
-    Exact("attention fp32", "attention, float32", "memory-efficient attention, keys not split"),
-    Exact("attention math", "attention of a shape that no fused kernel has", "products and a softmax"),
-    Exact("embedding", "Embedding", f"backward by sorted indices: {_ALGORITHMS}"),
-    Exact("embedding bag", "EmbeddingBag, mode sum", f"backward by sorted indices: {_ALGORITHMS}"),
-    Exact("indexing", "x[index], backward", f"index_put_ by sorted indices: {_ALGORITHMS}"),
-    Exact("index_add", "index_add and index_select, backward", f"by sorted indices: {_ALGORITHMS}"),
-    Exact("index_put", "index_put_, accumulate=True", f"by sorted indices: {_ALGORITHMS}"),
-    Exact("scatter_add", "scatter_add, and gather, backward", f"by sorted indices: {_ALGORITHMS}"),
-    Exact("cross entropy", "cross_entropy of samples or tokens", _ORDER),
-    Exact("cross entropy of pixels", "cross_entropy of images with reduction none, then sum()", _ORDER),
-    Exact("ctc_loss by cuDNN", "ctc_loss that cuDNN takes: blank 0, int32 targets on the CPU", "cudnn.deterministic"),
-    Exact("interpolate nearest", "interpolate, mode nearest", _ORDER),
-    Exact("interpolate bilinear", "interpolate, mode bilinear", f"by indexing: {_ALGORITHMS}"),
-    Exact("interpolate bicubic", "interpolate, mode bicubic, torch >= 2.15", f"by indexing: {_ALGORITHMS}", "2.15"),
-    Exact("cumsum", "cumsum over all of a tensor", f"a scan of two passes: {_ALGORITHMS}"),
-    Exact("max pooling", "MaxPool2d", _ORDER),
-    Exact("max pooling of volumes", "MaxPool3d with indices, torch >= 2.13", f"by indexing: {_ALGORITHMS}", "2.13"),
-    Exact("average pooling", "AvgPool2d", _ORDER),
-    Exact("global average pooling", "AdaptiveAvgPool2d to 1 x 1", "a mean"),
-    Exact("padding by reflection", "ReflectionPad2d", f"a kernel of its own: {_ALGORITHMS}"),
-    Exact("padding by replication", "ReplicationPad1d, 2d, 3d", f"by indexing: {_ALGORITHMS}"),
-    Exact("batch norm", "BatchNorm", "cudnn.deterministic"),
-    Exact("batch norm bf16", "BatchNorm, bfloat16, channels_last", "cudnn.deterministic"),
-    Exact("layer norm", "LayerNorm", _ORDER),
-    Exact("group norm", "GroupNorm", _ORDER),
-    Exact("softmax", "softmax", _ORDER),
-    Exact("dropout", "Dropout", "the generator is seeded for each micro-batch"),
-    Exact("recurrent", "LSTM, GRU, RNN without dropout between layers", "cuDNN, CUBLAS_WORKSPACE_CONFIG=:4096:8"),
-    Exact("sort", "sort and topk", _ORDER),
-    Exact("counting", "bincount without weights, histc of whole numbers", "whole numbers add to the same in any order"),
-    Exact("median", "median over all of a tensor", "no index is returned"),
-    Exact("sum", "sum of a large tensor", "the last block adds what the others left, in their order"),
-    Exact("optimizer foreach", "AdamW, foreach: what Lockstep takes", "element by element"),
-    Exact("optimizer fused", "AdamW, fused: recipe.optimizer.options", "element by element"),
 )
