@@ -1,10 +1,11 @@
-"""An object of the user's own code, by its import path `package.module:function`."""
+"""An object of the user's own code, by its import path `package.module:function`, and packages that may be missing."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ def import_object(path: str, what: str) -> Any:
     Raises UsageError that says what failed: the form of the path, the module, its code, or the name in it.
     """
     name, _, attribute = path.partition(":")
-    if not _is_dotted(name) or not attribute.isidentifier():
+    if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
         raise UsageError(f"{what} {path}: not an import path; write package.module:function")
     module = _import(name, f"{what} {path}")
     with OwnCode(f"{what} {path}"):  # a module may answer for names itself, or put anything in its own place
@@ -34,8 +35,23 @@ def import_object(path: str, what: str) -> Any:
     raise UsageError(f"{what} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
 
 
-def _is_dotted(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
+def import_extra(package: str, extra: str, label: str) -> Any:
+    """Import a package that an extra of Lockstep's brings; UsageError, which begins with `label`, where it is not here.
+
+    Such packages may take seconds, so they are imported where something is asked of them.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(f"{label}: {package} is not installed; pip install 'lockstep-train[{extra}]'") from error
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, without importing it; None for one that is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _import(name: str, label: str) -> ModuleType:

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from lockstep import __version__
+from lockstep.common.importing import version_of
 from lockstep.common.platforms import usable_cores
 from lockstep.device import machine
 
@@ -55,14 +56,7 @@ def versions() -> dict[str, str | None]:
         "lockstep": __version__,
         "lockstep's source": machine.source(),
     }
-    return found | {name: _version(name) for name in sorted(names)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return found | {name: version_of(name) for name in sorted(names)}
 
 
 def _numerics() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lockstep.common import plainfile
+from lockstep.common.importing import import_extra
 from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
@@ -149,14 +150,7 @@ def _shorten_errors(name: str) -> Iterator[None]:
 
 
 def _library(name: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"model {name}: source transformers needs the package transformers; "
-            f"install it with: pip install 'lockstep-train[transformers]'"
-        ) from error
-    return transformers
+    return import_extra("transformers", "transformers", f"model {name}")
 
 
 def _is_type(library: Any, name: str) -> bool:
