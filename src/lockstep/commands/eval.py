@@ -72,4 +72,4 @@ def _tell(found: EvalResult) -> None:
     after = f", after step {found.event.step}" if found.event.step else ""
     click.echo(f"{printable_line(str(found.path))}{after}")
     click.echo(wording.evaluation_line(found.event))
-    click.echo(f"weights sha256 {found.weights_sha256}")
+    click.echo(wording.hash_line(found.weights_sha256))
