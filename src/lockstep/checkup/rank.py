@@ -21,16 +21,17 @@ import torch
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merge_ranks
-from lockstep.checkup.folder import existing, folder_facts, try_lock
+from lockstep.checkup.folder import existing, folder_facts
 from lockstep.checkup.host import Around, of_host, of_rank
 from lockstep.checkup.report import CheckupReport
 from lockstep.comm.golden import Golden, run_golden_cases
 from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common import plainfile
-from lockstep.common.rank import RankInfo
+from lockstep.common.locking import exclusive
 from lockstep.device import host, interfaces, ports
 from lockstep.errors import LockstepError
+from lockstep.launchers.job import PORT
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.member import at_most
 from lockstep.ranks.rendezvous import Rendezvous
@@ -47,10 +48,9 @@ _FOLDER_S: Final = 10.0
 
 @dataclass(frozen=True)
 class CheckupRequest:
-    """What to check: where run folders are, the usual rendezvous port, and the device."""
+    """What to check: where run folders are, and the device."""
 
     folder: Path
-    port: int
     device: Literal["auto", "cpu", "cuda"]
 
 
@@ -125,7 +125,7 @@ def _facts(request: CheckupRequest, leads: bool, alone: bool) -> dict[str, Any]:
     if leads:
         look("run folder", _FOLDER_S, lambda: {"folder": folder_facts(request.folder)})
     if alone:
-        found["ports"] = {str(request.port): ports.holder(request.port)}
+        found["ports"] = {str(PORT): ports.holder(PORT)}
     return found
 
 
@@ -137,7 +137,7 @@ def _sees_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[str,
         path, found = rendezvous.tell(own), None
         if path and leads:
             seen = Path(path).is_file()
-            with try_lock(Path(path)) if seen and not own else nullcontext(False) as had:
+            with exclusive(Path(path), wait=False) if seen and not own else nullcontext(False) as had:
                 found = {"seen": seen, "locked": not had}
         rendezvous.gather({})  # rank 0 holds the lock until all have looked
     return found
@@ -151,7 +151,7 @@ def _temporary_lock(folder: Path) -> Iterator[str]:
     except OSError:  # which the check of the run folder reports
         yield ""
         return
-    with try_lock(own / "lock"):
+    with exclusive(own / "lock", wait=False):
         yield str(own / "lock")
     shutil.rmtree(own, ignore_errors=True)
 
@@ -179,36 +179,14 @@ def _connect(
     device = device if all(each["cuda"] for each in others) else torch.device("cpu")
     world = None
     try:
-        world = open_world(_Soon(rendezvous), device)
+        # It waits less long than a run: for who cannot be reached, and in each exchange.
+        world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:
         found["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
     if any(each["failed"] for each in _all(rendezvous, {"failed": found["failed"]})):
         return found, None
     return found, world
-
-
-@dataclass(frozen=True)
-class _Soon:
-    """A rendezvous whose process group waits less long: for who cannot be reached, and in each exchange.
-
-    Longer than the stall detector, which names who hangs.
-    """
-
-    rendezvous: Rendezvous
-    timeout_s: float = _EXCHANGE_S
-
-    @property
-    def info(self) -> RankInfo:
-        return self.rendezvous.info
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self.rendezvous.hosts
-
-    @property
-    def store(self) -> Any:
-        return self.rendezvous.store
 
 
 def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -61,8 +61,12 @@ def _import(name: str, label: str) -> ModuleType:
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a script without a main guard may even exit
-        if isinstance(error, ModuleNotFoundError) and _leads_to(name, error.name):
-            raise UsageError(_not_found(label, str(error.name))) from None
+        # The missing module is the requested one, or a package above it.
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(
+                f"{label}: there is no module {error.name}, neither in {os.getcwd()} nor among what is installed; "
+                f"start from the folder that holds it, or set PYTHONPATH"
+            ) from None
         message = describe_error(error, f'see it with: python -c "import {name}"')
         raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error
 
@@ -71,15 +75,3 @@ def _search_current_directory() -> None:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-
-
-def _leads_to(name: str, missing: str | None) -> bool:
-    """Return whether the missing module is the requested one or a package above it."""
-    return missing is not None and f"{name}.".startswith(f"{missing}.")
-
-
-def _not_found(label: str, missing: str) -> str:
-    return (
-        f"{label}: there is no module {missing}, neither in {os.getcwd()} nor among what is "
-        f"installed; start from the folder that holds it, or set PYTHONPATH"
-    )
