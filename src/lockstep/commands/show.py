@@ -62,24 +62,20 @@ def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "samples", "known only once the data is there; so are steps and the rates of the schedule"
     else:
         run = steps(recipe, samples)
-        yield from _length(recipe, run)
+        length = in_words(run.total_samples / run.samples_per_epoch)
+        dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
+        yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
+        yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
+        last = run[run.per_epoch - 1]
+        if last.samples < recipe.batch:
+            cuts = _sizes(last.microbatches(recipe.microbatches))
+            yield "last step", f"of an epoch: {last.samples} samples, micro-batches {cuts}"
         yield "rates", _rates(recipe, run)
 
 
 def _sizes(parts: list[range]) -> str:
     counts = Counter(map(len, parts))
     return ", ".join(f"{count} of {size}" for size, count in counts.items()) + " samples"
-
-
-def _length(recipe: Recipe, run: Steps) -> Iterator[tuple[str, str]]:
-    length = in_words(run.total_samples / run.samples_per_epoch)
-    dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
-    yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
-    yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
-    last = run[run.per_epoch - 1]
-    if last.samples < recipe.batch:
-        cuts = _sizes(last.microbatches(recipe.microbatches))
-        yield "last step", f"of an epoch: {last.samples} samples, micro-batches {cuts}"
 
 
 def _rates(recipe: Recipe, run: Steps) -> str:

@@ -55,7 +55,9 @@ def version_of(package: str) -> str | None:
 
 
 def _import(name: str, label: str) -> ModuleType:
-    _search_current_directory()
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except (LockstepError, KeyboardInterrupt):
@@ -69,9 +71,3 @@ def _import(name: str, label: str) -> ModuleType:
             ) from None
         message = describe_error(error, f'see it with: python -c "import {name}"')
         raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error
-
-
-def _search_current_directory() -> None:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)

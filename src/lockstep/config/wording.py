@@ -105,7 +105,9 @@ def _text(found: ErrorDetails) -> str:
         case "extra_forbidden":
             return _unknown(found["loc"])
         case "literal_error":
-            return _choice(found)
+            names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
+            near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
+            return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"
         case known if known in _EXPECTED:
             field = field_at(found["loc"])  # whose description is what its type does not say by itself
             expected = (field and field.description) or _EXPECTED[known].format(**_limits(found))
@@ -149,9 +151,3 @@ def _keys(path: Path = ()) -> Iterator[Path]:
     for name in section.model_fields if section else ():
         yield (*path, name)
         yield from _keys((*path, name))
-
-
-def _choice(found: ErrorDetails) -> str:
-    names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
-    near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
-    return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"

@@ -243,7 +243,10 @@ def _fetching(
     try:  # first: torch's iterator, where it is half made, ends with an error of its own
         multiprocessing.get_context("fork").Lock()
     except OSError as error:
-        raise _without_workers(error.strerror or str(error)) from error
+        raise PreflightError(
+            f"placement.workers: loader processes cannot be started: {error.strerror or error}; they need room in "
+            f"/dev/shm that can be written; {_ROOM}"
+        ) from error
     loader: DataLoader[Any] = DataLoader(
         _Fetches(split),
         batch_size=None,
@@ -287,13 +290,6 @@ class _Refused(NamedTuple):
 
     text: str
     users: bool
-
-
-def _without_workers(reason: str) -> PreflightError:
-    return PreflightError(
-        f"placement.workers: loader processes cannot be started: {reason}; they need room in /dev/shm that can be "
-        f"written; {_ROOM}"
-    )
 
 
 def _unwrap_answer(answer: Any) -> Batch:

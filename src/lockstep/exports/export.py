@@ -65,7 +65,7 @@ def export(
     Of a run folder the newest checkpoint is taken, or the `best`. `weights` left out are averaged ones (ema) if the run
     has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
-    asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, "best" if best else "newest", "export")
+    asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
     place = None if out is None else Path(out)
     [found] = in_background(lambda: [asdict(export_saved(open_saved(asked, weights), to, place))])
     return Exported(Path(found["path"]), found["sizes"], found["check"])

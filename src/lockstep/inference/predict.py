@@ -100,7 +100,7 @@ def predict(
     has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
     words = tuple(as_words(overrides))
-    asked = EvalRequest(str(run), words, trust, "best" if best else "newest", "predict")
+    asked = EvalRequest(str(run), words, trust, best, "predict")
     written, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
     options = Options(top, written, prompt, tokens, temperature, seed, file)
     rows = in_background(lambda: predictions_of(open_saved(asked, weights), as_names(inputs), options))

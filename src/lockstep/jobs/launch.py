@@ -37,10 +37,16 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     launcher = starters()[name]
     job = _with_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
-    _check_restarts(job)
+    if (job.restarts or job.fewest) and job.words[0] == "train" and not _run_folder(job.words):
+        raise UsageError(
+            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
+            "would begin a run of its own; name one, such as run.dir=runs/a"
+        )
     if name != "local" or dry_run:  # the ranks here would see it at once
         _check_work(job)
-    secret = _secret(launcher, job)
+    # The user's own secret, else a new one where this command starts all ranks: others would not have it.
+    own = os.fsdecode(job_secret(os.environ))
+    secret = own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
     lines = _lines(launcher, replace(job, signed=bool(secret)))
     if dry_run:
         print("\n".join(map(shlex.join, lines.values())))
@@ -94,15 +100,6 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     return job
 
 
-def _secret(launcher: Launcher, job: Job) -> str:
-    """Return the secret of the job: the user's own, else a new one where this command starts all ranks; "" for none.
-
-    Hosts that join later, or that another command starts, would not have a new one.
-    """
-    own = os.fsdecode(job_secret(os.environ))
-    return own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
-
-
 def _with_id(launcher: Launcher, job: Job) -> Job:
     """Return the job with a name for its rendezvous, where it wants one and this command knows all hosts."""
     if job.id or job.meets_by == "static":
@@ -125,15 +122,6 @@ def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> Non
         raise UsageError(
             f"--on {launcher.name}: starts the processes of one host of several: give its number in --node-rank, "
             "or use --on ssh, which does that"
-        )
-
-
-def _check_restarts(job: Job) -> None:
-    """Raise UsageError where a training is to be started again that would not go on."""
-    if (job.restarts or job.fewest) and job.words[0] == "train" and not _run_folder(job.words):
-        raise UsageError(
-            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
-            "would begin a run of its own; name one, such as run.dir=runs/a"
         )
 
 
