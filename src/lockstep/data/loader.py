@@ -27,7 +27,7 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
-from lockstep.data.copies import Arrival, copies_to, prefetch
+from lockstep.data.copies import Arrival, Copies, prefetch
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import MicroBatch
 
@@ -96,7 +96,7 @@ class Loader:
         self._transforms = transforms
         self._device = device
         self._seed = seed
-        self._copies = copies_to(device)
+        self._copies = Copies(device)
         self._data_rank = data_rank
         self._workers = workers
         self._extra = extra
