@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -54,19 +54,6 @@ class CheckupRequest:
     device: Literal["auto", "cpu", "cuda"]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one rank reports of the exchanges with others.
-
-    `device`: why it has not the device that was asked for; `failed`: why it could not connect.
-    """
-
-    device: str = ""
-    failed: str = ""
-    links: Sequence[Mapping[str, Any]] = ()
-    golden: Mapping[str, Any] = field(default_factory=dict)
-
-
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
     """Take part in the check-up and return the report, on rank 0 alone. All ranks call it."""
     began = time.monotonic()
@@ -85,7 +72,9 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
     found, world = _connect(request, rendezvous, facts)
     with _stall_detector(rendezvous):
         if world is not None:
-            found |= _measure_links(world, rendezvous.hosts, step)
+            found["links"] = [asdict(each) for each in links(world, rounds(rendezvous.hosts), step)]
+            found["golden"] = asdict(run_golden_cases(world, step))
+            world.close()
         measured = rendezvous.gather(found)
     if rendezvous.info.rank > 0:
         return None
@@ -163,7 +152,8 @@ def _connect(
 
     Rank 0 has the `facts` of all. Where they say that a host cannot be reached nobody tries.
     """
-    found = asdict(Measured())
+    # Why it has not the device that was asked for, why it could not connect, and what is measured with the others.
+    found: dict[str, Any] = {"device": "", "failed": "", "links": [], "golden": {}}
     try:
         device = choose_device(request.device, rendezvous.info)
     except LockstepError as error:
@@ -194,37 +184,26 @@ def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
     return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
 
 
-def _measure_links(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
-    """Return what this rank measures with the others: links and golden cases."""
-    found = {
-        "links": [asdict(each) for each in links(world, rounds(hosts), step)],
-        "golden": asdict(run_golden_cases(world, step)),
-    }
-    world.close()
-    return found
-
-
 def _all_findings(
     rendezvous: Rendezvous,
     facts: list[dict[str, Any]],
     shared: list[dict[str, Any]],
-    said: list[dict[str, Any]],
+    measured: list[dict[str, Any]],
 ) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
-    measured = [Measured(**each) for each in said]
     for rank, each in enumerate(measured):
-        if each.device and "cards" in facts[rank]:
-            facts[rank]["cards"]["problem"] = each.device
+        if each["device"] and "cards" in facts[rank]:
+            facts[rank]["cards"]["problem"] = each["device"]
     around = [Around(len(hosts), hosts.count(own), len(set(hosts))) for own in hosts]
     findings = merge_ranks({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
     findings += merge_ranks(
         {rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
-    found_links = tuple(Link(**link) for each in measured for link in each.links)
+    found_links = tuple(Link(**link) for each in measured for link in each["links"])
     findings += of_ranks(facts, hosts)
-    findings += network.of_connecting([each.failed for each in measured], facts, hosts)
+    findings += network.of_connecting([each["failed"] for each in measured], facts, hosts)
     findings += network.of_shared([each["shared"] for each in shared], hosts)
     findings += network.of_interfaces(facts, hosts)
     findings += network.of_links(found_links, hosts)
-    findings += network.of_golden([Golden(**each.golden) for each in measured], hosts)
+    findings += network.of_golden([Golden(**each["golden"]) for each in measured], hosts)
     return findings, found_links

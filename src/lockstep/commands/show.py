@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from lockstep.commands import _completion
-from lockstep.common.text import printable
+from lockstep.commands import _completion, _recipe
 from lockstep.config.plan import rate, rule, steps, warm_up_steps
 from lockstep.config.recipe import Recipe
 from lockstep.core.epochs import in_words
@@ -38,8 +37,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
 
         with with_places(loaded):
             origin_of(loaded.config.recipe.model.name, loaded.config.recipe.model.source)
-    for note in loaded.notes:
-        click.echo(printable(f"note: {note}"), err=True)
+    _recipe.tell_notes(loaded)
     click.echo(to_yaml(loaded))
     for name, text in consequences(loaded.config.recipe):
         click.echo(f"{name:<15}{text}")

@@ -25,25 +25,20 @@ class Tokenizer(Protocol):
     @property
     def vocabulary(self) -> int:
         """How many different tokens there are: they are 0 to one less."""
-        ...
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps, from which `tokenizer_of` makes it again."""
-        ...
 
     @property
     def library(self) -> Any:
         """The same as a `tokenizers.Tokenizer`, which puts nothing before or after the tokens of a text."""
-        ...
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the tokens of a text, as the smallest unsigned integers that hold them."""
-        ...
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """Return the text of tokens."""
-        ...
 
 
 @final
