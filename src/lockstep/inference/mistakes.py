@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -87,10 +87,11 @@ def _worst(title: str, task: Classification, validation: Validation, found: Gues
         return Table(title, columns, rows, note)
     if samples.dtype != torch.uint8:
         note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
-    tiles = [
-        Tile(source, [name(each.number), *_captions(names, each)])
-        for source, each in zip(thumbnails(samples), worst, strict=True)
-    ]
+    tiles = []
+    for source, each in zip(thumbnails(samples), worst, strict=True):
+        truth, guess = f"is {names[each.truth]}", f"taken for {names[each.guess]}"
+        lines = [name(each.number), f"{truth} ({_chance(each.of_truth)})", f"{guess} ({_chance(each.of_guess)})"]
+        tiles.append(Tile(source, lines))
     return Tiles(title, tiles, note)
 
 
@@ -103,13 +104,6 @@ def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]
     chances = likely.gather(1, guess[:, None])[:, 0].exp()
     columns = torch.from_numpy(evaluated.numbers), *(each.cpu() for each in (truth, guess, losses, chances))
     return tuple(column[counted.cpu()] for column in columns)
-
-
-def _captions(names: Sequence[str], mistake: Mistake) -> list[str]:
-    return [
-        f"is {names[mistake.truth]} ({_chance(mistake.of_truth)})",
-        f"taken for {names[mistake.guess]} ({_chance(mistake.of_guess)})",
-    ]
 
 
 def _chance(probability: float) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import SRUN_PORT, host_problem, listening_socket
@@ -22,6 +22,9 @@ from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
 from lockstep.ranks.secret import job_secret, new_secret
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
 
 
 def starters() -> dict[str, Launcher]:
@@ -37,7 +40,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     launcher = starters()[name]
     job = _with_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
-    if (job.restarts or job.fewest) and job.words[0] == "train" and not _run_folder(job.words):
+    if (job.restarts or job.fewest) and job.words[0] == "train" and not _loaded(job).config.run.dir:
         raise UsageError(
             "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
             "would begin a run of its own; name one, such as run.dir=runs/a"
@@ -129,19 +132,18 @@ def _check_work(job: Job) -> None:
     """Raise UsageError where the ranks of a training would refuse so many of them."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
-    from lockstep.config.load import load, split
     from lockstep.run.resolved import resolve  # torch takes seconds
     from lockstep.run.strategy import check_strategy
 
-    resolved = resolve(load(*split(job.words[1:])), job.processes)
+    resolved = resolve(_loaded(job), job.processes)
     check_strategy(resolved.strategy_name, resolved.strategy, job.processes, resolved.recipe.microbatches)
 
 
-def _run_folder(words: tuple[str, ...]) -> str | None:
-    """Return the run folder that a training names, None where it names none; ConfigError where its words are wrong."""
+def _loaded(job: Job) -> Loaded:
+    """Return the configuration of a training; ConfigError where its words are wrong."""
     from lockstep.config.load import load, split
 
-    return load(*split(words[1:])).config.run.dir
+    return load(*split(job.words[1:]))
 
 
 def _lines(launcher: Launcher, job: Job) -> dict[str, list[str]]:
@@ -192,7 +194,7 @@ def _result(job: Job) -> dict[str, Any]:
     if job.words[0] != "train":
         return {}
     with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
-        folder = _run_folder(job.words)
+        folder = _loaded(job).config.run.dir
         found = plainfile.parse_json(Path(folder, RESULT).read_bytes()) if folder else {}
         return found if isinstance(found, dict) else {}
     return {}
