@@ -28,7 +28,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local_tensor
-from lockstep.data.copies import Arrival, copies_to
+from lockstep.data.copies import Arrival, Copies
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.synthetic import synthetic
 from lockstep.data.loader import Loader
@@ -166,7 +166,7 @@ class _Way:
         batches = iter(self._loader_on_cpu.training(0))
         for _ in range(STEPS):
             next(batches)
-        copies = copies_to(self._device)
+        copies = Copies(self._device)
         pinned = [[each.pin_memory() for each in tensors] for tensors in sent] if _on_gpu(self._device) else sent
         _transforms(self._device)
         began = time.perf_counter()

@@ -53,7 +53,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
 
 def here() -> dict[str, Make]:
     """Return the exact paths that this torch has."""
-    return {each.name: EXACT[each.name] for each in kernels.EXACT if torch.__version__ >= each.since}
+    return {name: each.make for name, each in EXACT.items() if torch.__version__ >= each.since}
 
 
 def table(result: dict[str, Any]) -> list[str]:

@@ -9,15 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.device.kernels import OLDEST
+
 Work = Callable[[], Sequence[Tensor]]
 Make = Callable[[torch.device, int], Work]  # of a device and how many times larger than the smallest
 Function = Callable[[Tensor], Tensor]
+
+
+class Exact(NamedTuple):
+    """Work to measure, what it is, and by which setting it is exact on CUDA, in torch `since`."""
+
+    make: Make
+    what: str
+    by: str
+    since: str = OLDEST
 
 
 def _noise(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -217,51 +228,132 @@ def _optimizer(option: str, device: torch.device, times: int) -> Work:
     return work
 
 
-EXACT: dict[str, Make] = {
-    "convolution fp32": partial(_convolution, torch.float32, torch.contiguous_format),
-    "convolution bf16": partial(_convolution, torch.bfloat16, torch.channels_last),
-    "convolution depthwise": partial(_layer, lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16), (16, 28, 28)),
-    "convolution transposed": partial(_layer, lambda: nn.ConvTranspose2d(16, 8, 3, stride=2), (16, 28, 28)),
-    "product fp32": partial(_product, torch.float32),
-    "product bf16": partial(_product, torch.bfloat16),
-    "product batched": _batched,
-    "attention flash": partial(_attention, is_causal=True),
-    "attention flash dropout": partial(_attention, dropout_p=0.1),
-    "attention masked": partial(_attention, masked=True),
-    "attention fp32": partial(_attention, dtype=torch.float32),
-    "attention math": partial(_attention, dtype=torch.float32, features=5),
-    "embedding": _embedding,
-    "embedding bag": _embedding_bag,
-    "indexing": _indexing,
-    "index_add": _index_add,
-    "index_put": _index_put,
-    "scatter_add": _scatter_add,
-    "cross entropy": _cross_entropy,
-    "cross entropy of pixels": _pixels,
-    "ctc_loss by cuDNN": _ctc,
-    "interpolate nearest": partial(_of_images, interpolated("nearest")),
-    "interpolate bilinear": partial(_of_images, interpolated("bilinear")),
-    "interpolate bicubic": partial(_of_images, interpolated("bicubic")),
-    "cumsum": partial(_of_images, lambda inputs: inputs.flatten().cumsum(0)),
-    "max pooling": partial(_of_images, lambda inputs: F.max_pool2d(inputs, 3, 2, 1)),
-    "max pooling of volumes": partial(_of_volumes, lambda inputs: F.max_pool3d(inputs, 3, 2, return_indices=True)[0]),
-    "average pooling": partial(_of_images, lambda inputs: F.avg_pool2d(inputs, 3, 2)),
-    "global average pooling": partial(_of_images, lambda inputs: F.adaptive_avg_pool2d(inputs, 1)),
-    "padding by reflection": partial(_of_images, lambda inputs: F.pad(inputs, (1,) * 4, mode="reflect")),
-    "padding by replication": partial(_of_images, lambda inputs: F.pad(inputs, (1,) * 4, mode="replicate")),
-    "batch norm": partial(_layer, lambda: nn.BatchNorm2d(16), (16, 28, 28)),
-    "batch norm bf16": _batch_norm,
-    "layer norm": partial(_layer, lambda: nn.LayerNorm(256), (64, 256)),
-    "group norm": partial(_layer, lambda: nn.GroupNorm(4, 16), (16, 28, 28)),
-    "softmax": partial(_of_images, lambda inputs: inputs.softmax(-1)),
-    "dropout": _dropout,
-    "recurrent": _recurrent,
-    "sort": partial(_of_images, lambda inputs: inputs.sort(-1).values + inputs.topk(28, -1).values),
-    "counting": _counting,
-    "median": _median,
-    "sum": partial(_of_images, lambda inputs: inputs.sum()),
-    "optimizer foreach": partial(_optimizer, "foreach"),
-    "optimizer fused": partial(_optimizer, "fused"),
+_ALGORITHMS: Final = "torch.use_deterministic_algorithms"
+_ORDER: Final = "its kernel adds in one order by itself"
+
+EXACT: Final = {
+    "convolution fp32": Exact(
+        partial(_convolution, torch.float32, torch.contiguous_format),
+        "convolution, float32",
+        "cudnn.deterministic, cudnn.benchmark off, no TF32",
+    ),
+    "convolution bf16": Exact(
+        partial(_convolution, torch.bfloat16, torch.channels_last),
+        "convolution, bfloat16, channels_last",
+        "cudnn.deterministic, cudnn.benchmark off",
+    ),
+    "convolution depthwise": Exact(
+        partial(_layer, lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16), (16, 28, 28)),
+        "depthwise convolution",
+        "cudnn.deterministic, cudnn.benchmark off",
+    ),
+    "convolution transposed": Exact(
+        partial(_layer, lambda: nn.ConvTranspose2d(16, 8, 3, stride=2), (16, 28, 28)),
+        "transposed convolution",
+        "cudnn.deterministic, cudnn.benchmark off",
+    ),
+    "product fp32": Exact(
+        partial(_product, torch.float32), "linear layer, float32", "CUBLAS_WORKSPACE_CONFIG=:4096:8, no TF32"
+    ),
+    "product bf16": Exact(
+        partial(_product, torch.bfloat16), "linear layer, bfloat16", "CUBLAS_WORKSPACE_CONFIG=:4096:8, sums in float32"
+    ),
+    "product batched": Exact(_batched, "batched product", "CUBLAS_WORKSPACE_CONFIG=:4096:8, sums in float32"),
+    "attention flash": Exact(
+        partial(_attention, is_causal=True),
+        "attention, bfloat16, causal",
+        f"flash attention, its backward by {_ALGORITHMS}",
+    ),
+    "attention flash dropout": Exact(
+        partial(_attention, dropout_p=0.1), "attention, bfloat16, with dropout", "flash attention, as above"
+    ),
+    "attention masked": Exact(
+        partial(_attention, masked=True),
+        "attention, bfloat16, with a mask",
+        "memory-efficient attention, keys not split",
+    ),
+    "attention fp32": Exact(
+        partial(_attention, dtype=torch.float32), "attention, float32", "memory-efficient attention, keys not split"
+    ),
+    "attention math": Exact(
+        partial(_attention, dtype=torch.float32, features=5),
+        "attention of a shape that no fused kernel has",
+        "products and a softmax",
+    ),
+    "embedding": Exact(_embedding, "Embedding", f"backward by sorted indices: {_ALGORITHMS}"),
+    "embedding bag": Exact(_embedding_bag, "EmbeddingBag, mode sum", f"backward by sorted indices: {_ALGORITHMS}"),
+    "indexing": Exact(_indexing, "x[index], backward", f"index_put_ by sorted indices: {_ALGORITHMS}"),
+    "index_add": Exact(_index_add, "index_add and index_select, backward", f"by sorted indices: {_ALGORITHMS}"),
+    "index_put": Exact(_index_put, "index_put_, accumulate=True", f"by sorted indices: {_ALGORITHMS}"),
+    "scatter_add": Exact(_scatter_add, "scatter_add, and gather, backward", f"by sorted indices: {_ALGORITHMS}"),
+    "cross entropy": Exact(_cross_entropy, "cross_entropy of samples or tokens", _ORDER),
+    "cross entropy of pixels": Exact(_pixels, "cross_entropy of images with reduction none, then sum()", _ORDER),
+    "ctc_loss by cuDNN": Exact(
+        _ctc, "ctc_loss that cuDNN takes: blank 0, int32 targets on the CPU", "cudnn.deterministic"
+    ),
+    "interpolate nearest": Exact(partial(_of_images, interpolated("nearest")), "interpolate, mode nearest", _ORDER),
+    "interpolate bilinear": Exact(
+        partial(_of_images, interpolated("bilinear")), "interpolate, mode bilinear", f"by indexing: {_ALGORITHMS}"
+    ),
+    "interpolate bicubic": Exact(
+        partial(_of_images, interpolated("bicubic")),
+        "interpolate, mode bicubic, torch >= 2.15",
+        f"by indexing: {_ALGORITHMS}",
+        "2.15",
+    ),
+    "cumsum": Exact(
+        partial(_of_images, lambda inputs: inputs.flatten().cumsum(0)),
+        "cumsum over all of a tensor",
+        f"a scan of two passes: {_ALGORITHMS}",
+    ),
+    "max pooling": Exact(partial(_of_images, lambda inputs: F.max_pool2d(inputs, 3, 2, 1)), "MaxPool2d", _ORDER),
+    "max pooling of volumes": Exact(
+        partial(_of_volumes, lambda inputs: F.max_pool3d(inputs, 3, 2, return_indices=True)[0]),
+        "MaxPool3d with indices, torch >= 2.13",
+        f"by indexing: {_ALGORITHMS}",
+        "2.13",
+    ),
+    "average pooling": Exact(partial(_of_images, lambda inputs: F.avg_pool2d(inputs, 3, 2)), "AvgPool2d", _ORDER),
+    "global average pooling": Exact(
+        partial(_of_images, lambda inputs: F.adaptive_avg_pool2d(inputs, 1)), "AdaptiveAvgPool2d to 1 x 1", "a mean"
+    ),
+    "padding by reflection": Exact(
+        partial(_of_images, lambda inputs: F.pad(inputs, (1,) * 4, mode="reflect")),
+        "ReflectionPad2d",
+        f"a kernel of its own: {_ALGORITHMS}",
+    ),
+    "padding by replication": Exact(
+        partial(_of_images, lambda inputs: F.pad(inputs, (1,) * 4, mode="replicate")),
+        "ReplicationPad1d, 2d, 3d",
+        f"by indexing: {_ALGORITHMS}",
+    ),
+    "batch norm": Exact(partial(_layer, lambda: nn.BatchNorm2d(16), (16, 28, 28)), "BatchNorm", "cudnn.deterministic"),
+    "batch norm bf16": Exact(_batch_norm, "BatchNorm, bfloat16, channels_last", "cudnn.deterministic"),
+    "layer norm": Exact(partial(_layer, lambda: nn.LayerNorm(256), (64, 256)), "LayerNorm", _ORDER),
+    "group norm": Exact(partial(_layer, lambda: nn.GroupNorm(4, 16), (16, 28, 28)), "GroupNorm", _ORDER),
+    "softmax": Exact(partial(_of_images, lambda inputs: inputs.softmax(-1)), "softmax", _ORDER),
+    "dropout": Exact(_dropout, "Dropout", "the generator is seeded for each micro-batch"),
+    "recurrent": Exact(
+        _recurrent, "LSTM, GRU, RNN without dropout between layers", "cuDNN, CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    ),
+    "sort": Exact(
+        partial(_of_images, lambda inputs: inputs.sort(-1).values + inputs.topk(28, -1).values), "sort and topk", _ORDER
+    ),
+    "counting": Exact(
+        _counting, "bincount without weights, histc of whole numbers", "whole numbers add to the same in any order"
+    ),
+    "median": Exact(_median, "median over all of a tensor", "no index is returned"),
+    "sum": Exact(
+        partial(_of_images, lambda inputs: inputs.sum()),
+        "sum of a large tensor",
+        "the last block adds what the others left, in their order",
+    ),
+    "optimizer foreach": Exact(
+        partial(_optimizer, "foreach"), "AdamW, foreach: what Lockstep takes", "element by element"
+    ),
+    "optimizer fused": Exact(
+        partial(_optimizer, "fused"), "AdamW, fused: recipe.optimizer.options", "element by element"
+    ),
 }
 
 

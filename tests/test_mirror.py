@@ -39,6 +39,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_report_examples.py": "inference: inspection validation_pass",
     "commands/test_resume.py": "run: data_facts resume",
     "commands/test_run_folder.py": "run: completed folder",
+    "commands/test_show.py": "commands: _recipe",
     "commands/test_sinks.py": "reporting: sink\nrun: sinks",
     "commands/test_stalls.py": "ranks: flight\nrun: stall_detection",
     "commands/test_submit.py": "jobs: submit",

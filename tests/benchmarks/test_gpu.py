@@ -103,7 +103,7 @@ def test_what_is_not_installed_is_named() -> None:
     """Without site-packages there is nothing but Python's own."""
     done = subprocess.run([sys.executable, "-S", SCRIPT], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("not installed: click, numpy, ")
+    assert done.stderr.startswith("not installed: click, jinja2, numpy, ")
 
 
 REST = [name for name in gpu.SECTIONS if name != "doctor"]

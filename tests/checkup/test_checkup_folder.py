@@ -1,11 +1,13 @@
 """The place of run folders is tried, and nothing of that is left."""
 
 import fcntl
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lockstep.checkup.folder import folder_facts, try_lock
+from lockstep.checkup.folder import folder_facts
+from lockstep.common.locking import exclusive
 
 
 def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -25,7 +27,8 @@ def test_a_lock_that_keeps_nobody_out_is_found(tmp_path: Path, monkeypatch: pyte
 
 
 def test_locks(tmp_path: Path) -> None:
-    with try_lock(tmp_path / "lock") as first, try_lock(tmp_path / "lock") as second:
+    lock = partial(exclusive, tmp_path / "lock", wait=False)
+    with lock() as first, lock() as second:
         assert (first, second) == (True, False)
-    with try_lock(tmp_path / "lock") as again:
+    with lock() as again:
         assert again

@@ -6,9 +6,10 @@ import pytest
 import torch
 from looked import evaluated, pixels, validation
 
-from lockstep.inference.mistakes import Guesses, Mistakes, are_pictures, thumbnails
+from lockstep.inference.mistakes import Guesses, are_pictures, guesses_of, mistakes, thumbnails
+from lockstep.inference.validation_pass import EvaluatedBatch
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import Table, Tiles, Words
+from lockstep.reporting.page import Section, Table, Tiles, Words
 from lockstep.tasks.classification import SKIPPED, Classification
 
 TASK = Classification(classes=("cat", "dog", "cow"), topk=(1,))
@@ -17,16 +18,19 @@ SHARES = torch.tensor([[0.8, 0.1, 0.1], [0.3, 0.5, 0.2], [0.9, 0.09, 0.01], [0.1
 TRUTHS = torch.tensor([0, 0, 2, SKIPPED, 1])
 
 
-def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> Mistakes:
-    """Return what is seen of five samples, in two batches."""
-    made = Mistakes("r", TASK, validation(TASK, (inputs, targets), 5))
-    for rows in (slice(0, 3), slice(3, 5)):
-        made.add(evaluated((inputs[rows], targets[rows]), SHARES[rows].log(), rows.start))
-    return made
+def batches(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> list[EvaluatedBatch]:
+    """Return five samples in two batches."""
+    both = slice(0, 3), slice(3, 5)
+    return [evaluated((inputs[rows], targets[rows]), SHARES[rows].log(), rows.start) for rows in both]
+
+
+def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> list[Section]:
+    """Return what is seen of them."""
+    return mistakes("r", TASK, validation(TASK, (inputs, targets), 5), batches(inputs, targets))
 
 
 def test_the_largest_loss_is_first() -> None:
-    found = view(torch.zeros(5, 7)).guesses()
+    found = guesses_of(TASK, batches(torch.zeros(5, 7)))
     assert found.numbers.tolist() == [0, 1, 2, 4]  # what could not be read is no mistake
     assert [(each.number, each.truth, each.guess) for each in found.worst()] == [(2, 2, 0), (4, 1, 2), (1, 0, 1)]
     assert [each.of_truth for each in found.worst()] == pytest.approx([0.01, 0.2, 0.3])
@@ -41,12 +45,12 @@ def test_what_is_no_number_is_the_worst_and_equals_stay_in_order() -> None:
 
 def test_the_heaviest_class_of_a_mixture_is_the_truth() -> None:
     mixtures = torch.tensor([[0.6, 0.4, 0], [0.6, 0.4, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]])
-    assert [each.number for each in view(torch.zeros(5, 7), mixtures).guesses().worst()] == [2, 4, 1]
+    assert [each.number for each in guesses_of(TASK, batches(torch.zeros(5, 7), mixtures)).worst()] == [2, 4, 1]
 
 
 def test_pictures_are_those_of_the_mistakes() -> None:
     inputs = torch.randint(0, 256, (5, 3, 4, 4), generator=torch.Generator().manual_seed(0)).byte()
-    matrix, classes, worst = view(inputs).sections()
+    matrix, classes, worst = view(inputs)
     assert (type(matrix), type(classes)) == (Chart, Table)
     assert isinstance(worst, Tiles)
     assert [tile.lines[0] for tile in worst.tiles] == ["sample 2", "sample 4", "sample 1"]
@@ -55,19 +59,19 @@ def test_pictures_are_those_of_the_mistakes() -> None:
         assert torch.equal(pixels(tile.source)[::28, ::28], inputs[number].permute(1, 2, 0))
     assert "Those of 3 mistakes" in worst.note
     assert "stretched" not in worst.note
-    floats = view(inputs.float()).sections()[2]
+    floats = view(inputs.float())[2]
     assert isinstance(floats, Tiles)
     assert "stretched" in floats.note
 
 
 def test_samples_that_are_no_pictures_have_their_numbers() -> None:
-    worst = view(torch.zeros(5, 7)).sections()[2]
+    worst = view(torch.zeros(5, 7))[2]
     assert isinstance(worst, Table)
     assert worst.rows[0] == ["sample 2", "cow", "cat", "0.0100", "0.9000"]
 
 
 def test_a_model_without_mistakes() -> None:
-    worst = view(torch.zeros(5, 7), SHARES.argmax(1)).sections()[2]
+    worst = view(torch.zeros(5, 7), SHARES.argmax(1))[2]
     assert worst == Words("r: worst mistakes", ["There are none."])
 
 

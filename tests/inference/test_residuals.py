@@ -5,7 +5,7 @@ import torch
 from looked import evaluated, validation
 from torch import Tensor
 
-from lockstep.inference.residuals import Residuals
+from lockstep.inference.residuals import residuals
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import Table
 from lockstep.tasks.regression import Regression
@@ -14,11 +14,10 @@ TASK = Regression()
 
 
 def sections(true: Tensor, found: Tensor, names: tuple[str, ...] = ()) -> tuple[list[Chart], Table]:
-    made = Residuals("r", TASK, validation(TASK, (true, true), len(true)), names)
     half = len(true) // 2
-    for rows in (slice(0, half), slice(half, len(true))):
-        made.add(evaluated((true[rows], true[rows]), found[rows], rows.start))
-    *charts, table = made.sections()
+    halves = slice(0, half), slice(half, len(true))
+    batches = [evaluated((true[rows], true[rows]), found[rows], rows.start) for rows in halves]
+    *charts, table = residuals("r", TASK, validation(TASK, (true, true), len(true)), names, batches)
     assert isinstance(table, Table)
     return [each for each in charts if isinstance(each, Chart)], table
 

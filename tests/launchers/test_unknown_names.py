@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.common.rank import RankInfo
-from lockstep.launchers import resolve_master
-from lockstep.launchers.slurm import node_address
+from lockstep.launchers.slurm import node_address, resolve_master
 
 # What scontrol of Slurm 22.05 prints, and the same on one line.
 NODE = """NodeName=n1 Arch=x86_64 CoresPerSocket=1

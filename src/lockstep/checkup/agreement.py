@@ -23,7 +23,7 @@ _MAY: Final = "the ranks may compute or exchange in other ways, or wait for each
 def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
     """Return what is not the same on all ranks, or one finding that all is."""
     found = [
-        *_unlike(facts, hosts, "versions", _level_of_version),
+        *_unlike(facts, hosts, "versions", lambda name: "problem" if name in _NEEDED else "warning"),
         *_unlike(facts, hosts, "numerics", lambda _: "problem"),
         *_unlike(facts, hosts, "variables", lambda _: "warning"),
         *_cards(facts, hosts),
@@ -31,10 +31,6 @@ def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[F
     if found or len(facts) == 1:
         return found
     return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
-
-
-def _level_of_version(package: str) -> Level:
-    return "problem" if package in _NEEDED else "warning"
 
 
 def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any) -> Iterator[Finding]:

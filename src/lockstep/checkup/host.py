@@ -222,18 +222,13 @@ def folder(facts: Facts, around: Around) -> Iterator[Finding]:
         yield Finding("run folder", "ok", text)
 
 
-def variables(facts: Facts, _: Around) -> Iterator[Finding]:
-    """Judge the variables of the environment."""
-    yield from of_variables(facts["variables"])
-
-
 # Each with the section of the facts that it judges, which is missing where that did not answer in time.
 _OF_RANK: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", timeouts),
     ("versions", versions),
     ("cards", cards),
     ("limits", limits),
-    ("variables", variables),
+    ("variables", lambda facts, _: of_variables(facts["variables"])),
 )
 _OF_HOST: Final[tuple[tuple[str, Check], ...]] = (
     ("cores", cores),

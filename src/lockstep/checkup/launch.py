@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lockstep.checkup.finding import Finding
+from lockstep.common.platforms import has_gpu_driver
 from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
 from lockstep.errors import UsageError
-from lockstep.launchers import Detection, detect_all, environment, resolve_master
+from lockstep.launchers import Detection, detect_all, environment
+from lockstep.launchers.slurm import resolve_master
 
 
 def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
@@ -93,8 +94,7 @@ def _meet(rendezvous: str, info: RankInfo) -> str:
 
 
 def _device(device: str, info: RankInfo) -> str:
-    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # without any of them torch, slow to import, finds no device
-    if device == "auto" and not any(Path(driver).exists() for driver in drivers):
+    if device == "auto" and not has_gpu_driver():
         return "cpu: there is no driver of a GPU here"
     if device == "cpu":
         return "cpu: asked for"

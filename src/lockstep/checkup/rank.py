@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,16 +21,17 @@ import torch
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merge_ranks
-from lockstep.checkup.folder import existing, folder_facts, try_lock
+from lockstep.checkup.folder import existing, folder_facts
 from lockstep.checkup.host import Around, of_host, of_rank
 from lockstep.checkup.report import CheckupReport
 from lockstep.comm.golden import Golden, run_golden_cases
 from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common import plainfile
-from lockstep.common.rank import RankInfo
+from lockstep.common.locking import exclusive
 from lockstep.device import host, interfaces, ports
 from lockstep.errors import LockstepError
+from lockstep.launchers.job import PORT
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.member import at_most
 from lockstep.ranks.rendezvous import Rendezvous
@@ -47,24 +48,10 @@ _FOLDER_S: Final = 10.0
 
 @dataclass(frozen=True)
 class CheckupRequest:
-    """What to check: where run folders are, the usual rendezvous port, and the device."""
+    """What to check: where run folders are, and the device."""
 
     folder: Path
-    port: int
     device: Literal["auto", "cpu", "cuda"]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one rank reports of the exchanges with others.
-
-    `device`: why it has not the device that was asked for; `failed`: why it could not connect.
-    """
-
-    device: str = ""
-    failed: str = ""
-    links: Sequence[Mapping[str, Any]] = ()
-    golden: Mapping[str, Any] = field(default_factory=dict)
 
 
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
@@ -85,7 +72,9 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
     found, world = _connect(request, rendezvous, facts)
     with _stall_detector(rendezvous):
         if world is not None:
-            found |= _measure_links(world, rendezvous.hosts, step)
+            found["links"] = [asdict(each) for each in links(world, rounds(rendezvous.hosts), step)]
+            found["golden"] = asdict(run_golden_cases(world, step))
+            world.close()
         measured = rendezvous.gather(found)
     if rendezvous.info.rank > 0:
         return None
@@ -125,7 +114,7 @@ def _facts(request: CheckupRequest, leads: bool, alone: bool) -> dict[str, Any]:
     if leads:
         look("run folder", _FOLDER_S, lambda: {"folder": folder_facts(request.folder)})
     if alone:
-        found["ports"] = {str(request.port): ports.holder(request.port)}
+        found["ports"] = {str(PORT): ports.holder(PORT)}
     return found
 
 
@@ -137,7 +126,7 @@ def _sees_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[str,
         path, found = rendezvous.tell(own), None
         if path and leads:
             seen = Path(path).is_file()
-            with try_lock(Path(path)) if seen and not own else nullcontext(False) as had:
+            with exclusive(Path(path), wait=False) if seen and not own else nullcontext(False) as had:
                 found = {"seen": seen, "locked": not had}
         rendezvous.gather({})  # rank 0 holds the lock until all have looked
     return found
@@ -151,7 +140,7 @@ def _temporary_lock(folder: Path) -> Iterator[str]:
     except OSError:  # which the check of the run folder reports
         yield ""
         return
-    with try_lock(own / "lock"):
+    with exclusive(own / "lock", wait=False):
         yield str(own / "lock")
     shutil.rmtree(own, ignore_errors=True)
 
@@ -163,7 +152,8 @@ def _connect(
 
     Rank 0 has the `facts` of all. Where they say that a host cannot be reached nobody tries.
     """
-    found = asdict(Measured())
+    # Why it has not the device that was asked for, why it could not connect, and what is measured with the others.
+    found: dict[str, Any] = {"device": "", "failed": "", "links": [], "golden": {}}
     try:
         device = choose_device(request.device, rendezvous.info)
     except LockstepError as error:
@@ -179,7 +169,8 @@ def _connect(
     device = device if all(each["cuda"] for each in others) else torch.device("cpu")
     world = None
     try:
-        world = open_world(_Soon(rendezvous), device)
+        # It waits less long than a run: for who cannot be reached, and in each exchange.
+        world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:
         found["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
@@ -188,65 +179,31 @@ def _connect(
     return found, world
 
 
-@dataclass(frozen=True)
-class _Soon:
-    """A rendezvous whose process group waits less long: for who cannot be reached, and in each exchange.
-
-    Longer than the stall detector, which names who hangs.
-    """
-
-    rendezvous: Rendezvous
-    timeout_s: float = _EXCHANGE_S
-
-    @property
-    def info(self) -> RankInfo:
-        return self.rendezvous.info
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self.rendezvous.hosts
-
-    @property
-    def store(self) -> Any:
-        return self.rendezvous.store
-
-
 def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each rank gives, on every rank."""
     return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
-
-
-def _measure_links(world: World, hosts: Sequence[str], step: Callable[[], None]) -> dict[str, Any]:
-    """Return what this rank measures with the others: links and golden cases."""
-    found = {
-        "links": [asdict(each) for each in links(world, rounds(hosts), step)],
-        "golden": asdict(run_golden_cases(world, step)),
-    }
-    world.close()
-    return found
 
 
 def _all_findings(
     rendezvous: Rendezvous,
     facts: list[dict[str, Any]],
     shared: list[dict[str, Any]],
-    said: list[dict[str, Any]],
+    measured: list[dict[str, Any]],
 ) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
-    measured = [Measured(**each) for each in said]
     for rank, each in enumerate(measured):
-        if each.device and "cards" in facts[rank]:
-            facts[rank]["cards"]["problem"] = each.device
+        if each["device"] and "cards" in facts[rank]:
+            facts[rank]["cards"]["problem"] = each["device"]
     around = [Around(len(hosts), hosts.count(own), len(set(hosts))) for own in hosts]
     findings = merge_ranks({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
     findings += merge_ranks(
         {rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
-    found_links = tuple(Link(**link) for each in measured for link in each.links)
+    found_links = tuple(Link(**link) for each in measured for link in each["links"])
     findings += of_ranks(facts, hosts)
-    findings += network.of_connecting([each.failed for each in measured], facts, hosts)
+    findings += network.of_connecting([each["failed"] for each in measured], facts, hosts)
     findings += network.of_shared([each["shared"] for each in shared], hosts)
     findings += network.of_interfaces(facts, hosts)
     findings += network.of_links(found_links, hosts)
-    findings += network.of_golden([Golden(**each.golden) for each in measured], hosts)
+    findings += network.of_golden([Golden(**each["golden"]) for each in measured], hosts)
     return findings, found_links

@@ -307,8 +307,13 @@ class Gathered(Protocol):
     def store(self) -> Any: ...
 
 
-def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "auto") -> World:
-    """Make a process group of the ranks, which have joined, and return their world. All of them call it."""
+def open_world(
+    rendezvous: Gathered, device: torch.device, backend: Backend = "auto", timeout_s: float | None = None
+) -> World:
+    """Make a process group of the ranks, which have joined, and return their world. All of them call it.
+
+    Its exchanges wait as long as the rendezvous does, unless another `timeout_s` is given.
+    """
     info = rendezvous.info
     on_gpu = device.type == "cuda"
     carried_by = resolve_backend(backend, on_gpu)
@@ -319,7 +324,7 @@ def open_world(rendezvous: Gathered, device: torch.device, backend: Backend = "a
     if carried_by == "nccl":
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
-    timeout = timedelta(seconds=rendezvous.timeout_s)
+    timeout = timedelta(seconds=timeout_s or rendezvous.timeout_s)
     backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
     with translate_peer_errors():
         own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]

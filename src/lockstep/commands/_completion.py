@@ -76,7 +76,7 @@ def _values(key: str, start: str) -> list[str]:
 
 def _choices(key: str) -> Sequence[str]:
     from lockstep.config.across import strategies
-    from lockstep.config.wording import section_at
+    from lockstep.config.wording import field_at, section_at
 
     if key in _NAMES:
         return _NAMES[key]
@@ -87,8 +87,7 @@ def _choices(key: str) -> Sequence[str]:
     if key == "placement.strategy":
         return ["auto", *strategies()]
     path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())
-    section = section_at(path[:-1])
-    field = section.model_fields.get(path[-1]) if section else None
+    field = field_at(path)
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]

@@ -22,7 +22,6 @@ from lockstep.common.platforms import usable_cores
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.common.text import printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
-from lockstep.launchers.job import PORT
 
 if TYPE_CHECKING:
     from lockstep.checkup.finding import Finding
@@ -69,7 +68,7 @@ def command(
         return
     from lockstep.checkup.rank import CheckupRequest
 
-    request = CheckupRequest(folder, PORT, device)
+    request = CheckupRequest(folder, device)
     raise SystemExit(_check_up(request, partial(_show, as_json), processes, rendezvous, timeout))
 
 

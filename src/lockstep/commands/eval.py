@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable_line
 from lockstep.launchers import detect_rank
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Loaded
     from lockstep.run.evaluation import EvalResult
 
 
@@ -43,7 +42,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     if not words and cfg is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'.")
     if cfg is not None or _is_recipe(words[0]):
-        loaded = _load(words, cfg, None if info is None else info.size)
+        loaded = _recipe.load_words(words, cfg, None, None if info is None else info.size)
         if info is None:
             raise SystemExit(evaluate_weights(loaded, _tell))
         raise SystemExit(as_launched(info, words, lambda: weights_as_rank(loaded, _tell)))
@@ -59,17 +58,10 @@ def _is_recipe(word: str) -> bool:
     return word.endswith((".yaml", ".yml")) or (word in list_shipped_recipes() and not Path(word).exists())
 
 
-def _load(words: tuple[str, ...], cfg: str | None, world_size: int | None) -> Loaded:
-    from lockstep.config.load import load
-    from lockstep.run.recipe_import import import_recipe
-
-    return load(words[0], words[1:]) if cfg is None else import_recipe(cfg, words, None, world_size).load()
-
-
 def _tell(found: EvalResult) -> None:
     from lockstep.reporting import wording
 
     after = f", after step {found.event.step}" if found.event.step else ""
     click.echo(f"{printable_line(str(found.path))}{after}")
     click.echo(wording.evaluation_line(found.event))
-    click.echo(f"weights sha256 {found.weights_sha256}")
+    click.echo(wording.hash_line(found.weights_sha256))

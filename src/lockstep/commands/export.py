@@ -37,7 +37,7 @@ def command(
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvalRequest
 
-    saved = open_saved(EvalRequest(run, overrides, trust, "best" if best else "newest", "export"), weights)  # type: ignore[arg-type]
+    saved = open_saved(EvalRequest(run, overrides, trust, best, "export"), weights)  # type: ignore[arg-type]
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     click.echo(printable_line(saved.words))

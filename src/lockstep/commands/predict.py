@@ -62,7 +62,7 @@ def command(
     from lockstep.run.evaluation import EvalRequest
 
     overrides, files = _overrides.split_overrides(inputs)
-    saved = open_saved(EvalRequest(run, overrides, trust, "best" if best else "newest", "predict"), weights)  # type: ignore[arg-type]
+    saved = open_saved(EvalRequest(run, overrides, trust, best, "predict"), weights)  # type: ignore[arg-type]
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)

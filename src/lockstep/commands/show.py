@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from lockstep.commands import _completion
-from lockstep.common.text import printable
+from lockstep.commands import _completion, _recipe
 from lockstep.config.plan import rate, rule, steps, warm_up_steps
 from lockstep.config.recipe import Recipe
 from lockstep.core.epochs import in_words
@@ -38,8 +37,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
 
         with with_places(loaded):
             origin_of(loaded.config.recipe.model.name, loaded.config.recipe.model.source)
-    for note in loaded.notes:
-        click.echo(printable(f"note: {note}"), err=True)
+    _recipe.tell_notes(loaded)
     click.echo(to_yaml(loaded))
     for name, text in consequences(loaded.config.recipe):
         click.echo(f"{name:<15}{text}")
@@ -62,24 +60,20 @@ def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "samples", "known only once the data is there; so are steps and the rates of the schedule"
     else:
         run = steps(recipe, samples)
-        yield from _length(recipe, run)
+        length = in_words(run.total_samples / run.samples_per_epoch)
+        dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
+        yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
+        yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
+        last = run[run.per_epoch - 1]
+        if last.samples < recipe.batch:
+            cuts = _sizes(last.microbatches(recipe.microbatches))
+            yield "last step", f"of an epoch: {last.samples} samples, micro-batches {cuts}"
         yield "rates", _rates(recipe, run)
 
 
 def _sizes(parts: list[range]) -> str:
     counts = Counter(map(len, parts))
     return ", ".join(f"{count} of {size}" for size, count in counts.items()) + " samples"
-
-
-def _length(recipe: Recipe, run: Steps) -> Iterator[tuple[str, str]]:
-    length = in_words(run.total_samples / run.samples_per_epoch)
-    dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
-    yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
-    yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
-    last = run[run.per_epoch - 1]
-    if last.samples < recipe.batch:
-        cuts = _sizes(last.microbatches(recipe.microbatches))
-        yield "last step", f"of an epoch: {last.samples} samples, micro-batches {cuts}"
 
 
 def _rates(recipe: Recipe, run: Steps) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
 from lockstep.launchers import detect_rank
@@ -37,7 +37,7 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
         raise click.UsageError("--gpus goes with --cfg; a recipe has the batch of all")
     info = detect_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
-    read = partial(_load, words) if cfg is None else partial(_import, cfg, words, gpus, size)
+    read = partial(_recipe.load_words, words, cfg, gpus, size)
     with outliving_terminal():
         raise SystemExit(_alone(read) if info is None else _there(info, words, read))
 
@@ -62,22 +62,10 @@ def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -
     return as_launched(info, words, lambda: training_as_rank(_migrate(read(), say=info.rank == 0), info))
 
 
-def _load(words: tuple[str, ...]) -> Loaded:
-    from lockstep.config.load import load, split
-
-    return load(*split(words))
-
-
-def _import(file: str, words: tuple[str, ...], gpus: int | None, world_size: int | None) -> Loaded:
-    from lockstep.run.recipe_import import import_recipe
-
-    return import_recipe(file, words, gpus, world_size).load()
-
-
 def _migrate(loaded: Loaded, say: bool = True) -> Loaded:
     from lockstep.run.migrate import keep_old_defaults
 
     loaded = keep_old_defaults(loaded)
-    for note in loaded.notes if say else ():
-        click.echo(printable(f"note: {note}"), err=True)
+    if say:
+        _recipe.tell_notes(loaded)
     return loaded

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable
 from lockstep.launchers import detect
 
@@ -40,8 +40,7 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
     from lockstep.config.load import load, split
 
     loaded = load(*split(words))
-    for note in loaded.notes:
-        click.echo(printable(f"note: {note}"), err=True)
+    _recipe.tell_notes(loaded)
 
     from rich.console import Console
 

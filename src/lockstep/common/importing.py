@@ -1,10 +1,11 @@
-"""An object of the user's own code, by its import path `package.module:function`."""
+"""An object of the user's own code, by its import path `package.module:function`, and packages that may be missing."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ def import_object(path: str, what: str) -> Any:
     Raises UsageError that says what failed: the form of the path, the module, its code, or the name in it.
     """
     name, _, attribute = path.partition(":")
-    if not _is_dotted(name) or not attribute.isidentifier():
+    if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
         raise UsageError(f"{what} {path}: not an import path; write package.module:function")
     module = _import(name, f"{what} {path}")
     with OwnCode(f"{what} {path}"):  # a module may answer for names itself, or put anything in its own place
@@ -34,36 +35,39 @@ def import_object(path: str, what: str) -> Any:
     raise UsageError(f"{what} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
 
 
-def _is_dotted(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
+def import_extra(package: str, extra: str, label: str) -> Any:
+    """Import a package that an extra of Lockstep's brings; UsageError, which begins with `label`, where it is not here.
+
+    Such packages may take seconds, so they are imported where something is asked of them.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(f"{label}: {package} is not installed; pip install 'lockstep-train[{extra}]'") from error
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, without importing it; None for one that is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _import(name: str, label: str) -> ModuleType:
-    _search_current_directory()
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a script without a main guard may even exit
-        if isinstance(error, ModuleNotFoundError) and _leads_to(name, error.name):
-            raise UsageError(_not_found(label, str(error.name))) from None
+        # The missing module is the requested one, or a package above it.
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(
+                f"{label}: there is no module {error.name}, neither in {os.getcwd()} nor among what is installed; "
+                f"start from the folder that holds it, or set PYTHONPATH"
+            ) from None
         message = describe_error(error, f'see it with: python -c "import {name}"')
         raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error
-
-
-def _search_current_directory() -> None:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-
-
-def _leads_to(name: str, missing: str | None) -> bool:
-    """Return whether the missing module is the requested one or a package above it."""
-    return missing is not None and f"{name}.".startswith(f"{missing}.")
-
-
-def _not_found(label: str, missing: str) -> str:
-    return (
-        f"{label}: there is no module {missing}, neither in {os.getcwd()} nor among what is "
-        f"installed; start from the folder that holds it, or set PYTHONPATH"
-    )

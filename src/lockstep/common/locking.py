@@ -15,8 +15,10 @@ from lockstep.errors import UsageError
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
+def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock file `path`, made if missing, while the block runs; wait while another process holds it.
+
+    Without `wait` it is tried once, and what is yielded says whether it could be had.
 
     The lock is the open file's, not the file's existence: a killed process leaves nothing to clear away. The
     file stays, because removing it would let a waiting and a new process hold two locks of one name.
@@ -24,8 +26,14 @@ def exclusive(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except OSError:  # another's, or a file system without locks
+            if wait:
+                raise
+            held = False
+        yield held
     finally:
         os.close(opened)
 

@@ -24,6 +24,11 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
+def has_gpu_driver() -> bool:
+    """Return whether a driver of GPUs is here: without one torch, which is slow to import, finds no device."""
+    return any(os.path.exists(driver) for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
 def reserve(descriptor: int, length: int) -> None:
     """Give a file its length, and where the system can also the room on the disk: a full one is noticed here."""
     try:

@@ -19,7 +19,7 @@ from lockstep.reporting.run_log import History, history
 from lockstep.run.background import as_words, train_in_background
 from lockstep.run.completed import completion_notice
 from lockstep.run.runs import machine_of
-from lockstep.training.events import Event, Started, Stepped, Stopped
+from lockstep.training.events import Started, Stepped, Stopped
 
 _LONGEST_REASON: Final = 500
 
@@ -90,37 +90,26 @@ def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
     began, first = time.time(), 0
     reason = "it ended without a result"
     try:
-        with closing(
-            train_in_background(plan.loaded, plan.body)
-        ) as events:  # an interruption ends the processes at once
+        # An interruption ends the processes at once.
+        with closing(train_in_background(plan.loaded, plan.body)) as events:
             for event in events:
                 if isinstance(event, Started):
                     began, first = time.time(), event.step
                     row = replace(row, step=event.step, steps=event.steps)
                 reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
-                row = _update_progress(row, event, began, first)
+                if isinstance(event, Stepped) and event.step > first:  # the time left, if it goes on as it did
+                    passed = time.time() - began
+                    left = passed / (event.step - first) * (row.steps - event.step)
+                    row = replace(row, step=event.step, left_s=left, history=History(seconds=passed))
                 show(row)
     except LockstepError as error:
-        reason = _first_line(str(error))
+        reason = str(error).partition("\n")[0][:_LONGEST_REASON]
     done = _history(plan.row)
     if done.weights_sha256:
         return replace(row, state="done", left_s=None, history=done)
     return replace(row, state="failed", left_s=None, reason=reason, history=done)
 
 
-def _update_progress(row: ResultRow, event: Event, began: float, first: int) -> ResultRow:
-    """Return the row of a run that has come to an event, with the time left if it goes on as it did."""
-    if not isinstance(event, Stepped) or event.step <= first:
-        return row
-    passed = time.time() - began
-    left = passed / (event.step - first) * (row.steps - event.step)
-    return replace(row, step=event.step, left_s=left, history=History(seconds=passed))
-
-
 def _history(row: ResultRow) -> History:
     log = Path(row.folder) / jsonl.EVENTS
     return history(jsonl.read(log)) if log.exists() else History()
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:_LONGEST_REASON]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Final
 
 from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, cells, conclusion, curve_name, naive_cells
@@ -92,7 +93,7 @@ def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
     spent = [row for row in done if row.spent]
     parts = [each for each in _SPENT if any(each in row.spent for row in spent)]
     if parts:
-        means = {part: [_mean(row.spent.get(part, [0.0])) for row in spent] for part in parts}
+        means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
         yield bars("Where each second goes", "seconds", means, [row.label for row in spent], note=_SECONDS)
     with_peak = [row for row in done if row.peak_bytes]
     if with_peak:
@@ -109,10 +110,6 @@ def _curves(done: Sequence[ResultRow]) -> Iterator[Chart]:
     for name in dict.fromkeys(("loss/train", "loss/validation", *monitors)):
         if any(name in each.curves for each in histories.values()):
             yield chart(name, histories)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _peak(row: ResultRow, rank: int) -> float:

@@ -107,13 +107,14 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
         loaded = load(request.source, [*recipe, *_placement_overrides(*single)])
         ready = _ready(loaded)
         of, script = f", {variant}" if variant else "", as_seen(loaded.config.recipe)
-        ours = [(f"{_strategy_label(each)} on {count}{of}: ", _plan, each, count) for each, count in unique]
-        naive = [("", _naive_plan, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in request.processes]
-        for where, made, strategy, count in (*ours, *(naive if request.usual and script not in seen else ())):
+        named = [(_strategy_label(each), each, count) for each, count in unique]
+        if request.usual and script not in seen:
+            named += [(NAIVE, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in request.processes]
+        for name, strategy, count in named:
             try:
-                plans.append(made(request, recipe, variant, strategy, count, ready))
+                plans.append(_plan(request, recipe, variant, name, strategy, count, ready))
             except UsageError as error:
-                problems.append(f"{where}{error}")
+                problems.append(f"{'' if name == NAIVE else f'{name} on {count}{of}: '}{error}")
         seen.append(script)
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
@@ -131,37 +132,28 @@ def _ready(loaded: Loaded) -> Setup:
 
 
 def _plan(
-    request: ComparisonRequest, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup
+    request: ComparisonRequest,
+    recipe: Sequence[str],
+    variant: str,
+    name: str,
+    strategy: Strategy,
+    count: int,
+    ready: Setup,
 ) -> PlannedRun:
-    """Return the plan of a placement, or raise UsageError where it cannot run."""
-    folder, loaded = _in_folder(request, recipe, variant, _strategy_label(strategy), strategy, count)
-    resolved = resolve(loaded)
-    check_placement(resolved)
-    check_cut(resolved, ready)
-    check_kernels(resolved.placement, ready)
-    promises = resolved.strategy.traits.exactness
-    return PlannedRun(loaded, ResultRow(_strategy_label(strategy), count, variant, str(folder), promises))
-
-
-def _naive_plan(
-    request: ComparisonRequest, recipe: Sequence[str], variant: str, strategy: Strategy, count: int, ready: Setup
-) -> PlannedRun:
-    """Return the plan of the naive DDP script, which promises nothing, or raise UsageError where it cannot run."""
-    folder, loaded = _in_folder(request, recipe, variant, NAIVE, strategy, count)
-    check_naive(loaded.config.recipe, ready, resolve(loaded).processes)
-    return PlannedRun(loaded, ResultRow(NAIVE, count, variant, str(folder), "none"), train_naive)
-
-
-def _in_folder(
-    request: ComparisonRequest, recipe: Sequence[str], variant: str, name: str, strategy: Strategy, count: int
-) -> tuple[Path, Loaded]:
-    """Return the folder of a run and its configuration; what is there of another recipe raises UsageError."""
+    """Return the plan of a placement, or raise UsageError where it cannot run, or its folder has another recipe."""
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
     kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
     loaded = load(request.source, [*recipe, *_placement_overrides(strategy, count), *kept])
     if (folder / CONFIG).exists():
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
-    return folder, loaded
+    resolved = resolve(loaded)
+    if name == NAIVE:  # the naive DDP script promises nothing
+        check_naive(loaded.config.recipe, ready, resolved.processes)
+        return PlannedRun(loaded, ResultRow(NAIVE, count, variant, str(folder), "none"), train_naive)
+    check_placement(resolved)
+    check_cut(resolved, ready)
+    check_kernels(resolved.placement, ready)
+    return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
 
 
 def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:

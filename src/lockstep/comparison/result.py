@@ -280,10 +280,6 @@ def _words(row: ResultRow | None, curve: str, figure: str = "") -> str:
     return "" if row is None or value is None else wording.figure(value, figure in row.history.fractions)
 
 
-def _memory(_: Comparison, row: ResultRow) -> str:
-    return f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""
-
-
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
@@ -307,6 +303,6 @@ _COLUMNS: Final = (
     _Column("data", lambda _, row: _percent(row, "data")),
     _Column("waiting", lambda _, row: _percent(row, "waiting")),
     _Column("for a core", lambda _, row: _percent(row, "waiting for a core")),
-    _Column("peak memory", _memory),
+    _Column("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
     _Column("weights", lambda _, row: row.history.weights_sha256[:8]),
 )

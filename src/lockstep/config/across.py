@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from lockstep.common.names import choices
-from lockstep.config.document import KeyProblem, Path, SourcePosition, locate
+from lockstep.config.document import KeyProblem, Path, SourcePosition, locate, mapping_at
 from lockstep.config.placement import ALIASES
 from lockstep.config.recipe import contradictions, default_microbatches
 from lockstep.config.write import format_value
@@ -34,15 +34,10 @@ def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool
 
     Where the processes share steps, each needs a micro-batch.
     """
-    recipe, placement = _mapping(values, "recipe"), _mapping(values, "placement")
+    recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
     shared = _processes(placement, recipe) if shares_steps else ()
     for path, text in [*_recipe(recipe), *_strategy(placement), *shared]:
         yield KeyProblem(locate(places, path), path, text)
-
-
-def _mapping(values: Any, name: str) -> dict[str, Any]:
-    inner = values.get(name) if isinstance(values, dict) else None
-    return inner if isinstance(inner, dict) else {}
 
 
 def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:

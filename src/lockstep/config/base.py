@@ -54,9 +54,16 @@ def values(section: Section) -> dict[str, Any]:
     return plain | (section.model_extra or {})
 
 
-def expand_name(value: Any) -> Any:
-    """Read a bare name as the section that it stands for."""
-    return {"name": value} if isinstance(value, str) else value
+def shorthand(key: str, *kinds: type) -> BeforeValidator:
+    """Read a bare value of one of the kinds as the section in which it is the value of `key`."""
+
+    def expand(value: Any) -> Any:
+        return {key: value} if isinstance(value, kinds) and not isinstance(value, bool) else value
+
+    return BeforeValidator(expand)
+
+
+BY_NAME: Final = shorthand("name", str)
 
 
 def _plain(value: Any) -> Any:
@@ -70,16 +77,14 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else as_tuple(value)
-
-
 # YAML has lists; a frozen section keeps tuples.
 Floats = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(as_tuple)]
 PositiveFloats = Annotated[tuple[PositiveFloat, ...], BeforeValidator(as_tuple)]
 Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(as_tuple)]
 # Shell patterns over names, as of fnmatch: one, or a list of them.
 Patterns = Annotated[
-    tuple[Name, ...], BeforeValidator(_several), Field(description="a pattern such as layer1.*, or a list of them")
+    tuple[Name, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else as_tuple(value)),
+    Field(description="a pattern such as layer1.*, or a list of them"),
 ]
 Paths = Annotated[tuple[Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")], ...], BeforeValidator(as_tuple)]

@@ -48,13 +48,10 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
     sections = [section for start, section in _SUBJECTS.items() if text.startswith(start)]
     found: dict[str, None] = {}
     for named in dict.fromkeys([*_KEY.findall(text), *sections]):
-        inside = [key for key in origins if key.startswith(f"{named}.") and _says(text, key.rpartition(".")[2])]
+        below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{named}.")}
+        inside = [key for key, word in below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
         found |= dict.fromkeys([named] if named in origins else inside)
     if not found:
         found = dict.fromkeys(f"{section}.name" for section in sections)
     here = [(key, origins.get(key, "default")) for key in found]
     return [f"{origin}  {key}" for key, origin in here if origin not in ("default", "override")][:_MOST]
-
-
-def _says(text: str, word: str) -> bool:
-    return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", text) is not None

@@ -86,6 +86,12 @@ def locate(places: dict[Path, SourcePosition], path: Path) -> SourcePosition:
     return places[path]
 
 
+def mapping_at(values: Any, name: str) -> dict[str, Any]:
+    """Return the mapping of this name in what a document holds; empty where there is none."""
+    inner = values.get(name) if isinstance(values, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
 def parse(text: str, source: str) -> Document:
     """Read one YAML document; what is wrong with it stands in `problems`."""
     reader = _Reader(text, source)

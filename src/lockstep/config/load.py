@@ -82,7 +82,8 @@ def _load_document(before: Document, name: str, overrides: Sequence[str], shares
     document = apply(before, overrides)
     notes = drop_foreign(before, document)
     config = _valid(document, shares_steps)
-    return Loaded(config, name, _origins(config, document), notes)
+    origins = {format_key(path): _origin(path, document) for path, _ in write.leaves(values(config))}
+    return Loaded(config, name, origins, notes)
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
@@ -186,18 +187,10 @@ def _valid(document: Document, shares_steps: bool) -> Config:
     except ValidationError as error:
         problems += wording.problems(error, document.places)
     if problems:
-        raise ConfigError([str(each) for each in sorted(dict.fromkeys(problems), key=_position)])
+        # By line, and overrides last.
+        problems = sorted(dict.fromkeys(problems), key=lambda each: (not each.place.line, *each.place[1:]))
+        raise ConfigError([str(each) for each in problems])
     return config
-
-
-def _position(problem: KeyProblem) -> tuple[bool, int, int]:
-    """Sort by line, and overrides last."""
-    return not problem.place.line, problem.place.line, problem.place.column
-
-
-def _origins(config: Config, document: Document) -> dict[str, str]:
-    leaves = write.leaves(values(config))
-    return {format_key(path): _origin(path, document) for path, _ in leaves}
 
 
 def _origin(path: Path, document: Document) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
 from lockstep.config.overrides import OVERRIDE
-from lockstep.config.wording import section_at
+from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
 # The sections that name something, and which of their keys do not depend on what that is.
@@ -84,8 +84,7 @@ def _elsewhere(before: Document, after: Document, section: Path) -> bool:
 
 
 def _default(path: Path) -> Any:
-    section = section_at(path[:-1])
-    field = section.model_fields.get(str(path[-1])) if section else None
+    field = field_at(path)
     default = field.default if field else None
     return list(default) if isinstance(default, tuple) else default
 

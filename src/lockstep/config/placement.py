@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
-from lockstep.config.base import Name, PositiveFloat, PositiveInt, Section, expand_name
+from lockstep.config.base import BY_NAME, Name, PositiveFloat, PositiveInt, Section
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
 FOREIGN: Final = ("deepspeed",)  # strategies in the engine of another framework, which is given files of its own
@@ -22,24 +22,22 @@ def _processes(value: Any) -> int | Literal["auto"]:
     raise ValueError("expected a whole number from 1, or auto")
 
 
-def _resolve_alias(name: str) -> str:
-    return ALIASES.get(name, name)
-
-
 class StrategyConfig(Section):
     """A strategy by name; its own options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    name: Annotated[Name, AfterValidator(_resolve_alias)] = "auto"  # single for one process, ddp for more
+    name: Annotated[Name, AfterValidator(lambda name: ALIASES.get(name, name))] = (
+        "auto"  # single for one process, ddp for more
+    )
 
 
 class Placement(Section):
     """Everything that may change from one start of a run to the next."""
 
-    strategy: Annotated[
-        StrategyConfig, BeforeValidator(expand_name), Field(description="a name, or a name and its options")
-    ] = StrategyConfig()
+    strategy: Annotated[StrategyConfig, BY_NAME, Field(description="a name, or a name and its options")] = (
+        StrategyConfig()
+    )
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     recompute: Annotated[
         str,
@@ -51,13 +49,7 @@ class Placement(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # carries tensors between ranks
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes beside each training process
     audit_every: PositiveInt | None = None  # steps: another rank repeats a micro-batch, and bits are compared
-    rendezvous: Annotated[
-        str,
-        Field(
-            pattern=RENDEZVOUS_ADDRESS,
-            description=RENDEZVOUS_ADDRESSES,
-        ),
-    ] = "env://"
+    rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits for others before it asks who is late
     lost_after_s: PositiveFloat = 60.0  # without a sign of life a rank that another launcher started is given up

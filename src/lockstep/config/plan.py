@@ -46,7 +46,9 @@ def warm_up_steps(recipe: Recipe, run: Steps) -> int:
 
 def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
     """Return the learning rate as a function of samples seen, by `shape` where the schedule is the user's own."""
-    schedule = recipe.schedule
+    schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
+    if schedule.warmup_steps is not None:
+        warmup_epochs = schedule.warmup_steps * recipe.batch / run.samples_per_epoch
     return Rate(
         base=base_rate(recipe),
         samples_per_epoch=run.samples_per_epoch,
@@ -56,14 +58,7 @@ def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
         power=schedule.power,
         milestones=schedule.milestones,
         gamma=schedule.gamma,
-        warmup_epochs=_warm_up_epochs(recipe, run),
+        warmup_epochs=warmup_epochs,
         warmup_factor=schedule.warmup_factor,
         each=schedule.each,
     )
-
-
-def _warm_up_epochs(recipe: Recipe, run: Steps) -> float:
-    schedule = recipe.schedule
-    if schedule.warmup_steps is None:
-        return schedule.warmup_epochs
-    return schedule.warmup_steps * recipe.batch / run.samples_per_epoch

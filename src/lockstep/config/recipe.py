@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from lockstep.common.names import suggestion
 from lockstep.config.base import (
+    BY_NAME,
     Floats,
     Fraction,
     Ints,
@@ -25,7 +26,7 @@ from lockstep.config.base import (
     Sha256,
     Threads,
     as_tuple,
-    expand_name,
+    shorthand,
 )
 from lockstep.core.order import OrderName
 from lockstep.core.precision import Precision, default_static_scale, translate_precision
@@ -34,10 +35,6 @@ from lockstep.core.rate import Curve
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
 _MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
-
-
-def _path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
 
 
 class WeightsConfig(Section):
@@ -79,7 +76,7 @@ class ModelConfig(Section):
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
     pretrained: bool = False
     weights: Annotated[
-        WeightsConfig | None, BeforeValidator(_path), Field(description="a path, or a mapping of keys")
+        WeightsConfig | None, shorthand("path", str), Field(description="a path, or a mapping of keys")
     ] = None
     lora: LoraConfig | None = None
     freeze: Patterns = ()  # parameters that are not trained, by their names
@@ -123,10 +120,6 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-def _rate(value: Any) -> Any:
-    return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
 class LearningRateConfig(Section):
     """A learning rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
 
@@ -134,6 +127,7 @@ class LearningRateConfig(Section):
     per_samples: PositiveInt | None = None
 
 
+_BY_VALUE: Final = shorthand("value", int, float)
 _RATE: Final = "a number, or value and per_samples"
 
 
@@ -141,7 +135,7 @@ class ParameterGroupConfig(Section):
     """Parameters by their names, and what the optimizer does otherwise to them; the first group that matches counts."""
 
     match: Annotated[Patterns, Field(min_length=1)]
-    lr: Annotated[LearningRateConfig | None, BeforeValidator(_rate), Field(description=_RATE)] = None
+    lr: Annotated[LearningRateConfig | None, _BY_VALUE, Field(description=_RATE)] = None
     lr_factor: PositiveFloat | None = None  # times the optimizer's rate
     weight_decay: NaturalFloat | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -157,7 +151,7 @@ class OptimizerConfig(Section):
     """`sgd`, `adamw`, `lars`, `lamb`, any other of torch.optim or timm.optim, or `package.module:Class`."""
 
     name: Name = "sgd"
-    lr: Annotated[LearningRateConfig, BeforeValidator(_rate), Field(description=_RATE)]
+    lr: Annotated[LearningRateConfig, _BY_VALUE, Field(description=_RATE)]
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
@@ -246,12 +240,6 @@ class EmaConfig(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
 
 
-def _scale(value: Any) -> Any:
-    if value == "dynamic":
-        return {}
-    return {"static": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
 class LossScaleConfig(Section):
     """The scale of the loss in fp16: `dynamic`, or a number for one that is `static`."""
 
@@ -284,15 +272,12 @@ def default_microbatches(batch: int) -> int:
     return min(_MICROBATCHES, batch)
 
 
-_BY_NAME: Final = BeforeValidator(expand_name)
-
-
 class Recipe(Section):
     """Everything that decides the trained weights."""
 
-    task: Annotated[TaskConfig, _BY_NAME, Field(description="a name, or a name and its options")] = TaskConfig()
-    model: Annotated[ModelConfig, _BY_NAME, Field(description="a name, or a mapping of keys")]
-    data: Annotated[DataConfig, _BY_NAME, Field(description="a name, or a mapping of keys")]
+    task: Annotated[TaskConfig, BY_NAME, Field(description="a name, or a name and its options")] = TaskConfig()
+    model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
+    data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"])
@@ -302,16 +287,19 @@ class Recipe(Section):
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
     order: OrderName = "bijection"  # of the samples in an epoch; argsort: as version 0.1 shuffled
-    optimizer: Annotated[OptimizerConfig, _BY_NAME, Field(description="a name, or a mapping of keys")]
-    schedule: Annotated[ScheduleConfig, _BY_NAME, Field(description="a name, or a mapping of keys")] = ScheduleConfig()
-    loss: Annotated[LossConfig, _BY_NAME, Field(description="a name, or a mapping of keys")] = LossConfig()
+    optimizer: Annotated[OptimizerConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
+    schedule: Annotated[ScheduleConfig, BY_NAME, Field(description="a name, or a mapping of keys")] = ScheduleConfig()
+    loss: Annotated[LossConfig, BY_NAME, Field(description="a name, or a mapping of keys")] = LossConfig()
     metrics: Annotated[Paths, Field(description="a list of import paths")] = ()
     mix: MixConfig = MixConfig()
     ema: EmaConfig | None = None
     clip_norm: PositiveFloat | None = None
     precision: Annotated[Precision, BeforeValidator(translate_precision)] = "fp32"
     loss_scale: Annotated[
-        LossScaleConfig, BeforeValidator(_scale), Field(description="a number, `dynamic`, or a mapping of keys")
+        LossScaleConfig,
+        shorthand("static", int, float),
+        BeforeValidator(lambda value: {} if value == "dynamic" else value),
+        Field(description="a number, `dynamic`, or a mapping of keys"),
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from lockstep.common import plainfile, schemas
 from lockstep.common.text import printable_line
-from lockstep.config.document import format_key, parse
+from lockstep.config.document import format_key, mapping_at, parse
 from lockstep.config.write import flow, leaves
 
 _LARGEST: Final = 1 << 18  # bytes
@@ -31,13 +31,8 @@ def read_recorded_config(file: Path) -> RecordedConfig:
         values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
-    recipe, placement = _section(values, "recipe"), _section(values, "placement")
+    recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
     return RecordedConfig(_printable(schemas.recipe(recipe)) if recipe else {}, _printable(placement))
-
-
-def _section(values: object, name: str) -> dict[str, Any]:
-    section = values.get(name) if isinstance(values, dict) else None
-    return section if isinstance(section, dict) else {}
 
 
 def _printable(section: Mapping[str, Any]) -> dict[str, str]:

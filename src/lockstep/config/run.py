@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.common.names import choices
-from lockstep.config.base import Location, Name, NaturalInt, PositiveInt, Section, expand_name
+from lockstep.config.base import BY_NAME, Location, Name, NaturalInt, PositiveInt, Section, as_tuple, shorthand
 
 SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line of each event is always kept
 
@@ -23,10 +23,6 @@ class IntervalConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs, one of the two")
         return self
-
-
-def _run(value: Any) -> Any:
-    return {"run": value} if isinstance(value, str) else value
 
 
 class StartFromConfig(Section):
@@ -50,10 +46,6 @@ class SinkConfig(Section):
     name: Annotated[Name, AfterValidator(_check_sink_name)]
 
 
-def _sinks(value: Any) -> Any:
-    return tuple(expand_name(each) for each in value) if isinstance(value, list) else value
-
-
 def _once(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     names = [sink.name for sink in sinks]
     for name in SINKS:
@@ -68,7 +60,7 @@ class RunConfig(Section):
     dir: Location | None = None
     resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
     start_from: Annotated[
-        StartFromConfig | None, BeforeValidator(_run), Field(description="a run or a checkpoint, or a mapping of keys")
+        StartFromConfig | None, shorthand("run", str), Field(description="a run or a checkpoint, or a mapping of keys")
     ] = None
     save_every: IntervalConfig = IntervalConfig(epochs=1)
     evaluate_every: IntervalConfig = IntervalConfig(epochs=1)
@@ -79,8 +71,8 @@ class RunConfig(Section):
     digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: as often as takes 0.5 % of the time
     tensorboard: bool = True
     sinks: Annotated[
-        tuple[SinkConfig, ...],
-        BeforeValidator(_sinks),
+        tuple[Annotated[SinkConfig, BY_NAME], ...],
+        BeforeValidator(as_tuple),
         AfterValidator(_once),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from lockstep.common.names import choices, list_names, nearest, suggestion
@@ -75,6 +76,12 @@ def section_at(path: Path) -> type[Section] | None:
     return section
 
 
+def field_at(path: Path) -> FieldInfo | None:
+    """Return the field that the last name of `path` is in the section around it; None where there is none."""
+    section = section_at(path[:-1])
+    return section.model_fields.get(str(path[-1])) if section else None
+
+
 def _section(annotation: Any) -> type[Section] | None:
     candidates = (annotation, *get_args(annotation))
     return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
@@ -98,9 +105,12 @@ def _text(found: ErrorDetails) -> str:
         case "extra_forbidden":
             return _unknown(found["loc"])
         case "literal_error":
-            return _choice(found)
+            names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
+            near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
+            return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"
         case known if known in _EXPECTED:
-            expected = _description(found["loc"]) or _EXPECTED[known].format(**_limits(found))
+            field = field_at(found["loc"])  # whose description is what its type does not say by itself
+            expected = (field and field.description) or _EXPECTED[known].format(**_limits(found))
             return f"expected {expected}; got {format_value(found['input'])}{_quotes_hint(found)}"
     return f"{found['msg']}; got {format_value(found['input'])}"
 
@@ -141,16 +151,3 @@ def _keys(path: Path = ()) -> Iterator[Path]:
     for name in section.model_fields if section else ():
         yield (*path, name)
         yield from _keys((*path, name))
-
-
-def _choice(found: ErrorDetails) -> str:
-    names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
-    near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
-    return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"
-
-
-def _description(path: Path) -> str | None:
-    """A field's description is what its type does not say by itself."""
-    section = section_at(path[:-1])
-    field = section.model_fields.get(str(path[-1])) if section else None
-    return field.description if field else None

@@ -43,7 +43,9 @@ def flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        return value if _is_plain(value) else _quote(value)
+        if _PLAIN.fullmatch(value) and isinstance(scalar(value), str):
+            return value
+        return f'"{"".join(map(_escape, value))}"'
     if isinstance(value, float):
         return _float(value)
     if isinstance(value, bool):
@@ -57,14 +59,6 @@ def format_value(value: Any) -> str:
         return "a mapping" if value else "an empty mapping"
     text = repr(value) if isinstance(value, str) else flow(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_plain(text: str) -> bool:
-    return _PLAIN.fullmatch(text) is not None and isinstance(scalar(text), str)
-
-
-def _quote(text: str) -> str:
-    return f'"{"".join(map(_escape, text))}"'
 
 
 def _escape(character: str) -> str:

@@ -30,7 +30,6 @@ class Split(Protocol):
         that cannot be read raises TrainingError that names its file, or, where the recipe says skip, comes as zeros
         that count as nothing (see `DataSet.skipped`).
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,12 @@ class DeviceTransforms(Protocol):
 
     def prepare(self, fetched: Batch, request: Request) -> Batch:
         """Return what travels to the device of a fetched batch of training."""
-        ...
 
     def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
         """Transform micro-batch `index` of update `step`."""
-        ...
 
     def for_evaluation(self, arrived: Batch) -> Batch:
         """Transform a batch of evaluation, of which what was fetched has arrived."""
-        ...
 
 
 @final

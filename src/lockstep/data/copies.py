@@ -8,7 +8,7 @@ allocator of pinned memory marks a block with each copy that reads it, and gives
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 
@@ -18,43 +18,24 @@ T = TypeVar("T")
 Arrival = Callable[[], Batch]  # gives what was sent, for whatever the caller's stream computes after it
 
 
-class Copies(Protocol):
-    """Brings tensors of the CPU to the device that computes."""
-
-    @property
-    def steps_ahead(self) -> int:
-        """How many steps before its use a copy is started."""
-        ...
-
-    def start(self, batch: Batch) -> Arrival:
-        """Start copying, and return what to call where the copies are used. It is called once, and never waits."""
-        ...
-
-
 @final
-class NoCopies:
-    """For a device that is the CPU: tensors are where they are used."""
+class Copies:
+    """Brings tensors of the CPU to the device that computes: its stream waits for a copy, this process does not.
 
-    steps_ahead = 0
-
-    def start(self, batch: Batch) -> Arrival:
-        """See Copies."""
-        return lambda: batch
-
-
-@final
-class SideStream:
-    """For a CUDA device: the computing stream waits for a copy, this process does not."""
-
-    # The steps of a process that waits for its device in every step, as with fp16, would start with a copy otherwise.
-    steps_ahead = 1
+    `steps_ahead` is how many steps before its use a copy is started: the steps of a process that waits for its device
+    in every step, as with fp16, would start with a copy otherwise. On the CPU tensors are where they are used.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.steps_ahead = int(on_gpu)
 
     def start(self, batch: Batch) -> Arrival:
-        """See Copies."""
+        """Start copying, and return what to call where the copies are used. It is called once, and never waits."""
+        if self._stream is None:
+            return lambda: batch
         # A copy from memory that is not pinned would wait for all that its stream has to do.
         pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors_of(batch)]
         with torch.cuda.stream(self._stream):
@@ -69,11 +50,6 @@ class SideStream:
             return like(batch, copies)
 
         return wait
-
-
-def copies_to(device: torch.device) -> Copies:
-    """Return what brings samples to `device`."""
-    return SideStream(device) if device.type == "cuda" else NoCopies()
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:

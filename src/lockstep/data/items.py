@@ -89,7 +89,8 @@ class ImportedSplit:
     def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
         seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
-        label = f"{self._label}: collate of samples {_format_numbers(numbers)}"
+        more = ", ..." if len(numbers) > 4 else ""
+        label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{more}"
         with OwnCode(label):
             return check_batch(label, self._collate(samples), len(samples))
 
@@ -162,7 +163,3 @@ def _pair(batch: Batch) -> Batch:
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return batch
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()
-
-
-def _format_numbers(numbers: list[int]) -> str:
-    return f"{', '.join(map(str, numbers[:4]))}{', ...' if len(numbers) > 4 else ''}"

@@ -27,7 +27,7 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
-from lockstep.data.copies import Arrival, copies_to, prefetch
+from lockstep.data.copies import Arrival, Copies, prefetch
 from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import MicroBatch
 
@@ -96,7 +96,7 @@ class Loader:
         self._transforms = transforms
         self._device = device
         self._seed = seed
-        self._copies = copies_to(device)
+        self._copies = Copies(device)
         self._data_rank = data_rank
         self._workers = workers
         self._extra = extra
@@ -248,7 +248,10 @@ def _fetching(
     try:  # first: torch's iterator, where it is half made, ends with an error of its own
         multiprocessing.get_context("fork").Lock()
     except OSError as error:
-        raise _without_workers(error.strerror or str(error)) from error
+        raise PreflightError(
+            f"placement.workers: loader processes cannot be started: {error.strerror or error}; they need room in "
+            f"/dev/shm that can be written; {_ROOM}"
+        ) from error
     loader: DataLoader[Any] = DataLoader(
         _Fetches(split),
         batch_size=None,
@@ -292,13 +295,6 @@ class _Refused(NamedTuple):
 
     text: str
     users: bool
-
-
-def _without_workers(reason: str) -> PreflightError:
-    return PreflightError(
-        f"placement.workers: loader processes cannot be started: {reason}; they need room in /dev/shm that can be "
-        f"written; {_ROOM}"
-    )
 
 
 def _unwrap_answer(answer: Any) -> Batch:

@@ -6,18 +6,17 @@ Greydanus and Kobak 2024, "Scaling Down Deep Learning with MNIST-1D", arXiv 2011
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.common.importing import import_extra
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.errors import UsageError
 from lockstep.tasks.facts import facts
 
 Options = NoOptions
@@ -25,21 +24,15 @@ Options = NoOptions
 
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """Return 4,000 training and 1,000 validation signals, float32 of [40], as the package makes them by default."""
-    made = _generate()
-    train, validation = (_split(made, part) for part in ("", "_test"))
-    return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))
-
-
-def _generate() -> Mapping[str, Any]:
-    try:
-        from mnist1d.data import get_dataset_args, make_dataset
-    except ImportError as error:
-        raise UsageError(
-            f"data set mnist1d: the package that makes it is not here ({error}); pip install 'lockstep-train[mnist1d]'"
-        ) from None
+    package = import_extra("mnist1d.data", "mnist1d", "data set mnist1d")
     with _generators_kept():
-        made: Mapping[str, Any] = make_dataset(get_dataset_args())
-    return made
+        made = package.make_dataset(package.get_dataset_args())
+    # Float32, whose bits are those of the published file; its doubles differ in the last place by machine.
+    train, validation = (
+        TensorSplit(torch.from_numpy(made[f"x{part}"]).float(), torch.from_numpy(made[f"y{part}"]).long())
+        for part in ("", "_test")
+    )
+    return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))
 
 
 @contextmanager
@@ -51,8 +44,3 @@ def _generators_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _split(made: Mapping[str, Any], part: str) -> TensorSplit:
-    # Float32, whose bits are those of the published file; its doubles differ in the last place by machine.
-    return TensorSplit(torch.from_numpy(made[f"x{part}"]).float(), torch.from_numpy(made[f"y{part}"]).long())

@@ -49,7 +49,6 @@ class Source(Protocol):
 
     def open_data(self, request: DataRequest, options: Any) -> DataSet:
         """Return the dataset; every rank may call this at once. UsageError where it is not there, or is damaged."""
-        ...
 
 
 def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:

@@ -12,12 +12,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from lockstep.common.importing import version_of
 from lockstep.errors import UsageError
 
 # Nothing that is chosen by the time it takes: two ranks, or two runs, would choose differently.
@@ -129,12 +129,8 @@ def _check_triton() -> None:
 
 
 def _triton() -> str | None:
-    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    found = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
+    return next(filter(None, found), None)
 
 
 def _cxx() -> str:

@@ -15,13 +15,13 @@ import psutil
 import torch
 
 from lockstep import __version__
-from lockstep.common.platforms import usable_cores
+from lockstep.common.importing import version_of
+from lockstep.common.platforms import has_gpu_driver, usable_cores
 from lockstep.device import machine
 
 _PACKAGE: Final = "lockstep-train"
 _FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_DRIVERS: Final = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _FABRIC: Final = Path("/sys/class/infiniband")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
@@ -55,14 +55,7 @@ def versions() -> dict[str, str | None]:
         "lockstep": __version__,
         "lockstep's source": machine.source(),
     }
-    return found | {name: _version(name) for name in sorted(names)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return found | {name: version_of(name) for name in sorted(names)}
 
 
 def _numerics() -> dict[str, Any]:
@@ -74,7 +67,7 @@ def _numerics() -> dict[str, Any]:
 def cards() -> dict[str, Any]:
     """Return the CUDA devices that torch finds, and whether there is a driver of any."""
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return {"devices": names, "driver": any(Path(driver).exists() for driver in _DRIVERS)}
+    return {"devices": names, "driver": has_gpu_driver()}
 
 
 def cores() -> dict[str, Any]:

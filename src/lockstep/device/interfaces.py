@@ -43,7 +43,7 @@ def addresses(host: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Return whether no other host can reach an address."""
     with suppress(ValueError):
-        return ip_address(address).is_loopback
+        return ip_address(address.partition("%")[0]).is_loopback
     return False
 
 

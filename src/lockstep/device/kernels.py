@@ -1,9 +1,9 @@
-"""Which operations give the same bits each time on CUDA, and which cannot: the list that everything else reads.
+"""Which operations cannot give the same bits each time on CUDA: the list that everything else reads.
 
 REFUSED is what torch 2.15 itself refuses under `torch.use_deterministic_algorithms` (the calls of
 `alertNotDeterministic` in its CUDA libraries), and what it does not refuse although its kernels add in the order in
-which threads arrive: those have `torch_raises=False`. EXACT is what Lockstep relies on instead, and the setting that
-makes it so. docs/gpu.md is written from both.
+which threads arrive: those have `torch_raises=False`. What Lockstep relies on instead is measured by
+benchmarks/gpu_kernels.py; docs/gpu.md is written from both.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ Call = Mapping[str, Any]  # what an operation is called with, by the names of it
 OLDEST: Final = "2.11"  # torch that Lockstep runs with
 
 
-def _always(_: Call) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Refused:
     """An operation without an exact kernel on CUDA.
@@ -37,7 +33,7 @@ class Refused:
     what: str
     reason: str
     instead: str
-    applies: Callable[[Call], bool] = _always
+    applies: Callable[[Call], bool] = lambda _: True
     torch_raises: bool = True
     avoided: bool = False
     since: str = OLDEST
@@ -45,16 +41,6 @@ class Refused:
     def is_avoided(self) -> bool:
         """Return whether the function of torch.nn.functional takes another path on CUDA in this torch."""
         return self.avoided and torch.__version__ >= self.since
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """Something that has an exact path on CUDA in torch `since`: `name` is its line's in benchmarks/gpu_kernels.py."""
-
-    name: str
-    what: str
-    by: str
-    since: str = OLDEST
 
 
 def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
@@ -66,22 +52,6 @@ def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mappi
     names = [argument.name for argument in operation._schema.arguments]
     call = {**dict(zip(names, arguments, strict=False)), **options}
     return next((each for each in entries if each.applies(call)), None)
-
-
-def _reduces(call: Call) -> bool:
-    return bool(call["reduction"] != 0)
-
-
-def _takes_maximum(call: Call) -> bool:
-    return bool(call["mode"] == 2)
-
-
-def _on_floats(call: Call) -> bool:
-    return bool(call["self"].is_floating_point())
-
-
-def _has_weights(call: Call) -> bool:
-    return call.get("weights") is not None
 
 
 def _along_a_dim(call: Call) -> bool:
@@ -110,10 +80,29 @@ _CALL_INTERPOLATE: Final = "call it by torch.nn.functional.interpolate, which ta
 _CALL_PAD: Final = "call it by torch.nn.functional.pad, which takes another path on CUDA"
 _CPU: Final = "compute it on the CPU, or leave it out"
 
+_FACTORS: Final = "factors are multiplied in any order"
+_OPEN: Final = "which of equal values is returned is open"
+_OVERWRITTEN: Final = "equal indices overwrite each other"
+_SCANNED: Final = "its blocks combine what they have in the order in which they end"
+
+
+def _backward(
+    named: str,
+    what: str,
+    instead: str,
+    applies: Callable[[Call], bool] = lambda _: True,
+    avoided: bool = False,
+    since: str = OLDEST,
+) -> Refused:
+    """Return an operation whose backward adds by atomic additions; one that is `avoided` has a name of its own."""
+    what = what if avoided else f"{what}, backward"
+    return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided, since=since)
+
+
 REFUSED: Final = (
-    Refused("aten::_adaptive_avg_pool2d_backward", "AdaptiveAvgPool2d, backward", _ATOMIC, _FIXED_WINDOWS),
-    Refused("aten::_adaptive_avg_pool3d_backward", "AdaptiveAvgPool3d, backward", _ATOMIC, _FIXED_WINDOWS),
-    Refused("aten::adaptive_max_pool2d_backward", "AdaptiveMaxPool2d, backward", _ATOMIC, "use MaxPool2d or amax"),
+    _backward("aten::_adaptive_avg_pool2d", "AdaptiveAvgPool2d", _FIXED_WINDOWS),
+    _backward("aten::_adaptive_avg_pool3d", "AdaptiveAvgPool3d", _FIXED_WINDOWS),
+    _backward("aten::adaptive_max_pool2d", "AdaptiveMaxPool2d", "use MaxPool2d or amax"),
     Refused(
         "aten::adaptive_max_pool3d_backward",
         "AdaptiveMaxPool3d, backward, where an output size does not divide the input's",
@@ -122,7 +111,7 @@ REFUSED: Final = (
         _windows_overlap,
         torch_raises=False,
     ),
-    Refused("aten::avg_pool3d_backward", "AvgPool3d, backward", _ATOMIC, "use a convolution with equal weights"),
+    _backward("aten::avg_pool3d", "AvgPool3d", "use a convolution with equal weights"),
     Refused(
         "aten::max_pool3d_with_indices_backward",
         "MaxPool3d, backward",
@@ -131,127 +120,73 @@ REFUSED: Final = (
         avoided=True,
         since="2.13",
     ),
-    Refused("aten::fractional_max_pool2d_backward", "FractionalMaxPool2d, backward", _ATOMIC, "use MaxPool2d"),
-    Refused(
-        "aten::fractional_max_pool3d_backward",
-        "FractionalMaxPool3d, backward",
-        _ATOMIC,
-        "use MaxPool3d with return_indices",
-    ),
-    Refused("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", "equal indices overwrite each other", _CPU),
-    Refused("aten::max_unpool3d", "MaxUnpool3d", "equal indices overwrite each other", _CPU),
-    Refused(
-        "aten::reflection_pad1d_backward",
-        "ReflectionPad1d, backward",
-        _ATOMIC,
+    _backward("aten::fractional_max_pool2d", "FractionalMaxPool2d", "use MaxPool2d"),
+    _backward("aten::fractional_max_pool3d", "FractionalMaxPool3d", "use MaxPool3d with return_indices"),
+    Refused("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", _OVERWRITTEN, _CPU),
+    Refused("aten::max_unpool3d", "MaxUnpool3d", _OVERWRITTEN, _CPU),
+    _backward(
+        "aten::reflection_pad1d",
+        "ReflectionPad1d",
         "pad in two dims (ReflectionPad2d), which has a kernel that adds in one order",
     ),
-    Refused("aten::reflection_pad3d_backward", "ReflectionPad3d, backward", _ATOMIC, "use zeros or replication"),
-    Refused("aten::replication_pad1d_backward", "replication_pad1d of torch.ops", _ATOMIC, _CALL_PAD, avoided=True),
-    Refused("aten::replication_pad2d_backward", "replication_pad2d of torch.ops", _ATOMIC, _CALL_PAD, avoided=True),
-    Refused("aten::replication_pad3d_backward", "replication_pad3d of torch.ops", _ATOMIC, _CALL_PAD, avoided=True),
-    Refused(
-        "aten::upsample_linear1d_backward",
-        "interpolate, mode linear, backward",
-        _ATOMIC,
+    _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
+    _backward("aten::replication_pad1d", "replication_pad1d of torch.ops", _CALL_PAD, avoided=True),
+    _backward("aten::replication_pad2d", "replication_pad2d of torch.ops", _CALL_PAD, avoided=True),
+    _backward("aten::replication_pad3d", "replication_pad3d of torch.ops", _CALL_PAD, avoided=True),
+    _backward(
+        "aten::upsample_linear1d",
+        "interpolate, mode linear",
         "use mode nearest, or bilinear on a tensor with one more dim",
     ),
-    Refused(
-        "aten::_upsample_bilinear2d_aa_backward",
-        "interpolate, mode bilinear with antialias, backward",
-        _ATOMIC,
-        "use antialias=False",
-    ),
-    Refused(
-        "aten::_upsample_bicubic2d_aa_backward",
-        "interpolate, mode bicubic with antialias, backward",
-        _ATOMIC,
-        "use antialias=False",
-    ),
-    Refused(
-        "aten::upsample_bilinear2d_backward",
-        "upsample_bilinear2d of torch.ops",
-        _ATOMIC,
-        _CALL_INTERPOLATE,
-        avoided=True,
-    ),
-    Refused(
-        "aten::upsample_bicubic2d_backward",
+    _backward("aten::_upsample_bilinear2d_aa", "interpolate, mode bilinear with antialias", "use antialias=False"),
+    _backward("aten::_upsample_bicubic2d_aa", "interpolate, mode bicubic with antialias", "use antialias=False"),
+    _backward("aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, avoided=True),
+    _backward(
+        "aten::upsample_bicubic2d",
         "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
-        _ATOMIC,
         "use mode bilinear, or torch.nn.functional.interpolate of torch >= 2.15, which takes another path on CUDA",
         avoided=True,
         since="2.15",
     ),
-    Refused(
-        "aten::upsample_trilinear3d_backward",
-        "upsample_trilinear3d of torch.ops",
-        _ATOMIC,
-        _CALL_INTERPOLATE,
-        avoided=True,
-    ),
+    _backward("aten::upsample_trilinear3d", "upsample_trilinear3d of torch.ops", _CALL_INTERPOLATE, avoided=True),
     Refused(
         "aten::nll_loss2d_forward",
         "cross_entropy or nll_loss of images, summed or averaged",
         "the loss is added by whichever thread comes first (atomic additions)",
         "use reduction='none' and sum() what it returns, or flatten the pixels into samples first",
-        _reduces,
+        lambda call: call["reduction"] != 0,
     ),
-    Refused("aten::_ctc_loss_backward", "CTCLoss, backward", _ATOMIC, _CPU),
-    Refused(
-        "aten::_embedding_bag_backward",
-        "EmbeddingBag, mode max, backward",
-        _ATOMIC,
-        "use mode sum or mean",
-        _takes_maximum,
-    ),
+    _backward("aten::_ctc_loss", "CTCLoss", _CPU),
+    _backward("aten::_embedding_bag", "EmbeddingBag, mode max", "use mode sum or mean", lambda call: call["mode"] == 2),
     Refused("aten::put", "put_", "equal indices meet in any order", "use index_put_, which sorts them"),
     Refused(
         "aten::histc",
         "histc of floats",
         "counted in floats, by atomic additions",
         "use bucketize and bincount",
-        _on_floats,
+        lambda call: call["self"].is_floating_point(),
     ),
     Refused(
         "aten::bincount",
         "bincount with weights",
         "the weights are added by whichever thread comes first",
         "use index_add_, which adds in one order here",
-        _has_weights,
+        lambda call: call.get("weights") is not None,
     ),
+    Refused("aten::median", "median along a dim", _OPEN, "use sort", _along_a_dim),
+    Refused("aten::nanmedian", "nanmedian along a dim", _OPEN, "use sort", _along_a_dim),
+    _backward("aten::grid_sampler_2d", "grid_sample of images", _CPU),
+    _backward("aten::grid_sampler_3d", "grid_sample of volumes", _CPU),
+    _backward("aten::cudnn_grid_sampler", "grid_sample by cuDNN", _CPU),
     Refused(
-        "aten::median", "median along a dim", "which of equal values is returned is open", "use sort", _along_a_dim
+        "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _multiplies
     ),
-    Refused(
-        "aten::nanmedian",
-        "nanmedian along a dim",
-        "which of equal values is returned is open",
-        "use sort",
-        _along_a_dim,
-    ),
-    Refused("aten::grid_sampler_2d_backward", "grid_sample of images, backward", _ATOMIC, _CPU),
-    Refused("aten::grid_sampler_3d_backward", "grid_sample of volumes, backward", _ATOMIC, _CPU),
-    Refused("aten::cudnn_grid_sampler_backward", "grid_sample by cuDNN, backward", _ATOMIC, _CPU),
-    Refused(
-        "aten::scatter_reduce",
-        "scatter_reduce, reduce prod",
-        "factors are multiplied in any order",
-        "use scatter_add_ of logarithms",
-        _multiplies,
-    ),
-    Refused(
-        "aten::scatter",
-        "scatter_, reduce multiply",
-        "factors are multiplied in any order",
-        "use scatter_add_",
-        _multiplies,
-    ),
+    Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _multiplies),
     Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
     Refused(
         "aten::cumprod",
         "cumprod over all of a tensor",
-        "its blocks combine what they have in the order in which they end",
+        _SCANNED,
         "give it a second dim that is longer than 1, or use exp of the cumsum of logarithms",
         _along_its_only_dim,
         torch_raises=False,
@@ -259,22 +194,21 @@ REFUSED: Final = (
     Refused(
         "aten::logcumsumexp",
         "logcumsumexp over all of a tensor",
-        "its blocks combine what they have in the order in which they end",
+        _SCANNED,
         "give it a second dim that is longer than 1, or use log of the cumsum of exponentials",
         _along_its_only_dim,
         torch_raises=False,
     ),
-    Refused("torchvision::_deform_conv2d_backward", "DeformConv2d, backward", _ATOMIC, _CPU),
-    Refused("torchvision::_roi_pool_backward", "RoIPool, backward", _ATOMIC, "use roi_align"),
-    Refused(
-        "torchvision::_roi_align_backward",
+    _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
+    _backward("torchvision::_roi_pool", "RoIPool", "use roi_align"),
+    _backward(
+        "torchvision::_roi_align",
         "roi_align of torch.ops, backward",
-        _ATOMIC,
         "call it by torchvision.ops.roi_align, which takes another path on CUDA where torch.compile works",
         avoided=True,
     ),
-    Refused("torchvision::_ps_roi_align_backward", "PSRoIAlign, backward", _ATOMIC, "use roi_align"),
-    Refused("torchvision::_ps_roi_pool_backward", "PSRoIPool, backward", _ATOMIC, "use roi_align"),
+    _backward("torchvision::_ps_roi_align", "PSRoIAlign", "use roi_align"),
+    _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
 )
 
 # An LSTM, GRU or RNN with dropout between its layers: cuDNN keeps one generator for each device and goes on with it
@@ -285,54 +219,4 @@ RNN_DROPOUT: Final = Refused(
     "cuDNN draws from a generator of its own, which goes on from micro-batch to micro-batch",
     "set its dropout to 0 and stack layers of one with torch.nn.Dropout between them",
     torch_raises=False,
-)
-
-_ALGORITHMS: Final = "torch.use_deterministic_algorithms"
-_ORDER: Final = "its kernel adds in one order by itself"
-
-EXACT: Final = (
-    Exact("convolution fp32", "convolution, float32", "cudnn.deterministic, cudnn.benchmark off, no TF32"),
-    Exact("convolution bf16", "convolution, bfloat16, channels_last", "cudnn.deterministic, cudnn.benchmark off"),
-    Exact("convolution depthwise", "depthwise convolution", "cudnn.deterministic, cudnn.benchmark off"),
-    Exact("convolution transposed", "transposed convolution", "cudnn.deterministic, cudnn.benchmark off"),
-    Exact("product fp32", "linear layer, float32", "CUBLAS_WORKSPACE_CONFIG=:4096:8, no TF32"),
-    Exact("product bf16", "linear layer, bfloat16", "CUBLAS_WORKSPACE_CONFIG=:4096:8, sums in float32"),
-    Exact("product batched", "batched product", "CUBLAS_WORKSPACE_CONFIG=:4096:8, sums in float32"),
-    Exact("attention flash", "attention, bfloat16, causal", f"flash attention, its backward by {_ALGORITHMS}"),
-    Exact("attention flash dropout", "attention, bfloat16, with dropout", "flash attention, as above"),
-    Exact("attention masked", "attention, bfloat16, with a mask", "memory-efficient attention, keys not split"),
-    Exact("attention fp32", "attention, float32", "memory-efficient attention, keys not split"),
-    Exact("attention math", "attention of a shape that no fused kernel has", "products and a softmax"),
-    Exact("embedding", "Embedding", f"backward by sorted indices: {_ALGORITHMS}"),
-    Exact("embedding bag", "EmbeddingBag, mode sum", f"backward by sorted indices: {_ALGORITHMS}"),
-    Exact("indexing", "x[index], backward", f"index_put_ by sorted indices: {_ALGORITHMS}"),
-    Exact("index_add", "index_add and index_select, backward", f"by sorted indices: {_ALGORITHMS}"),
-    Exact("index_put", "index_put_, accumulate=True", f"by sorted indices: {_ALGORITHMS}"),
-    Exact("scatter_add", "scatter_add, and gather, backward", f"by sorted indices: {_ALGORITHMS}"),
-    Exact("cross entropy", "cross_entropy of samples or tokens", _ORDER),
-    Exact("cross entropy of pixels", "cross_entropy of images with reduction none, then sum()", _ORDER),
-    Exact("ctc_loss by cuDNN", "ctc_loss that cuDNN takes: blank 0, int32 targets on the CPU", "cudnn.deterministic"),
-    Exact("interpolate nearest", "interpolate, mode nearest", _ORDER),
-    Exact("interpolate bilinear", "interpolate, mode bilinear", f"by indexing: {_ALGORITHMS}"),
-    Exact("interpolate bicubic", "interpolate, mode bicubic, torch >= 2.15", f"by indexing: {_ALGORITHMS}", "2.15"),
-    Exact("cumsum", "cumsum over all of a tensor", f"a scan of two passes: {_ALGORITHMS}"),
-    Exact("max pooling", "MaxPool2d", _ORDER),
-    Exact("max pooling of volumes", "MaxPool3d with indices, torch >= 2.13", f"by indexing: {_ALGORITHMS}", "2.13"),
-    Exact("average pooling", "AvgPool2d", _ORDER),
-    Exact("global average pooling", "AdaptiveAvgPool2d to 1 x 1", "a mean"),
-    Exact("padding by reflection", "ReflectionPad2d", f"a kernel of its own: {_ALGORITHMS}"),
-    Exact("padding by replication", "ReplicationPad1d, 2d, 3d", f"by indexing: {_ALGORITHMS}"),
-    Exact("batch norm", "BatchNorm", "cudnn.deterministic"),
-    Exact("batch norm bf16", "BatchNorm, bfloat16, channels_last", "cudnn.deterministic"),
-    Exact("layer norm", "LayerNorm", _ORDER),
-    Exact("group norm", "GroupNorm", _ORDER),
-    Exact("softmax", "softmax", _ORDER),
-    Exact("dropout", "Dropout", "the generator is seeded for each micro-batch"),
-    Exact("recurrent", "LSTM, GRU, RNN without dropout between layers", "cuDNN, CUBLAS_WORKSPACE_CONFIG=:4096:8"),
-    Exact("sort", "sort and topk", _ORDER),
-    Exact("counting", "bincount without weights, histc of whole numbers", "whole numbers add to the same in any order"),
-    Exact("median", "median over all of a tensor", "no index is returned"),
-    Exact("sum", "sum of a large tensor", "the last block adds what the others left, in their order"),
-    Exact("optimizer foreach", "AdamW, foreach: what Lockstep takes", "element by element"),
-    Exact("optimizer fused", "AdamW, fused: recipe.optimizer.options", "element by element"),
 )

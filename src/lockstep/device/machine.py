@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from lockstep.common.hashing import hash_seed
+from lockstep.common.importing import version_of
 from lockstep.common.platforms import usable_cores
 from lockstep.device.compiler import compiler_facts
 from lockstep.device.env_flags import read_switches
@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
     return {
         "argv": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "os": platform.platform(),
         "host": socket.gethostname(),
         "cpu": _cpu(),
@@ -93,13 +93,6 @@ def numerics_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> l
         for name in names
         if before.get(name) != now.get(name)
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu() -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import suppress
-from ipaddress import ip_address
 
 import psutil
 
+from lockstep.device.interfaces import is_loopback
 from lockstep.errors import UsageError
 
 
@@ -28,7 +28,8 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may have IPv6 alone
-        if not near and _is_loopback(str(address[0])) and not _means_loopback(host):
+        # Debian gives a loopback address to a host's own name, for itself alone.
+        if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
             return _everywhere(port)
         return socket.create_server(address, family=family)
     except socket.gaierror as error:
@@ -61,17 +62,6 @@ def unknown(host: str, port: int, error: OSError) -> UsageError:
 def loopback() -> str:
     """Return the name of the interface by which the processes of a host reach each other, and nobody else them."""
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
-
-
-def _is_loopback(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
-
-
-def _means_loopback(host: str) -> bool:
-    """Whether the address sought is a loopback address. Debian gives one to a host's own name, for itself alone."""
-    with suppress(ValueError):
-        return _is_loopback(host)
-    return host == "localhost"
 
 
 def _everywhere(port: int) -> socket.socket:

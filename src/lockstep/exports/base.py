@@ -40,11 +40,9 @@ class Format(Protocol):
 
     def check(self, saved: SavedModel) -> None:
         """Raise UsageError where a run cannot be written so; called before its model is built."""
-        ...
 
     def write(self, subject: ExportSource, place: Path) -> str:
         """Write it to `place`, which is not there; return what is to be said of it, such as which sizes it takes."""
-        ...
 
 
 def check_origin(saved: SavedModel, library: str) -> None:

@@ -65,7 +65,7 @@ def export(
     Of a run folder the newest checkpoint is taken, or the `best`. `weights` left out are averaged ones (ema) if the run
     has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
-    asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, "best" if best else "newest", "export")
+    asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
     place = None if out is None else Path(out)
     [found] = in_background(lambda: [asdict(export_saved(open_saved(asked, weights), to, place))])
     return Exported(Path(found["path"]), found["sizes"], found["check"])
@@ -101,7 +101,8 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     except OSError as error:
         raise TrainingError(f"{place}: cannot be written: {error.strerror or error}; choose another --out") from error
     finally:
-        _remove(temporary)
+        with suppress(OSError):
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
     return Exported(place, sizes, f"with {sample.origin}: {found.words}")
 
 
@@ -158,8 +159,3 @@ def _job(subject: ExportSource) -> dict[str, Any]:
         job["text"] = tokenizer.decode(given[0, :_TEXT].numpy())
         job["ids"] = tokenizer.encode(job["text"]).tolist()
     return job
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -29,7 +29,12 @@ def sample_of(saved: SavedModel) -> Sample:
     Nothing is downloaded for it.
     """
     try:
-        return _of_data(saved)
+        data = saved.open_data()
+        split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
+        count = min(_SAMPLES, len(split))
+        batch = split.fetch(np.arange(count), None)
+        arrived = transforms_of(saved.recipe, data, torch.device("cpu")).for_evaluation(batch)
+        return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
         made = _synthesize(saved)
         if made is None:
@@ -38,15 +43,6 @@ def sample_of(saved: SavedModel) -> Sample:
                 f"and the data cannot be opened: {error}"
             ) from error
         return Sample(made, "made samples, since the data is not here")
-
-
-def _of_data(saved: SavedModel) -> Sample:
-    data = saved.open_data()
-    split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
-    count = min(_SAMPLES, len(split))
-    batch = split.fetch(np.arange(count), None)
-    arrived = transforms_of(saved.recipe, data, torch.device("cpu")).for_evaluation(batch)
-    return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
 
 
 def _synthesize(saved: SavedModel) -> Inputs | None:

@@ -26,19 +26,16 @@ def write(subject: ExportSource, place: Path) -> str:
     from timm.models import save_for_hf
 
     saved = subject.saved
+    (mean, std), cut = saved.mean_and_std, saved.cut
+    preprocessing = {
+        "input_size": list(saved.facts.shape or ()),
+        "interpolation": "bilinear",
+        "crop_pct": cut.size / cut.resize if cut else 1.0,
+        **({"mean": mean, "std": std} if mean and std else {}),
+    }
     options = {name: value for name, value in saved.construction().options.items() if name != "num_classes"}
-    config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": _preprocessing(saved)}
+    config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": preprocessing}
     if options:
         config["model_args"] = options
     save_for_hf(subject.model, str(place), model_config=config, safe_serialization=True)
     return ""
-
-
-def _preprocessing(saved: SavedModel) -> dict[str, Any]:
-    (mean, std), cut = saved.mean_and_std, saved.cut
-    size = {
-        "input_size": list(saved.facts.shape or ()),
-        "interpolation": "bilinear",
-        "crop_pct": cut.size / cut.resize if cut else 1.0,
-    }
-    return size | ({"mean": mean, "std": std} if mean and std else {})

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, final
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
+from lockstep.comm.named_sums import NamedSums
 from lockstep.errors import LockstepError, UsageError
 from lockstep.inference.confusions import confusions
-from lockstep.inference.mistakes import Mistakes
-from lockstep.inference.perplexity import Perplexity
-from lockstep.inference.residuals import Residuals
+from lockstep.inference.mistakes import mistakes
+from lockstep.inference.perplexity import loss_by_position, samples_of_text
+from lockstep.inference.residuals import residuals
 from lockstep.inference.saved import SavedModel
-from lockstep.inference.validation_pass import EvaluatedBatch, RunningTotals, Validation, open_validation
+from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_validation
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
@@ -35,6 +36,9 @@ _FIGURES: Final = (
 _BY_POSITION: Final = "The mean loss of the validation tokens that have so many others before them."
 
 
+Line = Sequence[tuple[float, float]]
+
+
 class Inspection(NamedTuple):
     """Sections for a page, and why there are none of some of the runs."""
 
@@ -42,24 +46,12 @@ class Inspection(NamedTuple):
     problems: list[str]
 
 
-class InspectionView(Protocol):
-    """What is to be seen of a task."""
-
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """Take samples that were computed."""
-        ...
-
-    def sections(self) -> list[Section]:
-        """Return what a page shows of all samples together."""
-        ...
-
-
 class _One(NamedTuple):
     """Of one run: its row in the table of figures, its sections, and its loss by position."""
 
     row: Mapping[str, str]
     sections: list[Section]
-    line: Sequence[tuple[float, float]]
+    line: Line
 
 
 def inspect_runs(
@@ -96,11 +88,9 @@ def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tel
     validation = open_validation(saved, samples)
     task, count, of = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
-    totals, view = RunningTotals(task), _view(folder, saved, validation)
-    for evaluated in validation.batches():
-        totals.add(evaluated)
-        view.add(evaluated)
-    figures = totals.figures()
+    added = NamedSums()
+    sections, by_position = _view(folder, saved, validation, validation.batches(added))
+    figures = validation.figures(added)
     row = {
         "run": folder,
         "after step": f"{saved.step:,}",
@@ -109,57 +99,36 @@ def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tel
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
         _RECORDED: _deviation_from_log(saved, history, figures) if count == of else "",
     }
-    return _One(row, view.sections(), view.line() if isinstance(view, Perplexity) else [])
+    return _One(row, sections, by_position)
 
 
-def _view(folder: str, saved: SavedModel, validation: Validation) -> InspectionView:
+def _view(
+    folder: str, saved: SavedModel, validation: Validation, batches: Iterator[EvaluatedBatch]
+) -> tuple[list[Section], Line]:
+    """Return what its task lets one see of a run, and its loss by position where it has one; all batches are taken."""
     match task := validation.task:
         case Classification():
-            return Mistakes(folder, task, validation)
+            return mistakes(folder, task, validation, batches), []
         case Language():
-            return Perplexity(folder, task, validation, saved)
+            line = loss_by_position(task, batches)
+            return samples_of_text(folder, task, validation, saved), line
         case Regression():
-            return Residuals(folder, task, validation, saved.facts.targets or [])
+            return residuals(folder, task, validation, saved.facts.targets or [], batches), []
         case Segmentation():
-            return Pixels(folder, task)
-    return Unknown(folder, saved.recipe.task.name)
+            return _pixels(folder, task, batches), []
+    deque(batches, maxlen=0)
+    name = saved.recipe.task.name
+    note = f"Nothing but its figures: what task {name} makes of a model's outputs is known to its code alone."
+    return [Words(folder, [note])], []
 
 
-@final
-class Pixels:
-    """A View of a segmentation: which pixels were taken for what."""
-
-    def __init__(self, run: str, task: Segmentation) -> None:
-        self._run = run
-        self._task = task
-        self._counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
-
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """See View."""
-        self._counts += self._task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()
-
-    def sections(self) -> list[Section]:
-        """See View."""
-        truths, guesses = self._counts.nonzero(as_tuple=True)
-        times: Tensor = self._counts[truths, guesses]
-        return confusions(self._run, self._task.classes, truths, guesses, times, "pixels")
-
-
-@final
-class Unknown:
-    """A View of a task of the user's own, of which only the figures are known."""
-
-    def __init__(self, run: str, task: str) -> None:
-        self._run = run
-        self._task = task
-
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """See View."""
-
-    def sections(self) -> list[Section]:
-        """See View."""
-        note = f"Nothing but its figures: what task {self._task} makes of a model's outputs is known to its code alone."
-        return [Words(self._run, [note])]
+def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:
+    """Return which pixels were taken for what."""
+    counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
+    for evaluated in batches:
+        counts += task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()
+    truths, guesses = counts.nonzero(as_tuple=True)
+    return confusions(run, task.classes, truths, guesses, counts[truths, guesses], "pixels")
 
 
 def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:

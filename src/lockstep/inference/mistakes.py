@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -57,52 +57,42 @@ class Guesses:
         return [Mistake(*row) for row in zip(*(column[order].tolist() for column in columns), strict=True)]
 
 
-@final
-class Mistakes:
-    """A View of a classifier."""
+def mistakes(
+    run: str, task: Classification, validation: Validation, batches: Iterable[EvaluatedBatch]
+) -> list[Section]:
+    """Return the confusions, and the worst mistakes with their pictures, or without where samples are none."""
+    found = guesses_of(task, batches)
+    once = torch.ones_like(found.truths)
+    shown = confusions(run, task.classes, found.truths, found.guesses, once, "samples")
+    return [*shown, _worst(f"{run}: worst mistakes", task, validation, found)]
 
-    def __init__(self, run: str, task: Classification, validation: Validation) -> None:
-        self._run = run
-        self._task = task
-        self._validation = validation
-        self._rows: list[tuple[Tensor, ...]] = []
 
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """See View."""
-        self._rows.append(_rows(self._task, evaluated))
+def guesses_of(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
+    """Return what the model took all samples for."""
+    rows = [_rows(task, each) for each in batches]
+    return Guesses(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
-    def guesses(self) -> Guesses:
-        """Return what the model took all samples for."""
-        return Guesses(*(torch.cat(column) for column in zip(*self._rows, strict=True)))
 
-    def sections(self) -> list[Section]:
-        """Return the confusions, and the worst mistakes with their pictures, or without where samples are none."""
-        names, found = self._task.classes, self.guesses()
-        once = torch.ones_like(found.truths)
-        shown = confusions(self._run, names, found.truths, found.guesses, once, "samples")
-        return [*shown, self._worst(found)]
-
-    def _worst(self, found: Guesses) -> Section:
-        title, worst, name = f"{self._run}: worst mistakes", found.worst(), self._validation.name
-        if not worst:
-            return Words(title, ["There are none."])
-        names, count = self._task.classes, int((found.truths != found.guesses).sum())
-        note = f"Those of {count:,} mistakes whose cross entropy is the largest, the largest first."
-        fetched = self._validation.split.fetch(np.array([each.number for each in worst]), None)
-        samples = tensors_of(self._task.inputs(fetched))[0]
-        if not are_pictures(samples):
-            rows = [
-                [name(each.number), names[each.truth], names[each.guess], *map(_chance, each[-2:])] for each in worst
-            ]
-            columns = ["sample", "is", "taken for", "probability of the truth", "of the guess"]
-            return Table(title, columns, rows, note)
-        if samples.dtype != torch.uint8:
-            note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
-        tiles = [
-            Tile(source, [name(each.number), *_captions(names, each)])
-            for source, each in zip(thumbnails(samples), worst, strict=True)
-        ]
-        return Tiles(title, tiles, note)
+def _worst(title: str, task: Classification, validation: Validation, found: Guesses) -> Section:
+    worst, names, name = found.worst(), task.classes, validation.name
+    if not worst:
+        return Words(title, ["There are none."])
+    count = int((found.truths != found.guesses).sum())
+    note = f"Those of {count:,} mistakes whose cross entropy is the largest, the largest first."
+    fetched = validation.split.fetch(np.array([each.number for each in worst]), None)
+    samples = tensors_of(task.inputs(fetched))[0]
+    if not are_pictures(samples):
+        rows = [[name(each.number), names[each.truth], names[each.guess], *map(_chance, each[-2:])] for each in worst]
+        columns = ["sample", "is", "taken for", "probability of the truth", "of the guess"]
+        return Table(title, columns, rows, note)
+    if samples.dtype != torch.uint8:
+        note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
+    tiles = []
+    for source, each in zip(thumbnails(samples), worst, strict=True):
+        truth, guess = f"is {names[each.truth]}", f"taken for {names[each.guess]}"
+        lines = [name(each.number), f"{truth} ({_chance(each.of_truth)})", f"{guess} ({_chance(each.of_guess)})"]
+        tiles.append(Tile(source, lines))
+    return Tiles(title, tiles, note)
 
 
 def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
@@ -114,13 +104,6 @@ def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]
     chances = likely.gather(1, guess[:, None])[:, 0].exp()
     columns = torch.from_numpy(evaluated.numbers), *(each.cpu() for each in (truth, guess, losses, chances))
     return tuple(column[counted.cpu()] for column in columns)
-
-
-def _captions(names: Sequence[str], mistake: Mistake) -> list[str]:
-    return [
-        f"is {names[mistake.truth]} ({_chance(mistake.of_truth)})",
-        f"taken for {names[mistake.guess]} ({_chance(mistake.of_guess)})",
-    ]
 
 
 def _chance(probability: float) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.core.batch import tensors_of
-from lockstep.data.text.tokenizer import Tokenizer
 from lockstep.errors import UsageError
 from lockstep.inference.saved import SavedModel
-from lockstep.inference.text import Sampling, generate_tokens, tokenizer_for
+from lockstep.inference.text import Sampling, continue_tokens, tokenizer_for
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
-from lockstep.tasks.batches import predictions
 from lockstep.tasks.language import Language
 
 _MOST_POINTS: Final = 256  # of a line over positions
@@ -31,58 +29,40 @@ _NOTE: Final = (
 )
 
 
-@final
-class Perplexity:
-    """A View of a language model: its loss by position, and samples of text."""
+def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[tuple[float, float]]:
+    """Return (position, mean loss), from 1; of many positions the means of stretches, at the middle of each.
 
-    def __init__(self, run: str, task: Language, validation: Validation, saved: SavedModel) -> None:
-        self._run = run
-        self._task = task
-        self._validation = validation
-        self._saved = saved
-        self._losses = torch.zeros(0, dtype=torch.float64)
-        self._tokens = torch.zeros(0, dtype=torch.int64)
+    Losses are added by the position of the token that the model is to give.
+    """
+    losses, tokens = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+    for evaluated in batches:
+        own, counted = task.losses(evaluated.outputs, evaluated.batch)
+        losses, tokens = _longer(losses, own.double().sum(0).cpu()), _longer(tokens, counted.sum(0).cpu())
+    stretch = max(-(-len(tokens) // _MOST_POINTS), 1)
+    points = []
+    for first in range(0, len(tokens), stretch):
+        count = int(tokens[first : first + stretch].sum())
+        if count:
+            middle = first + (min(stretch, len(tokens) - first) + 1) / 2
+            points.append((middle, float(losses[first : first + stretch].sum()) / count))
+    return points
 
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """See View: losses are added by the position of the token that the model is to give."""
-        losses, counted = self._task.losses(evaluated.outputs, evaluated.batch)
-        self._losses = _longer(self._losses, losses.double().sum(0).cpu())
-        self._tokens = _longer(self._tokens, counted.sum(0).cpu())
 
-    def line(self) -> list[tuple[float, float]]:
-        """Return (position, mean loss), from 1; of many positions the means of stretches, at the middle of each."""
-        stretch = max(-(-len(self._tokens) // _MOST_POINTS), 1)
-        points = []
-        for first in range(0, len(self._tokens), stretch):
-            tokens = int(self._tokens[first : first + stretch].sum())
-            if tokens:
-                middle = first + (min(stretch, len(self._tokens) - first) + 1) / 2
-                points.append((middle, float(self._losses[first : first + stretch].sum()) / tokens))
-        return points
-
-    def sections(self) -> list[Section]:
-        """Return how the model continues the beginnings of some samples; its loss by position is `line`."""
-        title = f"{self._run}: samples of text"
-        try:
-            words = tokenizer_for(self._saved)
-        except UsageError as error:
-            return [Words(title, [f"There are none: {error}. The option is one of `lockstep predict`."])]
-        chosen = np.linspace(0, len(self._validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
-        numbers = dict.fromkeys(self._validation.numbers[chosen].tolist())
-        return [Passages(title, [self._passage(number, words) for number in numbers], _NOTE)]
-
-    def _passage(self, number: int, words: Tokenizer) -> Passage:
-        given = _beginning(self._task, self._validation.split.fetch(np.array([number]), None))
-
-        def scores(ids: list[int]) -> Tensor:
-            outputs = predictions(self._validation.computing((torch.tensor([ids]),)), self._saved.name)
-            return outputs[0, -1, : words.vocabulary]
-
-        text = words.decode(
-            np.array(given + generate_tokens(scores, given, replace(_SAMPLING, seed=number), self._saved.facts.context))
-        )
-        known = words.decode(np.array(given))
-        return Passage(self._validation.name(number), known, text.removeprefix(known))
+def samples_of_text(run: str, task: Language, validation: Validation, saved: SavedModel) -> list[Section]:
+    """Return how the model continues the beginnings of some samples."""
+    title = f"{run}: samples of text"
+    try:
+        words = tokenizer_for(saved)
+    except UsageError as error:
+        return [Words(title, [f"There are none: {error}. The option is one of `lockstep predict`."])]
+    chosen = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
+    passages = []
+    for number in dict.fromkeys(validation.numbers[chosen].tolist()):
+        given = _beginning(task, validation.split.fetch(np.array([number]), None))
+        sampling = replace(_SAMPLING, seed=number)
+        known, text, _ = continue_tokens(saved, validation.computing, words, given, sampling)
+        passages.append(Passage(validation.name(number), known, text))
+    return [Passages(title, passages, _NOTE)]
 
 
 def _beginning(task: Language, batch: Any) -> list[int]:

@@ -57,19 +57,12 @@ class Prediction(TypedDict, total=False):
     new_tokens: int
 
 
-_TAKEN: Final[Mapping[Kind, Sequence[str]]] = {
-    "pictures": ("top",),
-    "masks": ("out",),
-    "values": (),
-    "table": ("out",),
-    "text": ("prompt", "tokens", "temperature", "seed", "tokenizer"),
-}
-_NAMES: Final[Mapping[Kind, str]] = {
-    "pictures": "pictures or folders of them, and gives classes",
-    "masks": "pictures or folders of them, and writes masks",
-    "values": "pictures or folders of them, and gives numbers",
-    "table": "one table, .csv or .parquet",
-    "text": "a prompt",
+_TAKEN: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # in words, and the options that go with it
+    "pictures": ("pictures or folders of them, and gives classes", ("top",)),
+    "masks": ("pictures or folders of them, and writes masks", ("out",)),
+    "values": ("pictures or folders of them, and gives numbers", ()),
+    "table": ("one table, .csv or .parquet", ("out",)),
+    "text": ("a prompt", ("prompt", "tokens", "temperature", "seed", "tokenizer")),
 }
 
 
@@ -100,7 +93,7 @@ def predict(
     has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
     """
     words = tuple(as_words(overrides))
-    asked = EvalRequest(str(run), words, trust, "best" if best else "newest", "predict")
+    asked = EvalRequest(str(run), words, trust, best, "predict")
     written, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
     options = Options(top, written, prompt, tokens, temperature, seed, file)
     rows = in_background(lambda: predictions_of(open_saved(asked, weights), as_names(inputs), options))
@@ -165,11 +158,12 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
     """Raise UsageError where the request does not fit the run."""
-    wanted = f"{saved.path}: this run takes {_NAMES[kind]}"
-    foreign = [each.name for each in fields(Options) if getattr(options, each.name) is not None]
-    foreign = [name for name in foreign if name not in _TAKEN[kind]]
+    words, fitting = _TAKEN[kind]
+    wanted = f"{saved.path}: this run takes {words}"
+    given = [each.name for each in fields(Options) if getattr(options, each.name) is not None]
+    foreign = [name for name in given if name not in fitting]
     if foreign:
-        options_of = ", ".join(f"--{name}" for name in _TAKEN[kind]) or "none"
+        options_of = ", ".join(f"--{name}" for name in fitting) or "none"
         raise UsageError(f"{wanted}; --{foreign[0]} does not fit it, the options that do: {options_of}")
     for name, least in (("top", 1), ("tokens", 1), ("seed", 0)):
         value = getattr(options, name)

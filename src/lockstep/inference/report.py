@@ -83,9 +83,7 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         from lockstep.inference.saved import open_saved
         from lockstep.run.evaluation import EvalRequest
 
-        asked = EvalRequest(
-            "", options.overrides, options.trust, "best" if options.best else "newest", "report --examples"
-        )
+        asked = EvalRequest("", options.overrides, options.trust, options.best, "report --examples")
         seen = inspect_runs(found, samples or _SAMPLES, lambda run: open_saved(replace(asked, path=run)), tell)
         shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
     title = found[0].folder if len(found) == 1 else f"{len(found)} runs"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,45 +18,34 @@ _MOST_DOTS: Final = 2_000  # samples in a chart
 _MOST_ROWS: Final = 10
 
 
-@final
-class Residuals:
-    """A View of a regression."""
+def residuals(
+    run: str, task: Regression, validation: Validation, targets: Sequence[str], batches: Iterable[EvaluatedBatch]
+) -> list[Section]:
+    """Return a chart of each number, predicted over true, and a table of the samples with the largest errors.
 
-    def __init__(self, run: str, task: Regression, validation: Validation, targets: Sequence[str]) -> None:
-        self._run = run
-        self._task = task
-        self._validation = validation
-        self._targets = targets  # their names, where the data knows them
-        self._pairs: list[tuple[Tensor, ...]] = []
-
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """See View."""
-        found, true = match_shapes(self._task.model_name, evaluated.outputs, evaluated.batch, columns=True)
-        self._pairs.append(tuple(each.double().cpu().flatten(1) for each in (true, found)))
-
-    def sections(self) -> list[Section]:
-        """Return a chart of each number, predicted over true, and a table of the samples with the largest errors."""
-        true, found = (torch.cat(column) for column in zip(*self._pairs, strict=True))
-        count = true.shape[1]
-        names = self._targets if len(self._targets) == count else _default_names(count)
-        some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
-        notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
-        notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
-        charts = [
-            dots(
-                f"{self._run}: predicted {name}".rstrip(),
-                "true",
-                "predicted",
-                list(zip(true[some, number].tolist(), found[some, number].tolist(), strict=True)),
-                note=" ".join(notes),
-            )
-            for number, name in enumerate(names[:_MOST_CHARTS])
-        ]
-        return [*charts, _largest(self._run, self._validation, names, true, found)]
-
-
-def _default_names(count: int) -> list[str]:
-    return [""] if count == 1 else [f"number {number}" for number in range(count)]
+    `targets` are the names of the numbers, where the data knows them.
+    """
+    pairs = [match_shapes(task.model_name, each.outputs, each.batch, columns=True) for each in batches]
+    found, true = (
+        torch.cat([each.double().cpu().flatten(1) for each in column]) for column in zip(*pairs, strict=True)
+    )
+    count = true.shape[1]
+    unnamed = [""] if count == 1 else [f"number {number}" for number in range(count)]
+    names = targets if len(targets) == count else unnamed
+    some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
+    notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
+    notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
+    charts = [
+        dots(
+            f"{run}: predicted {name}".rstrip(),
+            "true",
+            "predicted",
+            list(zip(true[some, number].tolist(), found[some, number].tolist(), strict=True)),
+            note=" ".join(notes),
+        )
+        for number, name in enumerate(names[:_MOST_CHARTS])
+    ]
+    return [*charts, _largest(run, validation, names, true, found)]
 
 
 def _largest(run: str, validation: Validation, names: Sequence[str], true: Tensor, found: Tensor) -> Table:

@@ -29,7 +29,12 @@ def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path 
     table = read(file)
     rows = _rows(saved, table)
     if out is not None:
-        _check_out(out)
+        if out.suffix not in _WRITTEN:
+            raise UsageError(f"--out {out}: a table is written as {' or '.join(_WRITTEN)}; choose such a name")
+        if out.exists():
+            raise UsageError(f"--out {out}: is there already; choose another name")
+        if not out.parent.is_dir():
+            raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
     task, kept = saved.task(), []
     for first in range(0, len(rows), computing.batch):
         numbers = np.arange(first, min(first + computing.batch, len(rows)))
@@ -65,15 +70,6 @@ def _prediction(saved: SavedModel, found: torch.Tensor) -> Row:
     if len(numbers) == len(targets) > 1:
         return {f"predicted {name}": value for name, value in zip(targets, numbers, strict=True)}
     return {"predicted": numbers[0] if len(numbers) == 1 else numbers}
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix not in _WRITTEN:
-        raise UsageError(f"--out {out}: a table is written as {' or '.join(_WRITTEN)}; choose such a name")
-    if out.exists():
-        raise UsageError(f"--out {out}: is there already; choose another name")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
 
 
 def _write(out: Path, table: Any, rows: list[Row]) -> None:

@@ -36,16 +36,23 @@ def continue_prompt(
     given = words.encode(prompt).astype(np.int64).tolist()
     if not given:
         raise UsageError("--prompt: it is empty; give at least one character to go on from")
+    known, text, count = continue_tokens(saved, computing, words, given, sampling)
+    yield {"prompt": known, "text": text, "tokens": len(given), "new_tokens": count}
+
+
+def continue_tokens(
+    saved: SavedModel, computing: Computing, words: Tokenizer, given: list[int], sampling: Sampling
+) -> tuple[str, str, int]:
+    """Return the text of the tokens given, the text that follows it, and how many tokens that has."""
 
     def scores(ids: list[int]) -> Tensor:
         outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
         return outputs[0, -1, : words.vocabulary]  # a model may know more than its tokenizer
 
     made = generate_tokens(scores, given, sampling, saved.facts.context)
-    text = words.decode(np.array(given + made))
-    # Of a tokenizer by bytes the prompt's last token may be half a character, so the whole is decoded at once.
-    known = words.decode(np.array(given))
-    yield {"prompt": known, "text": text.removeprefix(known), "tokens": len(given), "new_tokens": len(made)}
+    # Of a tokenizer by bytes the last token given may be half a character, so the whole is decoded at once.
+    known, text = (words.decode(np.array(ids)) for ids in (given, given + made))
+    return known, text.removeprefix(known), len(made)
 
 
 def generate_tokens(

@@ -43,39 +43,28 @@ class Validation:
     computing: Computing
     transforms: DeviceTransforms
 
-    def batches(self) -> Iterator[EvaluatedBatch]:
-        """Compute each sample once, in the batches of an evaluation where all are looked at."""
-        for first in range(0, len(self.numbers), self.computing.batch):
+    def batches(self, added: NamedSums) -> Iterator[EvaluatedBatch]:
+        """Compute each sample once, in the batches of an evaluation where all are looked at, whose sums are `added`."""
+        for number, first in enumerate(self._firsts):
             numbers = self.numbers[first : first + self.computing.batch]
             arrived = map_tensors(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
             batch = self.transforms.for_evaluation(arrived)
-            yield EvaluatedBatch(numbers, batch, self.computing(self.task.inputs(batch)))
+            outputs = self.computing(self.task.inputs(batch))
+            added.add(number, batch_sums(self.task, outputs, batch, self.task.weight(batch)))
+            yield EvaluatedBatch(numbers, batch, outputs)
+
+    def figures(self, added: NamedSums) -> dict[str, float]:
+        """Return the loss and the task's figures of all batches, by the names that an evaluation writes."""
+        return figures_of(self.task, added.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
+
+    @property
+    def _firsts(self) -> range:
+        return range(0, len(self.numbers), self.computing.batch)
 
     def name(self, number: int) -> str:
         """Return what a sample is called: its number, and its file where it has one."""
         file = f" {self.data.files[1](number)}" if self.data.files else ""
         return f"sample {number}{file}"
-
-
-@final
-class RunningTotals:
-    """The sums of an evaluation, added as the run adds them: whole numbers exactly, others rounded once."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._added = NamedSums()
-        self._count = 0
-
-    def add(self, evaluated: EvaluatedBatch) -> None:
-        """Take the sums of a batch."""
-        weight = self._task.weight(evaluated.batch)
-        self._added.add(self._count, batch_sums(self._task, evaluated.outputs, evaluated.batch, weight))
-        self._count += 1
-
-    def figures(self) -> dict[str, float]:
-        """Return the loss and the task's figures, by the names that an evaluation writes."""
-        alone = World(ALONE, torch.device("cpu"))
-        return figures_of(self._task, self._added.total(alone, self._count))
 
 
 def open_validation(saved: SavedModel, most: int) -> Validation:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import SRUN_PORT, host_problem, listening_socket
@@ -22,6 +22,9 @@ from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
 from lockstep.ranks.secret import job_secret, new_secret
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
 
 
 def starters() -> dict[str, Launcher]:
@@ -37,10 +40,16 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     launcher = starters()[name]
     job = _with_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
-    _check_restarts(job)
+    if (job.restarts or job.fewest) and job.words[0] == "train" and not _loaded(job).config.run.dir:
+        raise UsageError(
+            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
+            "would begin a run of its own; name one, such as run.dir=runs/a"
+        )
     if name != "local" or dry_run:  # the ranks here would see it at once
         _check_work(job)
-    secret = _secret(launcher, job)
+    # The user's own secret, else a new one where this command starts all ranks: others would not have it.
+    own = os.fsdecode(job_secret(os.environ))
+    secret = own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
     lines = _lines(launcher, replace(job, signed=bool(secret)))
     if dry_run:
         print("\n".join(map(shlex.join, lines.values())))
@@ -94,15 +103,6 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     return job
 
 
-def _secret(launcher: Launcher, job: Job) -> str:
-    """Return the secret of the job: the user's own, else a new one where this command starts all ranks; "" for none.
-
-    Hosts that join later, or that another command starts, would not have a new one.
-    """
-    own = os.fsdecode(job_secret(os.environ))
-    return own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
-
-
 def _with_id(launcher: Launcher, job: Job) -> Job:
     """Return the job with a name for its rendezvous, where it wants one and this command knows all hosts."""
     if job.id or job.meets_by == "static":
@@ -128,32 +128,22 @@ def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> Non
         )
 
 
-def _check_restarts(job: Job) -> None:
-    """Raise UsageError where a training is to be started again that would not go on."""
-    if (job.restarts or job.fewest) and job.words[0] == "train" and not _run_folder(job.words):
-        raise UsageError(
-            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
-            "would begin a run of its own; name one, such as run.dir=runs/a"
-        )
-
-
 def _check_work(job: Job) -> None:
     """Raise UsageError where the ranks of a training would refuse so many of them."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
-    from lockstep.config.load import load, split
     from lockstep.run.resolved import resolve  # torch takes seconds
     from lockstep.run.strategy import check_strategy
 
-    resolved = resolve(load(*split(job.words[1:])), job.processes)
+    resolved = resolve(_loaded(job), job.processes)
     check_strategy(resolved.strategy_name, resolved.strategy, job.processes, resolved.recipe.microbatches)
 
 
-def _run_folder(words: tuple[str, ...]) -> str | None:
-    """Return the run folder that a training names, None where it names none; ConfigError where its words are wrong."""
+def _loaded(job: Job) -> Loaded:
+    """Return the configuration of a training; ConfigError where its words are wrong."""
     from lockstep.config.load import load, split
 
-    return load(*split(words[1:])).config.run.dir
+    return load(*split(job.words[1:]))
 
 
 def _lines(launcher: Launcher, job: Job) -> dict[str, list[str]]:
@@ -204,7 +194,7 @@ def _result(job: Job) -> dict[str, Any]:
     if job.words[0] != "train":
         return {}
     with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
-        folder = _run_folder(job.words)
+        folder = _loaded(job).config.run.dir
         found = plainfile.parse_json(Path(folder, RESULT).read_bytes()) if folder else {}
         return found if isinstance(found, dict) else {}
     return {}

@@ -57,12 +57,7 @@ def detect_rank() -> RankInfo | None:
     if info is None:
         return None
     die_with_launcher(info.launcher)
-    return resolve_master(info, os.environ)
-
-
-def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
-    """Return the rank with another address of rank 0's host, if its launcher has one for a name that nobody knows."""
-    return slurm.resolve_master(info, env)
+    return slurm.resolve_master(info, os.environ)
 
 
 def detect_all(env: Mapping[str, str]) -> tuple[Detection, ...]:

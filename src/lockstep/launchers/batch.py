@@ -16,6 +16,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.launchers.job import Job, Resources, resource_problems
 from lockstep.launchers.slurm import command
 
+_SCRIPT: Final = Path(__file__).with_name("batch.sh")
 _LONGEST_WARNING_S: Final = 65_535  # Slurm's own limit
 _PATIENCE_S: Final = 5.0  # for squeue; a controller that is overloaded lets it wait for minutes
 _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
@@ -71,31 +72,13 @@ def check_batch(batch: Batch) -> Batch:
 
 def script(batch: Batch) -> str:
     """Return the batch script, for bash; its comments are for its readers in the run folder."""
-    job = batch.job
-    call = shlex.join(command(replace(job, options=(), resources=Resources())))  # a step has what the job has
-    run = shlex.quote(batch.run)
-    time = f"#SBATCH --time={batch.time}\n" if batch.time else ""
-    asked = "".join(f"#SBATCH {shlex.quote(f'{option}={value}')}\n" for option, value in job.resources.named.items())
-    options = f"# --option\n#SBATCH {shlex.join(job.options)}\n" if job.options else ""
-    again = ""
-    if batch.on_again:
-        again = _ON_AGAIN.format(run=run, words=shlex.join(batch.on_again))
-        call += ' "${words[@]}"'
-    return _SCRIPT.format(
-        name=shlex.quote(batch.name),
-        folder=shlex.quote(batch.folder),
-        nodes=job.nodes,
-        each=job.processes_per_node,
-        time=time,
-        asked=asked,
-        secret=SECRET,
-        log=shlex.quote(batch.log),
-        warn=batch.warn_before_s,
-        options=options,
-        again=again,
-        call=call,
-        events=shlex.quote(f"{batch.run}/events.jsonl"),
-    )
+    from jinja2 import Environment  # only now: the other commands need not wait for it
+
+    # A step has what the job has.
+    call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))
+    words = {"quote": shlex.quote, "join": shlex.join, "call": call, "secret": SECRET}
+    template = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(_SCRIPT.read_text("utf-8"))
+    return template.render(batch=batch, job=batch.job, **words)
 
 
 def submit(file: Path) -> int:
@@ -151,68 +134,3 @@ def _seconds(time: str) -> int | None:
         int(each or 0) for each in match.groups()
     )
     return days * 86_400 + (day_hours + hours) * 3_600 + (day_minutes + minutes + plain) * 60 + day_seconds + seconds
-
-
-_SCRIPT: Final = """\
-#!/bin/bash
-# Written by lockstep submit.
-#SBATCH --job-name={name}
-#SBATCH --chdir={folder}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={each}
-{time}{asked}\
-# What Slurm and the ranks print; a start that goes on adds to it.
-#SBATCH --output={log}
-#SBATCH --open-mode=append
-# The ranks, not this script, are warned before the time is over (up to a minute earlier: Slurm looks that seldom).
-# They finish the step, save and exit with 75.
-#SBATCH --signal=USR1@{warn}
-# Allows Slurm to start the job again: after a node failed, and where the end of this script asks for it.
-#SBATCH --requeue
-{options}\
-
-# srun does not take these over from the job by itself, since Slurm 22.05.
-if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-# The ranks sign with it what they send each other. Drawn at each start, it is in no file and no command line.
-if [ -z "${{{secret}:-}}" ]; then {secret}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n'); fi
-export {secret}
-{again}\
-
-echo "job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST"
-size=$(stat --format=%s {events} 2> /dev/null)
-# One failed rank ends all. The run folder is named, so that each start goes on in it.
-{call}
-code=$?
-
-# The last event of this start shows whether it was stopped by a signal and is saved. The exit code is 75 then, but for
-# ranks that srun kills while they end, because others have ended. A saved run starts again by itself after the
-# warning, and where another job takes the nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put
-# it back into the queue already: it does not count as running then, but asking for a new start would give it one.
-reason=
-if [ "$code" -ne 0 ] && [ "$(stat --format=%s {events} 2> /dev/null)" != "$size" ]; then
-    reason=$(tail -n 1 {events} | sed -n 's/^{{"event": "stopped",.*"reason": "\\([A-Z0-9]*\\)".*/\\1/p')
-fi
-if [ "$reason" = SIGUSR1 ] || [ "$reason" = SIGTERM ]; then
-    # A Slurm that moves many jobs at once may not answer.
-    for pause in 0 5 10 20 30; do
-        sleep "$pause"
-        state=
-        read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
-        if [ -z "$state" ]; then continue; fi
-        if [ "$state" = RUNNING ] && {{ [ "$reason" = SIGUSR1 ] || [[ $preempted == [0-9]* ]]; }}; then
-            echo "stopped by $reason and saved: back into the queue"
-            scontrol requeue "$SLURM_JOB_ID" || continue
-        fi
-        exit "$code"
-    done
-    echo "stopped by $reason and saved, but Slurm has not put it back into the queue; to go on:"
-    echo "scontrol requeue $SLURM_JOB_ID"
-fi
-exit "$code"
-"""
-_ON_AGAIN: Final = """\
-
-# The checkpoint to begin from was for the first start.
-words=()
-if [ -e {run}/config.yaml ]; then words=({words}); fi
-"""

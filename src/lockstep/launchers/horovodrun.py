@@ -8,7 +8,7 @@ from zlib import crc32
 
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.variables import Names, place, port_of
+from lockstep.launchers.variables import place, port_of
 
 VARIABLES: Final = (
     "HOROVOD_RANK",
@@ -31,7 +31,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         return None
     rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # of one job alone, the same on all ranks
     port = port_of(crc32(rendezvous.encode()))
-    return place(env, "horovodrun", Names(*VARIABLES[:4]), port=port, missing=_MISSING, advice=_ADVICE)
+    return place(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("horovodrun", detect, VARIABLES)

@@ -137,14 +137,11 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
     """Put the signals that ask to end into the queue while the block runs."""
-    numbers = [number for number in _ASKING if number != signal.SIGHUP or not _is_ignored(number)]  # as nohup has it
+    # As nohup has it, an ignored SIGHUP stays so.
+    numbers = [number for number in _ASKING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in numbers}
     try:
         yield
     finally:
         for number, action in before.items():
             signal.signal(number, action)
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN

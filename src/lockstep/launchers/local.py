@@ -25,9 +25,4 @@ def command(job: Job) -> list[str]:
     return [*job.program, f"placement.processes={job.processes}"]
 
 
-def unused_port(_: Job) -> str:
-    """Return why a job has no use for --port."""
-    return "the processes meet in files"
-
-
-LAUNCHER: Final = Launcher("local", command=command, unused_port=unused_port, signed=False)
+LAUNCHER: Final = Launcher("local", command=command, unused_port=lambda _: "the processes meet in files", signed=False)

@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.variables import Names, place
+from lockstep.launchers.variables import place
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
 PORT: Final = 29_500  # torch's own; Hydra tells its processes no number of the job
@@ -22,7 +22,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None
-    return place(env, "mpich", Names(*VARIABLES[:4]), port=PORT, missing=_MISSING, advice=_ADVICE)
+    return place(env, "mpich", VARIABLES[:4], port=PORT, missing=_MISSING, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("mpich", detect, VARIABLES)

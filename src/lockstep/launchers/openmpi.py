@@ -10,7 +10,7 @@ from lockstep.common.hashing import VARIABLE
 from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import Names, place, port_of
+from lockstep.launchers.variables import place, port_of
 
 VARIABLES: Final = (
     "OMPI_COMM_WORLD_RANK",
@@ -30,9 +30,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that mpirun gave this process, or None."""
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    names = Names(*VARIABLES[:4])
     port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the name of the job, the same on all ranks
-    return place(env, "openmpi", names, port=port, missing=_MISSING, advice=_ADVICE)
+    return place(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:

@@ -112,12 +112,10 @@ def command(job: Job) -> list[str]:
     return ["srun", *layout, *named, "--kill-on-bad-exit=1", *asked, *job.options, *job.program]
 
 
-def unused_port(_: Job) -> str:
-    """Return why a job has no use for --port."""
-    return "it follows from the numbers of job and step, or is MASTER_PORT of the environment"
-
-
-LAUNCHER: Final = Launcher("slurm", detect, VARIABLES, command, unused_port=unused_port, resources=True, followed=True)
+_UNUSED_PORT: Final = "it follows from the numbers of job and step, or is MASTER_PORT of the environment"
+LAUNCHER: Final = Launcher(
+    "slurm", detect, VARIABLES, command, unused_port=lambda _: _UNUSED_PORT, resources=True, followed=True
+)
 
 
 def _is_task_of_many(env: Mapping[str, str]) -> bool:

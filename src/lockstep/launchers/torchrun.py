@@ -81,10 +81,6 @@ def unused_port(job: Job) -> str:
     return "a free one is looked for on one host" if job.standalone else ""
 
 
-def _is_on_one_host(job: Job) -> bool:
-    return job.nodes == 1
-
-
 LAUNCHER: Final = Launcher(
-    "torchrun", detect, VARIABLES, command, starts_all=_is_on_one_host, unused_port=unused_port, elastic=True
+    "torchrun", detect, VARIABLES, command, starts_all=lambda job: job.nodes == 1, unused_port=unused_port, elastic=True
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar, final
 
 from lockstep.common.rank import RankInfo
@@ -72,37 +71,23 @@ class Variables:
             raise UsageError("\n".join(self._problems))
 
 
-@dataclass(frozen=True)
-class Names:
-    """How a launcher calls the four numbers that say which process this one is."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
 def place(
-    env: Mapping[str, str], launcher: str, names: Names, *, port: int, missing: str, advice: str = ""
+    env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing: str, advice: str = ""
 ) -> RankInfo:
     """Return the rank that four variables tell; MASTER_ADDR and MASTER_PORT come first where they are set.
 
+    `names` are those of the rank, the size, the local rank and the local size.
     Where all processes are on one host, rank 0 listens at 127.0.0.1; else its host is not known, and `advice` says how
     to tell it. Missing or impossible values raise UsageError, all of them at once.
     """
     variables = Variables(env, missing)
-    rank = variables.number(names.rank)
-    size = variables.number(names.size)
-    local_rank = variables.number(names.local_rank)
-    local_size = variables.number(names.local_size)
+    rank, size, local_rank, local_size = map(variables.number, names)
     chosen = variables.port(port)
     if not variables.wrong:
-        check_range(variables, names.rank, rank, names.size, size)
-        check_range(variables, names.local_rank, local_rank, names.local_size, local_size)
+        check_range(variables, names[0], rank, names[1], size)
+        check_range(variables, names[2], local_rank, names[3], local_size)
         if local_size > size:
-            variables.problem(
-                f"{names.local_size}={local_size} with {names.size}={size}: more on this host than in all"
-            )
+            variables.problem(f"{names[3]}={local_size} with {names[1]}={size}: more on this host than in all")
     variables.check()
     master = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
     return RankInfo(rank, size, local_rank, local_size, launcher, master, chosen, advice)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Final
 
 from torch import Tensor, nn
 
+from lockstep.common.importing import import_extra
 from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
@@ -43,9 +43,8 @@ def adapt(model: nn.Module, lora: Lora) -> None:
     They draw from torch's generator, and add nothing at first. BatchNorm layers none of whose parameters is trained
     stay in evaluation. UsageError where peft is not installed, or finds no module.
     """
-    peft = _peft()
     try:
-        peft.inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
+        _peft().inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -101,7 +100,4 @@ def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) ->
 
 
 def _peft() -> Any:
-    try:
-        return import_module("peft")  # here, because it takes seconds
-    except ImportError as error:
-        raise UsageError(f"{_KEY}: peft is not installed; pip install 'lockstep-train[lora]'") from error
+    return import_extra("peft", "lora", _KEY)

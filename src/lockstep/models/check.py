@@ -159,7 +159,7 @@ def check_weights(name: str, model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if parameter.is_complex():
             raise UsageError(f"model {name}: {path} is of {parameter.dtype}; train its real and imaginary parts")
-        if _overlaps(parameter):
+        if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
             raise UsageError(f"model {name}: elements of {path} share memory, as expand() makes them; clone it")
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
@@ -176,10 +176,6 @@ def check_weights(name: str, model: nn.Module) -> None:
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {name}: it has no parameter that is trained (requires_grad), so there is no run")
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _trial(

@@ -20,11 +20,9 @@ class FirstWeights(Protocol):
     @property
     def adapted(self) -> bool:
         """Whether they are those of a model with adapters."""
-        ...
 
     def into(self, model: nn.Module) -> object:
         """Copy them into a model."""
-        ...
 
 
 @dataclass(frozen=True)

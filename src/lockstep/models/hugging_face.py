@@ -17,11 +17,17 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lockstep.common import plainfile
+from lockstep.common.importing import import_extra
 from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
+_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # in words, and a type that has it
+    "CausalLM": ("language modelling", "llama"),
+    "ImageClassification": ("the classification of images", "vit"),
+    "SequenceClassification": ("the classification of texts", "distilbert"),
+}
 # "sdpa" calls torch's own attention, "eager" writes it out. Others have kernels of their own, which are not checked.
 _ATTENTION: Final = ("sdpa", "eager")
 _OURS: Final = ("attn_implementation", "revision")  # options that are no fields of a config
@@ -55,9 +61,10 @@ def transformers_model(
     auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
     chosen = {} if attention is None else {"attn_implementation": attention}
     if type(config) not in auto._model_mapping:
+        task, example = _TASKS[kind_of(facts)]
         raise UsageError(
-            f"model {name}: transformers has no {config.model_type} for {_task(kind_of(facts))}, which the data asks "
-            f"for; choose a type that has one, such as {_example(kind_of(facts))}"
+            f"model {name}: transformers has no {config.model_type} for {task}, which the data asks for; choose a type "
+            f"that has one, such as {example}"
         )
     if not pretrained:
         with _shorten_errors(name):
@@ -149,14 +156,7 @@ def _shorten_errors(name: str) -> Iterator[None]:
 
 
 def _library(name: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"model {name}: source transformers needs the package transformers; "
-            f"install it with: pip install 'lockstep-train[transformers]'"
-        ) from error
-    return transformers
+    return import_extra("transformers", "transformers", f"model {name}")
 
 
 def _is_type(library: Any, name: str) -> bool:
@@ -249,15 +249,3 @@ def _where(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if is_transformers_folder(name):
         return {"local_files_only": True}
     return {"revision": options["revision"]} if "revision" in options else {}
-
-
-def _task(kind: Kind) -> str:
-    return {
-        "CausalLM": "language modelling",
-        "ImageClassification": "the classification of images",
-        "SequenceClassification": "the classification of texts",
-    }[kind]
-
-
-def _example(kind: Kind) -> str:
-    return {"CausalLM": "llama", "ImageClassification": "vit", "SequenceClassification": "distilbert"}[kind]

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
+from lockstep.device.meta import on_meta
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
@@ -65,19 +66,10 @@ def find_refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Lo
 
 
 def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
-    model = _build_without_memory(build)
+    model = on_meta(build)
     with _fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
         return _record_step(model.train(), map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch), loss, cuda=True)
-
-
-def _build_without_memory(build: Build) -> nn.Module:
-    """Return the model, without memory where it can be built so."""
-    try:
-        with torch.device("meta"):
-            return build()
-    except Exception:  # a model may read values while it is built
-        return build()
 
 
 def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from lockstep.common.locking import exclusive, private_folder
+from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError
 
 _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
@@ -47,7 +48,7 @@ def with_fitting_weights(name: str, build: Callable[..., nn.Module], arguments: 
     model.load_state_dict(fitting, strict=False)
     left = [key for key in own if key not in fitting]
     if left:
-        warnings.warn(f"model {name}: no pretrained values fit {_some(left)}; they start at random", stacklevel=2)
+        warnings.warn(f"model {name}: no pretrained values fit {list_some(left)}; they start at random", stacklevel=2)
     return model
 
 
@@ -57,8 +58,3 @@ def _is_network(error: BaseException | None) -> bool:
         return False
     root = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or root in _NETWORK or _is_network(error.__cause__)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more

@@ -97,7 +97,7 @@ class Console:
             else:
                 for line in wording.align(rows):
                     self._line(line)
-        self._line(wording.fingerprint(event))
+        self._line(wording.hash_line(event.weights_sha256))
 
     def _line(self, text: str) -> None:
         if self._moving:

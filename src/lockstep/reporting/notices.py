@@ -27,8 +27,7 @@ class Notice:
 
 def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
     """Return what there is to report of an event, None for a report of a step; `fractions` are shares of one."""
-    found = _words(event, fractions)
-    if found is None:
+    if (found := _words(event, fractions)) is None:
         return None
     kind, words = found
     time = event.get("time")
@@ -41,7 +40,10 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
     match event.get("event"):
         case "started":
             where = f"{text(event, 'strategy')} on {count(event, 'processes') or '?'}, {text(event, 'device')}"
-            return "start", f"started: {where}" if event.get("resumed_from") is None else _resume_notice(event, where)
+            if event.get("resumed_from") is None:
+                return "start", f"started: {where}"
+            lost = f", {again:,} later steps are recomputed" if (again := count(event, "again")) else ""
+            return "start", f"resumed after step {step}: {where}{lost}"
         case "warning":
             return "warning", f"warning: {text(event, 'text')}"
         case "skipped":
@@ -59,9 +61,3 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
         case "done":
             return "end", f"done after step {step}, weights sha256 {text(event, 'weights_sha256')}"
     return None
-
-
-def _resume_notice(event: Mapping[str, Any], where: str) -> str:
-    again = count(event, "again")
-    lost = f", {again:,} later steps are recomputed" if again else ""
-    return f"resumed after step {count(event, 'step') or 0:,}: {where}{lost}"

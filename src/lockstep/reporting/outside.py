@@ -40,11 +40,9 @@ class Remote(Protocol):
 
     def log(self, step: int, figures: Mapping[str, float], time: float) -> None:
         """Take figures of a step."""
-        ...
 
     def finish(self, how: str) -> None:
         """End: `done`, `stopped` or `failed`."""
-        ...
 
 
 @final

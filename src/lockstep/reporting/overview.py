@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final, TextIO
 
 from rich.cells import cell_len
+from rich.table import Table
 from rich.text import Text
 
 from lockstep.reporting import wording
@@ -22,6 +23,7 @@ _GAP: Final = "  "
 _MOST_NAMES: Final = 5  # of runs that ended alike, in one line
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
 _WIDEST: Final = 24  # of such a column
+_ANY_WIDTH: Final = 1 << 16  # of a table whose columns are chosen: folded cells could not be read
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
@@ -31,15 +33,22 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     """
     console = terminal_on(stream, terminal)
     rows = [cells(run, now) for run in runs]
-    columns = [_Column(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
+    columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _settings(runs)
     headings = _headings(keys[:_MOST_KEYS])
-    columns[2:2] = [_Column(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
-    shown = [column for column in columns if any(column.cells)]
+    columns[2:2] = [(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
+    shown = {heading: column for heading, column in columns if any(column)}
     left_out = _drop_columns(shown, console.width, [*headings.values()]) if console.is_terminal else []
-    console.print(_line(shown, None, "bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
+    for heading in shown:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
     for number, run in enumerate(runs):
-        console.print(_line(shown, number, STYLES.get(run.state, "")), soft_wrap=True)
+        styles = {"state": STYLES.get(run.state, "")}
+        table.add_row(*(Text(column[number], styles.get(heading, "")) for heading, column in shown.items()))
+    console.width = _ANY_WIDTH
+    with console.capture() as drawn:
+        console.print(table)
+    stream.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
     lines = [f"left out, for want of room: {', '.join(left_out)}"] if left_out else []
     lines += [f"they also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
     lines += [f"{run.name} failed: {run.failure}" for run in runs if run.failure]
@@ -112,22 +121,6 @@ def ago(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s ago"
 
 
-@dataclass(frozen=True)
-class _Column:
-    heading: str
-    cells: list[str]
-
-    @property
-    def width(self) -> int:
-        return max(map(cell_len, (self.heading, *self.cells)))
-
-    def pad(self, number: int | None) -> str:
-        """Return the cell of a line, or the heading, as wide as the column."""
-        text = self.heading if number is None else self.cells[number]
-        space = " " * (self.width - cell_len(text))
-        return space + text if self.heading in _NUMBERS else text + space
-
-
 def _headings(keys: Sequence[str]) -> dict[str, str]:
     """Return short names of keys: `lr` of optimizer.lr.value; the whole key where two would be alike."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
@@ -139,24 +132,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
-def _drop_columns(columns: list[_Column], width: int, of_keys: Sequence[str]) -> list[str]:
+def _drop_columns(columns: dict[str, list[str]], width: int, of_keys: Sequence[str]) -> list[str]:
     """Take columns away until the rest fits, and return the headings of those; those of keys go last."""
     taken = []
     for heading in (*_LEFT_OUT, *reversed(of_keys)):
-        if sum(column.width + len(_GAP) for column in columns) - len(_GAP) <= width:
+        if sum(max(map(cell_len, (each, *cells))) + len(_GAP) for each, cells in columns.items()) - len(_GAP) <= width:
             break
-        found = [column for column in columns if column.heading == heading]
-        taken += [heading] * len(found)
-        columns[:] = [column for column in columns if column not in found]
+        if columns.pop(heading, None) is not None:
+            taken.append(heading)
     return taken
-
-
-def _line(columns: Sequence[_Column], number: int | None, style: str) -> Text:
-    """Return a line of the table, or its head, of which `style` is the style: of a line, of its state."""
-    text = Text()
-    for column in columns:
-        plain = number is not None and column.heading != "state"
-        text.append(column.pad(number), "" if plain else style)
-        text.append(_GAP)
-    text.rstrip()
-    return text

@@ -87,7 +87,7 @@ class RunStatus:
 class History:
     """A run by its log. `last` is its last event, `started` its last start's; both are empty where there is none.
 
-    `curves` are figures by the names of reporting/curves.py, thinned where they are long; of a step that was recomputed
+    `curves` are figures by the names of `figures`, thinned where they are long; of a step that was recomputed
     the later figures count, and the seconds of both. `seconds` are those of all starts together.
     """
 
@@ -240,7 +240,7 @@ def count(event: Mapping[str, Any], key: str) -> int | None:
 
 
 def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of an event under the names that reporting/curves.py gives them."""
+    """Yield the figures of an event under the names of their curves."""
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
@@ -285,10 +285,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < _LARGEST_COUNT
-
-
-def _is_figure(value: Any) -> bool:
-    return _figure(value) is not None
 
 
 def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
@@ -347,6 +343,6 @@ _REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "ti
 _FORMS_OF_ALL: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
 _FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
-    "step": {"loss": _is_figure},
+    "step": {"loss": lambda value: _figure(value) is not None},
     "stopped": {"reason": _is_text},
 }

@@ -12,8 +12,6 @@ class Sink(Protocol):
 
     def write(self, event: Event, time: float) -> None:
         """Take an event that happened at `time`, in seconds since 1970."""
-        ...
 
     def close(self) -> None:
         """Let go of files and the terminal; also after an error, and harmless the second time."""
-        ...

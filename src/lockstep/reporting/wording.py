@@ -135,13 +135,8 @@ def align(rows: Sequence[Row]) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
-def fingerprint(event: Done) -> str:
-    """Give the hash that two runs of one recipe share; other programs look for this line."""
-    return hash_line(event.weights_sha256)
-
-
 def hash_line(weights_sha256: str) -> str:
-    """Name the hash of weights."""
+    """Name the hash of weights, which two runs of one recipe share; other programs look for this line."""
     return f"weights sha256 {weights_sha256}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -61,13 +61,14 @@ _OF_TRAINING: Final = (
 class EvalRequest:
     """A saved run, what overrides its recipe, and whether the code it names may run.
 
-    `path` is a checkpoint, or a run folder, of which `prefer` says which checkpoint. `command` is what the user called.
+    `path` is a checkpoint, or a run folder, of which the newest checkpoint is meant, or the `best`. `command` is what
+    the user called.
     """
 
     path: str
     overrides: tuple[str, ...] = ()
     trust: bool = False
-    prefer: Literal["newest", "best"] = "newest"
+    best: bool = False
     command: str = "eval"
 
 
@@ -139,7 +140,7 @@ def open_checkpoint(
             f"lockstep eval RECIPE recipe.model.weights={shlex.quote(request.path)}"
         )
     is_new = found is None
-    found = found or store.load(Path(request.path), request.prefer)
+    found = found or store.load(Path(request.path), "best" if request.best else "newest")
     recipe = values(checkpoint_recipe(found.path, found.snapshot))
     run_config = found.path.parent.parent / CONFIG
     if os.path.lexists(run_config):

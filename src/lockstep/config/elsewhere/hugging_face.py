@@ -49,10 +49,7 @@ def accelerate(keys: Translation, model_given: bool) -> None:
         keys.note(f"the processes are those of {keys['num_machines']} machines: lockstep launch --nodes, or Slurm")
     if keys["use_cpu"] or kind == "MULTI_CPU":
         keys.set("placement.device", "cpu", "use_cpu" if "use_cpu" in keys else "distributed_type")
-    precision = keys["mixed_precision"]
-    if precision not in _PRECISIONS:
-        raise UsageError(f"mixed_precision: {precision!r}; use {', '.join(_PRECISIONS)}")
-    keys.set("recipe.precision", _PRECISIONS[precision], "mixed_precision")
+    keys.choose("mixed_precision", "recipe.precision", _PRECISIONS)
     if keys["dynamo_config.dynamo_backend"] != "NO":
         keys.set("recipe.compile", True, "dynamo_config.dynamo_backend")
     if not keys["enable_cpu_affinity"]:
@@ -145,25 +142,20 @@ def _set_strategy(keys: Translation, name: str, offload: bool, origin: str) -> N
 
 
 def _optimizer(keys: Translation) -> None:
-    name = keys["optim"]
-    if name not in _OPTIMIZERS:
-        raise UsageError(f"optim: {name!r}; {', '.join(_OPTIMIZERS)} can be imported: choose another one, or set optim")
-    keys.set("recipe.optimizer.name", _OPTIMIZERS[name], "optim")
+    name = keys.choose("optim", "recipe.optimizer.name", _OPTIMIZERS)
     keys.set("recipe.optimizer.lr", float(keys["learning_rate"]), "learning_rate")
     keys.set("recipe.optimizer.weight_decay", float(keys["weight_decay"]), "weight_decay")
     keys.set("recipe.optimizer.decay_bias_and_norm", False, "its rule for decay")
-    if _OPTIMIZERS[name] == "adamw":
+    if name == "adamw":
         betas = [float(keys["adam_beta1"]), float(keys["adam_beta2"])]
         options = {"betas": betas, "eps": float(keys["adam_epsilon"])}
         keys.set("recipe.optimizer.options", options, "adam_beta1, adam_beta2, adam_epsilon")
-    keys.leave(f"of AdamW, and this is {name}", "adam_beta1", "adam_beta2", "adam_epsilon")
+    keys.leave(f"of AdamW, and this is {keys['optim']}", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def _schedule(keys: Translation) -> None:
+    keys.choose("lr_scheduler_type", "recipe.schedule.name", _CURVES)
     name = keys["lr_scheduler_type"]
-    if name not in _CURVES:
-        raise UsageError(f"lr_scheduler_type: {name!r}; {', '.join(_CURVES)} can be imported")
-    keys.set("recipe.schedule.name", _CURVES[name], "lr_scheduler_type")
     steps, ratio = keys["warmup_steps"], keys["warmup_ratio"]
     if name == "constant":
         keys.leave("a constant rate has no warm-up there", "warmup_steps", "warmup_ratio")

@@ -153,6 +153,13 @@ class Translation:
         """Set a key of ours to the value of one of theirs."""
         self.set(path, self[key], key)
 
+    def choose(self, key: str, path: str, known: Mapping[Any, str]) -> str:
+        """Set a key of ours to what stands for the value of one of theirs, and return that; UsageError for others."""
+        if self[key] not in known:
+            raise UsageError(f"{key}: {self[key]!r}; use {', '.join(map(str, known))}")
+        self.set(path, known[self[key]], key)
+        return known[self[key]]
+
     def leave(self, reason: str, *keys: str) -> None:
         """Say why these keys of theirs, or patterns of them, have no counterpart, unless something follows from them.
 

@@ -53,14 +53,11 @@ class Files:
 
     def content(self, index: int) -> bytearray:
         """See Pictures."""
-        return _read(self.name(index))
-
-
-def _read(file: str) -> bytearray:
-    # Not skipped whatever the recipe says: a disk or a network that fails is no property of the data.
-    try:
-        with plainfile.reader(Path(file), links=True) as stream:
-            return bytearray(stream.read())
-    except OSError as error:
-        advice = "remove it" if error.errno == errno.EINVAL else "check the disk it is on"
-        raise TrainingError(f"{file}: cannot be read: {error.strerror}; {advice}") from error
+        file = self.name(index)
+        # Not skipped whatever the recipe says: a disk or a network that fails is no property of the data.
+        try:
+            with plainfile.reader(Path(file), links=True) as stream:
+                return bytearray(stream.read())
+        except OSError as error:
+            advice = "remove it" if error.errno == errno.EINVAL else "check the disk it is on"
+            raise TrainingError(f"{file}: cannot be read: {error.strerror}; {advice}") from error

@@ -32,11 +32,9 @@ class Pictures(Protocol):
 
     def name(self, index: int) -> str:
         """Return what errors call a picture, such as its path."""
-        ...
 
     def content(self, index: int) -> bytearray:
         """Return the bytes of its file. TrainingError where they cannot be read."""
-        ...
 
 
 @dataclass(frozen=True)

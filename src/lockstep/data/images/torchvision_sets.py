@@ -73,7 +73,7 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
     )
 
 
-def _alone(name: str, root: str) -> AbstractContextManager[None]:
+def _alone(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
         return nullcontext()  # a folder that nobody like us can be writing to
     try:

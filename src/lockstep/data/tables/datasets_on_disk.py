@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
+from lockstep.common.importing import import_extra
 from lockstep.common.names import choices
 from lockstep.data.base import DataSet
 from lockstep.data.imported import collate_of, wrap_map_style
@@ -73,12 +74,7 @@ class Columns:
 
 
 def _parts(root: str, options: Options) -> tuple[Any, Any]:
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise UsageError(
-            "data set datasets: the library datasets is not installed; run: pip install 'lockstep-train[datasets]'"
-        ) from None
+    datasets = import_extra("datasets", "datasets", "data set datasets")
     if not Path(root).is_dir():
         raise UsageError(
             f"data set datasets: there is no folder {root}; set recipe.data.root to what save_to_disk wrote"

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.common import plainfile
+from lockstep.common.importing import import_extra
 from lockstep.errors import UsageError
 
 
 def read(file: Path) -> Any:
     """Return the table of a .csv or .parquet file, as pyarrow has it. UsageError where it cannot be read."""
-    try:
-        import pyarrow
-        from pyarrow import csv, parquet
-    except ModuleNotFoundError:
-        raise UsageError(
-            "data set table: the library pyarrow is not installed; run: pip install 'lockstep-train[tables]'"
-        ) from None
+    pyarrow = import_extra("pyarrow", "tables", "data set table")
+    from pyarrow import csv, parquet
+
     readers = {".csv": csv.read_csv, ".parquet": parquet.read_table}
     if file.suffix not in readers:
         raise UsageError(f"data set table: {file} is neither .csv nor .parquet; name such a file in recipe.data.root")

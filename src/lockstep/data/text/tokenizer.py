@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
+from lockstep.common.importing import import_extra
 from lockstep.errors import UsageError
 
 _LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`
@@ -25,25 +25,20 @@ class Tokenizer(Protocol):
     @property
     def vocabulary(self) -> int:
         """How many different tokens there are: they are 0 to one less."""
-        ...
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps, from which `tokenizer_of` makes it again."""
-        ...
 
     @property
     def library(self) -> Any:
         """The same as a `tokenizers.Tokenizer`, which puts nothing before or after the tokens of a text."""
-        ...
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the tokens of a text, as the smallest unsigned integers that hold them."""
-        ...
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """Return the text of tokens."""
-        ...
 
 
 @final
@@ -130,7 +125,7 @@ class FromFile:
     """The contents of a JSON file of the library `tokenizers`, such as a model's tokenizer.json."""
 
     def __init__(self, file: str) -> None:
-        tokenizers = _library(f"tokenizer {file}: ")
+        tokenizers = _library(f"tokenizer {file}")
         try:
             with plainfile.reader(Path(file), links=True) as stream:
                 content = stream.read(_LARGEST)
@@ -185,13 +180,8 @@ def _points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _library(label: str = "") -> Any:
-    try:
-        return import_module("tokenizers")
-    except ModuleNotFoundError:
-        raise UsageError(
-            f"{label}the library tokenizers is not installed; run: pip install 'lockstep-train[text]'"
-        ) from None
+def _library(label: str = "a tokenizer of the library tokenizers") -> Any:
+    return import_extra("tokenizers", "text", label)
 
 
 def _visible_bytes() -> list[str]:

@@ -49,7 +49,12 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             f"uint32, and a whole number"
         )
     if vocabulary is None:
-        raise UsageError(_nothing_says(root))
+        pickled = (root / "meta.pkl").exists()
+        opened = "; meta.pkl is not opened, since reading a pickle runs what is in it" if pickled else ""
+        raise UsageError(
+            f"data set tokens: nothing says how many different tokens there are{opened}; give options.vocabulary "
+            f'(50257 for GPT-2), or write {root / "meta.json"}: {{"vocab_size": 65}}'
+        )
     if vocabulary > 1 << 8 * np.dtype(dtype).itemsize:
         raise UsageError(
             f"data set tokens: {dtype} has no room for a vocabulary of {vocabulary:,}; mend options.dtype or "
@@ -136,12 +141,3 @@ def _meta(file: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"data set tokens: {file}: expected an object with vocab_size, got {type(found).__name__}")
     return found
-
-
-def _nothing_says(root: Path) -> str:
-    pickled = (root / "meta.pkl").exists()
-    opened = "; meta.pkl is not opened, since reading a pickle runs what is in it" if pickled else ""
-    return (
-        f"data set tokens: nothing says how many different tokens there are{opened}; give options.vocabulary (50257 "
-        f'for GPT-2), or write {root / "meta.json"}: {{"vocab_size": 65}}'
-    )

@@ -25,7 +25,6 @@ class Tokens(Protocol):
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Return tokens from each start on: int64 of shape [len(starts), length]."""
-        ...
 
 
 @final
