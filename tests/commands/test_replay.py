@@ -158,8 +158,8 @@ def test_a_script_does_its_own_steps_again(run, start, tmp_path, monkeypatch):
     assert "steps 11 to 13  begun after step 10  single on 1 process" in done.out
     assert "3 of 3 are the run's: the same bits" in done.out
     assert hashes(tmp_path / "own") == before
-    other = run("replay", "own", "--step", "13", "--", sys.executable, "train.py", "0.2", code=2)
-    assert "of another loop" in other.err
+    other = run("replay", "own", "--step", "13", "--", sys.executable, "train.py", "0.2", code=3)  # another rate
+    assert "step 12 is another one than the run's; step 11 is still the same" in other.out
     assert "give its script, such as -- python train.py" in run("replay", "own", "--step", "13", code=2).err
 
 

@@ -16,9 +16,8 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, final, runtime_che
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from lockstep.core.batch import Batch, tensors_of
+from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.core.order import Step
 from lockstep.tasks.base import MicroBatch, Task
 
@@ -113,7 +112,7 @@ def _note_losses(
     """Note the loss of each sample by itself, where outputs and batch can be cut by samples."""
     with torch.no_grad(), observer.paused():
         for place in range(microbatch.samples):
-            one = partial(tree_map_only, Tensor, partial(_sample, place, microbatch.samples))
+            one = partial(map_tensors, partial(_sample, place, microbatch.samples))
             try:  # not of a loss over the whole, or of outputs of a kind of their own
                 loss = float(task._task.loss(one(outputs), one(batch)))
             except (

@@ -56,7 +56,7 @@ class Rank:
         self.digests: StepDigests | None = None  # where they are kept
         self.phase: Phase = "setting up"
         self._clock = clock
-        self._note = rendezvous.rank_log.note
+        self._rendezvous = rendezvous
         self._began = time.perf_counter()
         rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 
@@ -107,7 +107,7 @@ class Rank:
             engine.gradients,
             partial(digest_file.append, path),
             None if every == "auto" else every,
-            self._note,
+            self._rendezvous.rank_log.note,
         )
 
     def last_step(self) -> int:
