@@ -39,6 +39,7 @@ class DataSet:
     `facts` are ready for JSON, such as `shape`, that of a sample as the model sees it, and those that a task asks for
     (tasks/find.py); a checkpoint keeps them. `files` give the file of a training and of a validation sample by its
     number, for data of which samples may be skipped, and `skipped` says which of a batch were: bool of shape [n].
+    `name` says by what a person finds a training sample that has no file of its own: its row, how its text begins.
     """
 
     train: Split
@@ -46,6 +47,12 @@ class DataSet:
     facts: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[Callable[[int], str], Callable[[int], str]] | None = None
     skipped: Callable[[Batch], Tensor] | None = None
+    name: Callable[[int], str] | None = None
+
+    def name_of(self, number: int) -> str:
+        """Return what a training sample is called: its number, and by what a person finds it."""
+        name = self.name if self.files is None else self.files[0]
+        return f"sample {number}" if name is None else f"sample {number} {name(number)}"
 
 
 class Request(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
@@ -57,8 +58,7 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         raise UsageError(f"{out}: within the run folder, which a replay leaves as it is; name another place by --out")
 
     def report(found: Replay) -> None:
-        for line in page.lines(found):
-            tell(line)
+        _tell(tell, found)
         try:
             durable.replace(out, html(f"Replay of {options.folder}", [*page.sections(found)]).encode())
         except OSError as error:
@@ -72,7 +72,7 @@ def _script(options: Options, first: int, last: int, tell: Callable[[str], None]
     if (options.folder / CONFIG).exists():
         raise UsageError(f"{options.folder}: holds a run of a recipe, which needs no command; leave it out")
     found = replay_script(options.folder, first, last, options.script)
-    _tell(found, tell)
+    _tell(tell, found)
     return EXIT_DONE if found.different is None else EXIT_VERIFICATION
 
 
@@ -106,12 +106,9 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
     spans: dict[int, list[int]] = {}  # by the step that the replay begins after: one replay does all that follow it
     for step in drawn:
         spans.setdefault(open_run(_request(options, step, step)).start, []).append(step)
-    codes = []
-    for steps in spans.values():
-        codes.append(replay_here(_request(options, steps[0], steps[-1]), lambda found: _tell(found, tell)))
-    return max(codes)
+    return max(replay_here(_request(options, each[0], each[-1]), partial(_tell, tell)) for each in spans.values())
 
 
-def _tell(found: Replay, tell: Callable[[str], None]) -> None:
+def _tell(tell: Callable[[str], None], found: Replay) -> None:
     for line in page.lines(found):
         tell(line)

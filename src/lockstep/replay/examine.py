@@ -61,7 +61,6 @@ class Repeats(Protocol):
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See parallel/engine.py."""
-        ...
 
 
 @final

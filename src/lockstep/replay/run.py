@@ -7,7 +7,6 @@ the folder of the run.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +24,7 @@ from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load_text, read_run_recipe
 from lockstep.core.order import Step
-from lockstep.data.base import DataSet, NoTransforms
+from lockstep.data.base import NoTransforms
 from lockstep.data.loader import Loader
 from lockstep.device import machine
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
@@ -55,10 +54,9 @@ from lockstep.run.user_source import source_changes
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.events import Saved
+from lockstep.training.loop import NEVER, Interval, Plan, Progress, Unstopped, not_due, train
 
-_NEVER: Final = Interval(steps=1 << 62)
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
 # Keys that say where and how a replay computes; all others are the run's.
 _FREE: Final = ("placement.", "run.key_file", "recipe.data.root", "recipe.data.download")
@@ -239,11 +237,6 @@ def _as_rank(
     return code
 
 
-@dataclass(frozen=True)
-class _Unstopped:
-    level: int = 0
-
-
 @final
 class _Steps:
     """The steps on one rank: the loop that trains drives it, and it notes what its engine does."""
@@ -267,9 +260,9 @@ class _Steps:
         self._found = Replay(request.folder, opened.start, placed)
         self._noted: list[Digest] = []
         self._digests = StepDigests(world, self._engine.gradients, self._noted.extend, every=1)
-        self._losses: dict[int, tuple[float, Sums]] = {}
+        self._sums: list[Sums] = []
+        self._rates: list[float] = []
         self._step: Step
-        self._before: dict[str, Tensor] = {}
 
     def run(self) -> Replay:
         """Do the steps, and return what was found; whole on rank 0."""
@@ -283,7 +276,7 @@ class _Steps:
             stop_on_nonfinite=False,
             log=_COLLECTED,
             evaluate=None,
-            save=_NEVER,
+            save=NEVER,
         )
         for _ in train(
             self,
@@ -291,9 +284,9 @@ class _Steps:
             self._batches,
             plan,
             self._progress,
-            _no_evaluation,
+            not_due,
             _no_save,
-            _Unstopped(),
+            Unstopped(),
             self._digests,
         ):
             pass
@@ -308,14 +301,12 @@ class _Steps:
         if self._looked_at:
             self._examine(microbatches, step)
         sums = self._engine.forward_backward(microbatches, step, observe)
-        self._losses[step.number + 1] = math.nan, sums
+        self._sums.append(sums)
         return sums
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Stepping."""
-        number = self._step.number + 1
-        _, sums = self._losses[number]
-        self._losses[number] = lr, sums
+        self._rates.append(lr)
         if not self._looked_at:
             return self._engine.update(lr, max_norm)
         gradients = {name: _norm(each) for name, each in wholes(self._world, self._engine.gradients())}
@@ -355,7 +346,7 @@ class _Steps:
     def _examine(self, microbatches: Sequence[MicroBatch], step: Step) -> None:
         """Look into the step beside it, where one process computes the whole model."""
         self._found.samples = self._loader.samples(step)
-        self._found.name_of = sample_names(self._ready.data)
+        self._found.name_of = self._ready.data.name_of
         if self._world.size == 1 and isinstance(self._engine, Repeats) and not self._ready.recipe.compile:
             self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step)
 
@@ -365,7 +356,7 @@ class _Steps:
         begun = self._opened.start, True
         if begun in recorded and begun in found:
             self._found.same_start = recorded[begun] == found[begun]
-        for step, (lr, sums) in self._losses.items():
+        for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened.start + 1):
             if step >= self._request.first or (step, False) in recorded:
                 digest = found.get((step, False), 0)
                 row = ReplayedStep(step, float(sums.loss), lr, digest, recorded.get((step, False)))
@@ -390,10 +381,6 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def _no_evaluation(_: Progress) -> Evaluated:
-    raise AssertionError
-
-
 def _no_save(_: Progress) -> list[Saved]:
     return []
 
@@ -404,12 +391,5 @@ def list_samples(request: ReplayRequest) -> Iterator[str]:
     data = open_recipe_data(recipe)
     steps = planning.steps(recipe, len(data.train))
     loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
-    name_of = sample_names(data)
     for index, numbers in enumerate(loader.samples(steps[request.first - 1])):
-        yield from (f"micro-batch {index}  {name_of(number)}" for number in numbers)
-
-
-def sample_names(data: DataSet) -> Callable[[int], str]:
-    """Return what says what a training sample is called, by its number."""
-    files = data.files
-    return "sample {}".format if files is None else lambda number: f"sample {number} {files[0](number)}"
+        yield from (f"micro-batch {index}  {data.name_of(number)}" for number in numbers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 
 from lockstep.comm.world import open_world
 from lockstep.common.rank import RankInfo
-from lockstep.common.text import printable
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
@@ -36,6 +34,7 @@ from lockstep.run.data_facts import setup_facts
 from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
 from lockstep.run.first_weights import First
+from lockstep.run.folder import say
 from lockstep.run.handshake import recipe_handshake
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import checkpoint_recipe, signing_key
@@ -89,7 +88,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     torch.set_num_threads(1)  # see run/start.py
     found, loaded = open_checkpoint(request)
     for note in loaded.notes:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     resolved = resolve(loaded)
     count = resolved.processes
     # No step is shared here, so there may be more processes than micro-batches.
@@ -100,7 +99,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     checked_state(found.path, found.snapshot, ready)
     check_cut(resolved, ready)
     for problem in found.problems:
-        _say(f"warning: {problem}")
+        say(f"warning: {problem}")
     return on_ranks(partial(_evaluate_as, request, report), (found, ready), resolved.placement, count)
 
 
@@ -108,7 +107,7 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     """Evaluate the weights that a recipe begins from: as `evaluate_here`, and without a run."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     with with_places(loaded):
         resolved = resolve(loaded)
         check_placement(resolved)
@@ -126,7 +125,7 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
     """Check all that can be checked before the ranks of a launcher join; return their placement and work."""
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
-        _say(f"note: {note}")
+        say(f"note: {note}")
     return loaded.config.placement, partial(_evaluate_as, request, report, None)
 
 
@@ -285,7 +284,3 @@ def _evaluate(
     engine.close()
     world.close()
     return (event, sha256) if world.rank == 0 else None
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr)

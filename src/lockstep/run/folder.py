@@ -98,7 +98,7 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
-            print(printable(note), file=sys.stderr)
+            say(note)
         path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
         folder = rendezvous.tell(str(claim.folder) if claim else "")
         done = rendezvous.tell(claim.done if claim else "")
@@ -196,6 +196,11 @@ def keep_last_evaluation(folder: Path, report: Report) -> None:
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
     """Write result.json: how the last start of the run ended. It is gone while the run goes on."""
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def say(text: str) -> None:
+    """Write a line for the user, beside what a run prints."""
+    print(printable(text), file=sys.stderr)
 
 
 def settle(folder: Path, code: int, reason: str = "") -> None:

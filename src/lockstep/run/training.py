@@ -19,7 +19,6 @@ import torch
 from lockstep.comm.world import open_world
 from lockstep.common.follow_parent import parent_command
 from lockstep.common.rank import RankInfo
-from lockstep.common.text import printable
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
@@ -64,7 +63,7 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     claim = run_folder.claim(loaded)
     with claim.hold():
         for note in claim.notes:
-            _say(note)
+            run_folder.say(note)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done), also)
         return on_ranks_of(resolved, ready, work, claim.folder)
 
@@ -147,7 +146,7 @@ def open_and_check(resolved: Resolved, first: First | None, kernels: bool = True
     if kernels:
         check_kernels(resolved.placement, ready)
     for warning in ready.warnings if warns else ():
-        _say(f"warning: {warning}")
+        run_folder.say(f"warning: {warning}")
     return ready
 
 
@@ -158,7 +157,7 @@ def _check_launch(config: Config, info: RankInfo) -> None:
         torchrun.check_hosts(agent, os.environ)
         warning = torchrun.warning(agent, os.environ)
         if warning and info.rank == 0:
-            _say(warning)
+            run_folder.say(warning)
         torchrun.check_restarts(agent, os.environ, config.run.dir)
     asked = config.placement.processes
     if asked not in ("auto", info.size):
@@ -166,7 +165,3 @@ def _check_launch(config: Config, info: RankInfo) -> None:
             f"placement.processes: {asked} asked for, but the launcher says WORLD_SIZE={info.size}; "
             f"start as many, or leave placement.processes out"
         )
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr)

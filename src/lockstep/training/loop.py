@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class Interval:
         if self.steps is not None:
             return (step.number + 1) % self.steps == 0
         return step.last_of_epoch and self.epochs is not None and (step.epoch + 1) % self.epochs == 0
+
+
+NEVER: Final = Interval(steps=1 << 62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,18 @@ class Stop(Protocol):
 
     @property
     def level(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Unstopped:
+    """Never asks to stop."""
+
+    level: int = 0
+
+
+def not_due(_: Progress) -> Evaluated:
+    """Stand for the evaluation of a plan that has none."""
+    raise AssertionError
 
 
 Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]

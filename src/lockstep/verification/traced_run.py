@@ -44,13 +44,12 @@ from lockstep.run.schedule import find_rate
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
-from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.events import Saved
+from lockstep.training.loop import NEVER, Interval, Plan, Progress, Unstopped, not_due, train
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
 FACTS: Final = "facts.json"
-_NEVER: Final = Interval(steps=1 << 62)
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,6 @@ class FirstSamples:
         return self._split.fetch(indices, draw)
 
 
-@dataclass(frozen=True)
-class _Unstopped:
-    """Never asks to stop: a signal ends a case at once."""
-
-    level: int = 0
-
-
 @final
 class _TracedRun:
     """One rank of a case: the loop that trains drives it, and it notes what its engine does."""
@@ -148,15 +140,15 @@ class _TracedRun:
         if job.resume is not None:
             self._engine.load(engine_state(store.read(job.resume)))
         plan = Plan(
-            steps=replace(self._ready.steps, steps=_NEVER.steps, epochs=None),
+            steps=replace(self._ready.steps, steps=1 << 62, epochs=None),
             rate=find_rate(recipe, self._ready.steps),
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=Interval(steps=1),
-            evaluate=_NEVER,
-            save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else _NEVER,
+            evaluate=NEVER,
+            save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER,
         )
-        for _ in train(self, self._world, self._batches, plan, Progress(), _not_due, self._save, _Unstopped()):
+        for _ in train(self, self._world, self._batches, plan, Progress(), not_due, self._save, Unstopped()):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
@@ -235,10 +227,6 @@ class _TracedRun:
         batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
         sums, _ = evaluate(self._engine, self._world, self._ready.task, batches, number)
         return {name: trace.text(value.tolist()) for name, value in sums.items()}
-
-
-def _not_due(_: Progress) -> Evaluated:
-    raise AssertionError  # a case evaluates once, at the end
 
 
 def checkpoint_of(folder: Path, done: int) -> Path:

@@ -85,6 +85,13 @@ def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Pa
     assert len(train) + len(held_out) == 200
     assert train <= more
     assert held_out <= more_held_out
+    data = _open(file, target="y", validation=0.2)
+    targets = (
+        data.train.fetch(np.arange(len(data.train)), None)[1].flatten().tolist()
+    )  # half more than the row's number
+    assert [data.name_of(number) for number in range(len(data.train))] == [
+        f"sample {number} row {int(each)}" for number, each in enumerate(targets)
+    ]
 
 
 def test_missing_numbers_are_refused_or_the_mean(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             if name not in categories:
                 check_input(name, table[name], means)
         _check_targets(table, targets, options.kind)
-    train, validation = _parts(files, options.validation)
+    train, validation, rows = _parts(files, options.validation)
     columns = [column_of(name, train[name], name in categories, means) for name in left]
     classes = _classes(train, targets, options.kind)
     parts = [
@@ -80,6 +80,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         validation=parts[1] if len(parts) > 1 else None,
         facts=facts,
         skipped=None if classes is None else skip_mask,
+        name=lambda number: f"row {rows[number]}",
     )
 
 
@@ -96,14 +97,17 @@ def _files(root: Path) -> list[pyarrow.Table]:
     )
 
 
-def _parts(files: Sequence[pyarrow.Table], share: float) -> tuple[pyarrow.Table, pyarrow.Table | None]:
+def _parts(
+    files: Sequence[pyarrow.Table], share: float
+) -> tuple[pyarrow.Table, pyarrow.Table | None, NDArray[np.int64]]:
+    """Return the rows of training and of validation, and which of its file those of training are."""
     if len(files) > 1:
-        return files[0], files[1]
+        return files[0], files[1], np.arange(len(files[0]))
     table = files[0]
     chosen = rows_in_share(len(table), share)
     if share and (not chosen.any() or chosen.all()):
         raise UsageError(f"data set table: {len(table):,} rows have no share of {share}; use another validation, or 0")
-    return table.filter(~chosen), table.filter(chosen) if share else None
+    return table.filter(~chosen), table.filter(chosen) if share else None, np.flatnonzero(~chosen)
 
 
 def _check_names(table: pyarrow.Table, names: list[str]) -> None:

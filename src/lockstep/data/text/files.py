@@ -51,6 +51,7 @@ def text_data(name: str, train: str, validation: str, options: Options) -> DataS
         options.context,
         options.stride,
         {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts},
+        tokenizer.decode,
     )
 
 

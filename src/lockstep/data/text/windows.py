@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Final, Protocol, final
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from lockstep.data.base import DataSet
 from lockstep.errors import UsageError
 
+_SHOWN: Final = 32  # tokens by which a sample is known
 IGNORED: Final = -100  # a target that counts as nothing: F.cross_entropy's ignore_index
 
 
@@ -103,12 +105,25 @@ class ValidationWindows:
 
 
 def build_windows(
-    label: str, train: Tokens, validation: Tokens | None, context: int, stride: int | None, facts: dict[str, Any]
+    label: str,
+    train: Tokens,
+    validation: Tokens | None,
+    context: int,
+    stride: int | None,
+    facts: dict[str, Any],
+    decode: Callable[[NDArray[Any]], str] | None = None,
 ) -> DataSet:
     """Return both parts as windows; UsageError where one is too short. Without a stride training has each token once.
 
-    `facts` are to have the size of the `vocabulary`; the `context` is added to them.
+    `facts` are to have the size of the `vocabulary`; the `context` is added to them. `decode` makes text of tokens, by
+    which a sample is known; without it the number of its first token.
     """
+    step = stride or context
+
+    def begins(number: int) -> str:
+        at = np.array([number * step])
+        return f"token {at[0]}" if decode is None else repr(decode(train.windows(at, min(context, _SHOWN))[0]))
+
     for name, part, least in (("training", train, context + 1), ("validation", validation, 2)):
         if part is not None and len(part) < least:
             raise UsageError(
@@ -116,7 +131,8 @@ def build_windows(
                 f"text or, for training, a shorter options.context"
             )
     return DataSet(
-        train=TrainingWindows(train, context, stride or context),
+        train=TrainingWindows(train, context, step),
         validation=None if validation is None else ValidationWindows(validation, context),
         facts={**facts, "context": context},
+        name=begins,
     )
