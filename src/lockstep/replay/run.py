@@ -199,7 +199,7 @@ def recorded_digests(folder: Path) -> dict[tuple[int, bool], int]:
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     found = ((store.step_of(path), path) for path in (folder / store.FOLDER).glob("step-*"))
-    return [(step, path) for step, path in found if step]
+    return [(step, path) for step, path in found if step and path.name == store.step_name(step)]  # no half of a save
 
 
 def _setup(opened: OpenedRun) -> Setup:
@@ -229,7 +229,7 @@ def _as_rank(
         progress = Progress()
         rendezvous.status = lambda: RankStatus("training", progress.step)
         found = _Steps(request, opened, ready, world, progress).run()
-        code = EXIT_DONE if found.different is None else EXIT_VERIFICATION
+        code = EXIT_DONE if found.different is None and found.same_start is not False else EXIT_VERIFICATION
         code = int(world.tell(str(code)))  # rank 0 alone has the digests
         world.close()
     if rendezvous.info.rank == 0:
@@ -278,17 +278,8 @@ class _Steps:
             evaluate=None,
             save=NEVER,
         )
-        for _ in train(
-            self,
-            self._world,
-            self._batches,
-            plan,
-            self._progress,
-            not_due,
-            _no_save,
-            Unstopped(),
-            self._digests,
-        ):
+        world, progress = self._world, self._progress
+        for _ in train(self, world, self._batches, plan, progress, not_due, _no_save, Unstopped(), self._digests):
             pass
         self._digests.collect()
         self._engine.close()

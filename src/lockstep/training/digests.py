@@ -1,8 +1,8 @@
 """A digest of each step's summed gradient, and of the weights at each save: the same for every placement.
 
-Each rank works out its part where the gradient is and keeps it there; the parts of some steps are added over the ranks
-at once, with the next report or save. Where a digest would take more than `PRICE` of a step, only every k-th step has
-one.
+Each rank works out its part where the gradient is and keeps it there. The parts of many steps are added over the ranks
+at once, with a report or a save: that is a message and a write. Where a digest would take more than `PRICE` of a step,
+only every k-th step has one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lockstep.core.digest import Digests
 from lockstep.core.shard import MaybeSharded, Shard
 
 PRICE: Final = 0.005  # of the time of a step, at most
+_TOGETHER: Final = 64  # digests that are many
 _MEASURED: Final = 8  # digests, before their interval is decided
 _LONGEST_INTERVAL: Final = 1 << 12
 
@@ -80,9 +81,10 @@ class StepDigests:
         """Note the digest of the weights after `step` updates."""
         self._note(step, weights, weights=True)
 
-    def collect(self) -> None:
-        """Add up the parts of the ranks, and write what they give."""
-        if not self._parts:
+    def collect(self, *, waits: bool = False) -> None:
+        """Add up the parts of the ranks, and write what they give; one that `waits` does so if there are many."""
+        many = 1 if not waits else _TOGETHER if self._decided else _MEASURED
+        if len(self._parts) < many:
             return
         notes, self._parts = self._parts, []
         found = torch.stack([part.to(self._world.device) for *_, part in notes] + [self._wanted_interval()])

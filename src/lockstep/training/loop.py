@@ -185,7 +185,7 @@ def turns(
     done by then, and collects the `digests`. A loss that is not finite raises TrainingError, at the latest with the
     next report.
     """
-    watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite), Meter(world.device)
+    watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite, digests), Meter(world.device)
     for step, microbatches in batches(progress.step):
         report = partial(_report, plan, watch, meter)
         turn = Turn(step, microbatches, progress, report, digests, reported=plan.reports(step))
@@ -216,8 +216,8 @@ def _report(plan: Plan, watch: NonFiniteCheck, meter: Meter, turn: Turn) -> Sequ
     meter.add(turn.step.samples, turn.sums.weight)
     if not turn.reported:
         return ()
-    if turn.digests is not None:  # first: a loss that is not finite ends the run
-        turn.digests.collect()
+    if turn.digests is not None:
+        turn.digests.collect(waits=True)
     stepped = _step_event(plan, turn.progress, turn.lr, watch.check(), turn.update, meter)
     return [replace(stepped, figures=_figures(plan, turn.step, turn.sums))]
 

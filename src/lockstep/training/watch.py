@@ -13,14 +13,16 @@ from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
+from lockstep.training.digests import StepDigests
 
 
 @final
 class NonFiniteCheck:
     """Keeps the losses of the steps since the last check, and finds the first that is not finite."""
 
-    def __init__(self, world: World, stop: bool) -> None:
+    def __init__(self, world: World, stop: bool, digests: StepDigests | None = None) -> None:
         self._world = world
+        self._digests = digests
         self._stop = stop
         self._seen: list[tuple[Step, float, Sums]] = []
         self._last = math.nan
@@ -43,6 +45,8 @@ class NonFiniteCheck:
             if self._stop:
                 for loss, (step, lr, sums) in zip(losses, self._seen, strict=True):
                     if not math.isfinite(loss):
+                        if self._digests is not None:
+                            self._digests.collect()  # of the steps until here, which may be looked into
                         raise TrainingError(self._verdict(loss, step, lr, sums))
             self._seen.clear()
         return self._last
