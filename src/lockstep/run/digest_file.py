@@ -8,7 +8,7 @@ in the order of the steps. A resumed run first cuts off those of the steps that 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,13 +25,13 @@ _RECORD: Final = 16  # bytes
 _WEIGHTS: Final = 1 << 63
 
 
-def begin(path: Path, step: int) -> str:
-    """Let the file end with the digests of `step`, so that a run can go on from there; return what to warn of."""
-    warning = ""
+def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
+    """Let the file end with the digests of `step`, so that a run can go on from there; one that is none begins anew."""
     try:
         records = _records(path)
     except UsageError as error:
-        records, warning = _parse(b""), f"{error}; begun anew"
+        records = _parse(b"")
+        warn(f"{error}; begun anew")
     kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
     try:
         opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
@@ -42,7 +42,6 @@ def begin(path: Path, step: int) -> str:
             os.close(opened)
     except OSError as error:
         raise TrainingError(f"{path}: not written: {error.strerror}") from error
-    return warning
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:

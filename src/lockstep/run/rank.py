@@ -95,13 +95,17 @@ class Rank:
             run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
-        """Keep digests of the steps from here on in the folder, of every `every`-th one; only of exact ones."""
-        if every == "off" or exactness != "bits":
-            return
+        """Keep digests of the steps from here on in the folder, of every `every`-th one; only of exact ones.
+
+        Those of steps that are done again are cut off, also where no more are kept.
+        """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
-        if self.world.rank == 0 and (warning := digest_file.begin(path, self.progress.step)):
-            self.warn(warning)
+        none = every == "off" or exactness != "bits"
+        if self.world.rank == 0 and (path.exists() or not none):
+            digest_file.begin(path, self.progress.step, self.warn)
+        if none or every == "off":
+            return
         self.digests = StepDigests(
             self.world,
             engine.gradients,
