@@ -156,6 +156,7 @@ def test_a_run_folder_holds_what_was_resolved_and_what_it_ran_on(run):
         "config.yaml",
         "environment.json",
         "events.jsonl",
+        "digests.bin",
         "checkpoints",
         "tensorboard",
         "last-evaluation.json",
