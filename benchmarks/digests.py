@@ -25,7 +25,7 @@ def results(quick: bool) -> list[Result]:
     """Measure on 1 process, and on 2 that share the tensors out."""
     cases = [("single", 1), ("ddp", 2)]
     return [
-        _compared(size, strategy, processes, 2 if quick else (200 if size == "small" else 15))
+        _compared(size, strategy, processes, 2 if quick else (60 if size == "small" else 5))
         for size in (["small"] if quick else WORKS)
         for strategy, processes in cases
     ]
