@@ -80,7 +80,7 @@ def _where(replay: Replay, found: NonFinite) -> str:
 
 def sections(replay: Replay) -> Iterator[Section]:
     """Yield the parts of a page."""
-    yield Words(f"Replay of {replay.folder}", [*lines(replay)])
+    yield Words("", [*lines(replay)])
     yield from _curve(replay)
     if len(replay.steps) > 1 or replay.examined is None:
         rows = [
@@ -111,8 +111,6 @@ def _match(step: ReplayedStep) -> str:
 
 
 def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
-    if found.nonfinite is not None:
-        yield Words("The first value that is not finite", [_where(replay, found.nonfinite)])
     rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
     yield Table("Samples", ("sample", "micro-batch", "loss"), rows, "Those of the largest loss come first.")
     largest = sorted(found.activations.items(), key=lambda each: _order(each[1]))[:_MOST]
