@@ -3,7 +3,7 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.parallel.pipeline.cut import balance
@@ -29,6 +29,8 @@ def test_a_cut_that_does_not_exist_is_none(allowed: list[int], needed: list[bool
     assert balance([1.0] * 4, 3, allowed, needed) is None
 
 
+# The best beginning of a part is none of the best cut's.
+@example([(cost, cost != 0, cost in (0, 1)) for cost in (2, 0, 4, 0, 6, 1, 0, 7)], 4)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), min_size=1, max_size=8),
     st.integers(1, 5),

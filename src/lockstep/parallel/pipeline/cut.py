@@ -9,7 +9,8 @@ A row of costs is cut into contiguous parts, so that the dearest part is as chea
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -361,26 +362,27 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     length = len(costs)
     sums, wanted = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
     places = [place for place in sorted(set(allowed)) if 0 < place < length]
-    # best[place]: (dearest part, sum of squares, cuts) for the items before `place` in as many parts as rounds so far.
-    best: dict[int, _Cut] = {at: (sums[at], sums[at] * sums[at], ()) for at in [*places, length] if wanted[at]}
-    for _ in range(parts - 1):
-        best = {
-            stop: min(options)
-            for stop in [*places, length]
-            if (
-                options := [
-                    _join(best[start], sums[stop] - sums[start], start)
+    ends = [*places, length]
+
+    def cheapest(most: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
+        """Return the smallest sum by `add`, and its cut, of those without a part that costs more than `most`."""
+        # best[end]: the same for the items before it, in as many parts as rounds so far.
+        best: dict[int, tuple[float, tuple[int, ...]]]
+        best = {end: (add(0.0, sums[end]), ()) for end in ends if wanted[end] and sums[end] <= most}
+        for _ in range(parts - 1):
+            rows = {
+                end: [
+                    (add(best[start][0], sums[end] - sums[start]), (*best[start][1], start))
                     for start in places
-                    if start < stop and start in best and wanted[stop] > wanted[start]
+                    if start < end and start in best and wanted[end] > wanted[start]
+                    if sums[end] - sums[start] <= most
                 ]
-            )
-        }
-    return list(best[length][2]) if length in best else None
+                for end in ends
+            }
+            best = {end: min(row) for end, row in rows.items() if row}
+        return best.get(length)
 
-
-_Cut = tuple[float, float, tuple[int, ...]]
-
-
-def _join(before: _Cut, cost: float, start: int) -> _Cut:
-    dearest, squares, cuts = before
-    return max(dearest, cost), squares + cost * cost, (*cuts, start)
+    # One after the other: what begins the best cut need not be the best of what ends there.
+    dearest = cheapest(math.inf, max)
+    found = dearest and cheapest(dearest[0], lambda total, cost: total + cost * cost)
+    return None if found is None else list(found[1])
