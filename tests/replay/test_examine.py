@@ -11,11 +11,12 @@ from torch.nn import functional
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.order import Step
+from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.replay.examine import Examined, NonFinite, ObservedTask, Repeats, examine
 from lockstep.strategies.single import Strategy
-from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.base import MicroBatch, Problem, Task
 from lockstep.tasks.classification import Classification
 
 SAMPLES = 6
@@ -51,16 +52,20 @@ def microbatches() -> list[MicroBatch]:
     return [MicroBatch(index, (x[cut], y[cut]), SAMPLES, SAMPLES) for index, cut in enumerate(cuts)]
 
 
-def examined(change: Callable[[Tensor], Tensor] = torch.neg) -> tuple[Examined, Sequence[Tensor]]:
-    """Return what is found in a step, and the gradients that follow it."""
-    torch.manual_seed(1)
-    net, task = Net(change), ObservedTask(Classification())
-    engine = Strategy().start(
+def started(task: Task, net: nn.Module) -> Engine:
+    return Strategy().start(
         Problem(task, lambda: net),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=0.1),
         World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu")),
         Numerics(2),
     )
+
+
+def examined(change: Callable[[Tensor], Tensor] = torch.neg) -> tuple[Examined, Sequence[Tensor]]:
+    """Return what is found in a step, and the gradients that follow it."""
+    torch.manual_seed(1)
+    net, task = Net(change), ObservedTask(Classification())
+    engine = started(task, net)
     assert isinstance(engine, Repeats)
     found = examine(engine, net, task, microbatches(), STEP)
     engine.forward_backward(microbatches(), STEP)
@@ -90,12 +95,7 @@ def test_the_step_is_the_one_that_nobody_looked_into() -> None:
     _, looked_into = examined()
     torch.manual_seed(1)
     net = Net(torch.neg)
-    engine = Strategy().start(
-        Problem(Classification(), lambda: net),
-        lambda trained, _: make_optimizer(trained, name="sgd", lr=0.1),
-        World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu")),
-        Numerics(2),
-    )
+    engine = started(Classification(), net)
     engine.forward_backward(microbatches(), STEP)
     assert all(map(torch.equal, looked_into, engine.gradients().values()))  # type: ignore[arg-type]
 
@@ -148,11 +148,6 @@ def test_a_loss_over_all_samples_has_none_of_each() -> None:
 
     task = ObservedTask(Whole())  # type: ignore[arg-type]
     net = Net(torch.neg)
-    engine = Strategy().start(
-        Problem(task, lambda: net),
-        lambda trained, _: make_optimizer(trained, name="sgd", lr=0.1),
-        World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu")),
-        Numerics(2),
-    )
+    engine = started(task, net)
     assert isinstance(engine, Repeats)
     assert all(each.loss != each.loss for each in examine(engine, net, task, microbatches(), STEP).losses)

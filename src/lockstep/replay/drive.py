@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.replay import page
 from lockstep.replay.own import replay_script
-from lockstep.replay.run import Replay, ReplayRequest, list_samples, open_run, replay_here
+from lockstep.replay.run import Replay, ReplayRequest, checkpoint_before, list_samples, replay_here
 from lockstep.reporting.jsonl import EVENTS, last_step
 from lockstep.reporting.page import page as html
 from lockstep.run import digest_file
@@ -105,7 +105,7 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
     tell(f"drawn: step{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))}")
     spans: dict[int, list[int]] = {}  # by the step that the replay begins after: one replay does all that follow it
     for step in drawn:
-        spans.setdefault(open_run(_request(options, step, step)).start, []).append(step)
+        spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
     return max(replay_here(_request(options, each[0], each[-1]), partial(_tell, tell)) for each in spans.values())
 
 

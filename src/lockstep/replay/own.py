@@ -10,9 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.errors import UsageError
-from lockstep.replay.run import Replay, ReplayedStep, check_done, checkpoint_before, recorded_digests
+from lockstep.replay.run import Replay, check_done, checkpoint_before, recorded_digests
 from lockstep.reporting.jsonl import EVENTS, read
-from lockstep.run import digest_file
 from lockstep.run.replaying import Replaying
 from lockstep.training.checkpoint import store
 
@@ -36,17 +35,13 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str]) -
         if done.returncode or not any(event.get("step") == last for event in events):
             end = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
             raise UsageError(f"{' '.join(command)}: ended with exit code {done.returncode} before step {last}:\n{end}")
-        found = {(each.step, each.weights): each.value for each in digest_file.read(own / digest_file.DIGESTS)}
+        found = recorded_digests(own)
     recorded = recorded_digests(folder)
     [began] = [event for event in events if event["event"] == "started"]
-    placed = f"{began['strategy']} on {began['processes']} process{'es' if began['processes'] > 1 else ''}"
-    replay = Replay(folder, start, placed)
+    replay = Replay(folder, start, began["strategy"], began["processes"])
     for event in events:
-        number = event["step"]
-        if event["event"] == "step" and (number >= first or (number, False) in recorded):
-            digest = found.get((number, False), 0)
-            row = ReplayedStep(number, float(event["loss"]), event["lr"], digest, recorded.get((number, False)))
-            replay.steps.append(row)
+        if event["event"] == "step":
+            replay.add_step(event["step"], float(event["loss"]), event["lr"], found, recorded, first)
     return replay
 
 

@@ -22,7 +22,8 @@ def lines(replay: Replay) -> Iterator[str]:
     """Yield what a person reads in a terminal."""
     steps = [each.step for each in replay.steps]
     began = f"after step {replay.start}" if replay.start else "from the first weights"
-    yield f"{replay.folder}  {_span(steps)}  begun {began}  {replay.placement}"
+    placed = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
+    yield f"{replay.folder}  {_span(steps)}  begun {began}  {placed}"
     yield from _verdict(replay)
     yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
     found = replay.examined

@@ -62,6 +62,9 @@ _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are
 _FREE: Final = ("placement.", "run.key_file", "recipe.data.root", "recipe.data.download")
 
 
+Place = tuple[int, bool]  # of a digest: its step, and whether it is of weights
+
+
 @dataclass(frozen=True)
 class ReplayRequest:
     """Steps of the run in `folder`, from number `first` to `last`, counted from 1.
@@ -114,7 +117,8 @@ class Replay:
 
     folder: Path
     start: int
-    placement: str
+    strategy: str
+    processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     same_start: bool | None = None  # whether the weights it began from have the run's digest, None where it has none
@@ -122,6 +126,13 @@ class Replay:
     samples: list[list[int]] = field(default_factory=list)
     examined: Examined | None = None
     name_of: Callable[[int], str] = "sample {}".format
+
+    def add_step(
+        self, step: int, loss: float, lr: float, found: Mapping[Place, int], recorded: Mapping[Place, int], first: int
+    ) -> None:
+        """Add a step that was done again, if it is one of those asked for, from `first` on, or can be compared."""
+        if step >= first or (step, False) in recorded:
+            self.steps.append(ReplayedStep(step, loss, lr, found.get((step, False), 0), recorded.get((step, False))))
 
     @property
     def different(self) -> ReplayedStep | None:
@@ -137,7 +148,7 @@ class OpenedRun(NamedTuple):
     start: int  # the step it is of
     last: int  # the one to end with
     machine: Path | None  # a checkpoint that says where the run was
-    digests: Mapping[tuple[int, bool], int]  # by step, and whether they are of weights
+    digests: Mapping[Place, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
@@ -192,14 +203,13 @@ def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
     return max((each for each in _checkpoints(folder) if each[0] < step), default=(0, None), key=itemgetter(0))
 
 
-def recorded_digests(folder: Path) -> dict[tuple[int, bool], int]:
-    """Return the digests of a run by step, and whether they are of weights."""
+def recorded_digests(folder: Path) -> dict[Place, int]:
+    """Return the digests of a run."""
     return {(each.step, each.weights): each.value for each in digest_file.read(folder / digest_file.DIGESTS)}
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    found = ((store.step_of(path), path) for path in (folder / store.FOLDER).glob("step-*"))
-    return [(step, path) for step, path in found if step and path.name == store.step_name(step)]  # no half of a save
+    return [(store.step_of(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
 
 
 def _setup(opened: OpenedRun) -> Setup:
@@ -256,8 +266,7 @@ class _Steps:
         self._engine: Engine
         self._loader: Loader
         self._engine, self._loader = start_engine(self._ready, resolved, world, resumes=opened.checkpoint is not None)
-        placed = f"{resolved.strategy_name} on {world.size} process{'es' if world.size > 1 else ''}"
-        self._found = Replay(request.folder, opened.start, placed)
+        self._found = Replay(request.folder, opened.start, resolved.strategy_name, world.size)
         self._noted: list[Digest] = []
         self._digests = StepDigests(world, self._engine.gradients, self._noted.extend, every=1)
         self._sums: list[Sums] = []
@@ -348,10 +357,7 @@ class _Steps:
         if begun in recorded and begun in found:
             self._found.same_start = recorded[begun] == found[begun]
         for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened.start + 1):
-            if step >= self._request.first or (step, False) in recorded:
-                digest = found.get((step, False), 0)
-                row = ReplayedStep(step, float(sums.loss), lr, digest, recorded.get((step, False)))
-                self._found.steps.append(row)
+            self._found.add_step(step, float(sums.loss), lr, found, recorded, self._request.first)
         if self._found.different is not None:
             self._found.differences = self._differences()
 

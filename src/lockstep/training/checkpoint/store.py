@@ -182,7 +182,7 @@ def not_written(final: Path, error: OSError) -> str:
     """Return the message about a checkpoint that failed."""
     if not final.parent.parent.is_dir():
         return f"{final.parent.parent}: the run folder was removed while the run trained; what it had saved is lost"
-    before = [path.name for path in _steps(final.parent)] if final.parent.is_dir() else []
+    before = [path.name for path in checkpoints(final.parent)]
     intact = f"{before[0]} is intact" if before else "there is no earlier one"
     remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
     return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
@@ -338,7 +338,7 @@ def _remove(path: Path) -> None:
 
 
 def _retain(folder: Path, keep: int) -> None:
-    steps = _steps(folder)
+    steps = checkpoints(folder)
     linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
     for path in steps[keep:]:
         if path.name not in linked:
@@ -349,8 +349,10 @@ def _retain(folder: Path, keep: int) -> None:
             _remove(doomed)  # what stays is tried again by the next save
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Return the checkpoints of `folder` by their names, the newest first."""
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of `folder` (<run>/checkpoints) by their names, the newest first."""
+    if not folder.is_dir():
+        return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -358,7 +360,7 @@ def _steps(folder: Path) -> list[Path]:
 def _candidates(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    found = [(int(path.name.removeprefix("step-")), 1, path) for path in _steps(folder)]
+    found = [(int(path.name.removeprefix("step-")), 1, path) for path in checkpoints(folder)]
     for path in folder.iterdir():
         left = _LEFTOVER.fullmatch(path.name)
         if left and left[3] == "old":
