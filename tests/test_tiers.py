@@ -56,10 +56,10 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "-m not extended --durations-table tests/durations.json"),
-        (["--write"], "-m not extended --durations-table tests/durations.json --durations-write"),
+        ([], "-m not extended --durations-table=tests/durations.json"),
+        (["--write"], "-m not extended --durations-table=tests/durations.json --durations-write"),
         # Without an expression of markers, pytest would take that of the quick tests.
-        (["--all"], "-m extended or not extended --durations-table benchmarks/results/tests.json --durations-write"),
+        (["--all"], "-m extended or not extended --durations-table=benchmarks/results/tests.json --durations-write"),
     ],
 )
 @pytest.mark.parametrize("code", [0, 1])
