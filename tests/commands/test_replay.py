@@ -106,6 +106,22 @@ def test_a_changed_recipe_goes_on_beside_the_run(run, folder, tmp_path):
     )
 
 
+def test_two_traces_name_the_first_tensor_that_differs(run, folder):
+    for name, *words in (("a",), ("b",), ("c", "--change", "recipe.threads=2")):
+        run("replay", "run", "--trust", "--step", "15", "--trace", name, *words)
+    assert re.search(r"all [0-9,]+ tensors agree, to the bit", run("bisect", "a", "b").out)
+    differ = run("bisect", "a", "c", code=3).out
+    assert "threads: 1 before, 2 now" in differ
+    assert re.search(r"first difference, after \d\d+ tensors that agree: micro-batch \d, (for|back)ward: \w+ ", differ)
+    assert "x: is no trace" in run("bisect", "a", "run/config.json", code=2).err.replace("run/config.json", "x")
+    for words in (["--step", "15", "--samples"], ["--steps", "1:3"]):
+        refused = run("replay", "run", "--trust", *words, "--trace", "d", code=2)
+        assert "--trace: is of one step; give --step N without --samples" in refused.err
+    refused = run("replay", "run", "--trust", "--step", "15", "--trace", "d", "placement.processes=2", code=2)
+    assert "--trace: sees one process that computes the whole model" in refused.err
+    assert "run/d: within the run folder" in run("replay", "run", "--step", "15", "--trace", "run/d", code=2).err
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -15,6 +15,7 @@ from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.replay.examine import Examined, NonFinite, ObservedTask, Repeats, examine
+from lockstep.replay.trace import Trace
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem, Task
 from lockstep.tasks.classification import Classification
@@ -61,13 +62,15 @@ def started(task: Task, net: nn.Module) -> Engine:
     )
 
 
-def examined(change: Callable[[Tensor], Tensor] = torch.neg) -> tuple[Examined, Sequence[Tensor]]:
+def examined(
+    change: Callable[[Tensor], Tensor] = torch.neg, trace: Trace | None = None
+) -> tuple[Examined, Sequence[Tensor]]:
     """Return what is found in a step, and the gradients that follow it."""
     torch.manual_seed(1)
     net, task = Net(change), ObservedTask(Classification())
     engine = started(task, net)
     assert isinstance(engine, Repeats)
-    found = examine(engine, net, task, microbatches(), STEP)
+    found = examine(engine, net, task, microbatches(), STEP, trace)
     engine.forward_backward(microbatches(), STEP)
     return found, [each.clone() for each in engine.gradients().values()]  # type: ignore[union-attr]
 

@@ -19,6 +19,7 @@ from lockstep.errors import UsageError
 @click.option("--samples", is_flag=True, help="With --step: list its samples and compute nothing.")
 @click.option("--change", multiple=True, metavar="KEY=VALUE", help="Give the recipe another value from there on.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The page to write [replay-STEP.html].")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="With --step: a file for bisect.")
 @click.option("--trust", is_flag=True, help="Run the code that the run's recipe names.")
 def command(
     words: tuple[str, ...],
@@ -28,6 +29,7 @@ def command(
     samples: bool,
     change: tuple[str, ...],
     out: Path | None,
+    trace: Path | None,
     trust: bool,
 ) -> None:
     """Do steps of RUN, a run folder, again from the nearest checkpoint before them, and compare their bits.
@@ -39,7 +41,8 @@ def command(
     Of a loop of your own, COMMAND runs its script, unchanged: -- python train.py --size 3.
 
     Of --step also a page: the samples with the loss of each, the norms of gradients and updates, the largest
-    activations, and where the first value that is not finite arose. Exit code 0 where all bits agree, 3 where not.
+    activations, and where the first value that is not finite arose; --trace writes the digest of each tensor of the
+    step, for `lockstep bisect`. Exit code 0 where all bits agree, 3 where not.
     """
     from lockstep.replay.drive import Options, replay
 
@@ -48,5 +51,5 @@ def command(
         raise UsageError("give a run folder")
     script = words[words.index(places[1]) :] if len(places) > 1 else ()
     overrides = overrides[: len(words) - len(script) - 1]  # what follows belongs to the script
-    options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, script)
+    options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

@@ -32,6 +32,7 @@ class Options:
     out: Path | None
     overrides: Sequence[str]
     trust: bool
+    trace: Path | None = None
     script: Sequence[str] = ()  # the command of a loop of the user's own
 
 
@@ -41,7 +42,11 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         raise UsageError("give one of --step N, --steps A:B and --check K")
     if options.samples and options.step is None:
         raise UsageError("--samples: lists the samples of one step; give --step N")
-    if options.script and (options.check or options.samples or options.changes or options.overrides):
+    if options.trace is not None and (options.step is None or options.samples):
+        raise UsageError("--trace: is of one step; give --step N without --samples")
+    if options.script and (
+        options.check or options.samples or options.changes or options.overrides or options.trace is not None
+    ):
         raise UsageError("of a loop of your own: give --step or --steps alone; its script says all else")
     if options.check is not None:
         return _check(options, options.check, tell)
@@ -54,16 +59,21 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
             tell(name)
         return EXIT_DONE
     out = options.out or Path(f"replay-{last}.html" if first == last else f"replay-{first}-{last}.html")
-    if out.resolve().is_relative_to(options.folder.resolve()):
-        raise UsageError(f"{out}: within the run folder, which a replay leaves as it is; name another place by --out")
+    for path in filter(None, (out, options.trace)):
+        if path.resolve().is_relative_to(options.folder.resolve()):
+            raise UsageError(f"{path}: within the run folder, which a replay leaves as it is; name another place")
 
     def report(found: Replay) -> None:
         _tell(tell, found)
-        try:
-            durable.replace(out, html(f"Replay of {options.folder}", [*page.sections(found)]).encode())
-        except OSError as error:
-            raise UsageError(f"{out}: cannot be written: {error.strerror}") from error
-        tell(f"written {out}")
+        contents = {out: html(f"Replay of {options.folder}", [*page.sections(found)])}
+        if options.trace is not None and found.trace is not None:
+            contents[options.trace] = found.trace.text()
+        for path, content in contents.items():
+            try:
+                durable.replace(path, content.encode(errors="backslashreplace"))
+            except OSError as error:
+                raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
+            tell(f"written {path}")
 
     return replay_here(request, report)
 
@@ -78,7 +88,14 @@ def _script(options: Options, first: int, last: int, tell: Callable[[str], None]
 
 def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:
     return ReplayRequest(
-        options.folder, first, last, tuple(options.overrides), tuple(options.changes), options.trust, examined
+        options.folder,
+        first,
+        last,
+        tuple(options.overrides),
+        tuple(options.changes),
+        options.trust,
+        examined,
+        options.trace is not None,
     )
 
 

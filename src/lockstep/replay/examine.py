@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.core.order import Step
+from lockstep.replay.trace import Trace
 from lockstep.tasks.base import MicroBatch, Task
 
 LOSS: Final = "the loss"
 _MODULE: Final = "lockstep module"
 # What these give may hold anything, or is infinite because somebody wrote so, as the mask of an attention is.
-_FILLS: Final = ("empty", "new_empty", "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
+_UNSET: Final = ("empty", "new_empty")
+_FILLS: Final = (*_UNSET, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
 
 
 class SampleLoss(NamedTuple):
@@ -82,12 +84,20 @@ class ObservedTask:
 
 
 def examine(
-    engine: Repeats, model: nn.Module, task: ObservedTask, microbatches: Sequence[MicroBatch], step: Step
+    engine: Repeats,
+    model: nn.Module,
+    task: ObservedTask,
+    microbatches: Sequence[MicroBatch],
+    step: Step,
+    trace: Trace | None = None,
 ) -> Examined:
-    """Compute the micro-batches of a step beside it, in one process, and return what happened."""
+    """Compute the micro-batches of a step beside it, in one process, and return what happened.
+
+    `trace` takes the micro-batches' own tensors, and the results of all modules and operations.
+    """
     found = Examined()
     for microbatch in microbatches:
-        observer = _Observer(microbatch, found)
+        observer = _Observer(microbatch, found, trace)
         task.see = partial(_note_losses, task, microbatch, found.losses, observer)
         try:
             with observer.hooks(model), observer:
@@ -132,10 +142,12 @@ def _sample(place: int, samples: int, tensor: Tensor) -> Tensor:
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of a micro-batch's forward and backward, and in which module it is."""
 
-    def __init__(self, microbatch: MicroBatch, found: Examined) -> None:
+    def __init__(self, microbatch: MicroBatch, found: Examined, trace: Trace | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._microbatch = microbatch
         self._found = found
+        self._trace = trace
+        self._note("batch", "", "", microbatch.batch)
         self._modules: list[str] = []
         self._paused = False
         self._behind = LOSS  # the module whose backward is under way
@@ -166,40 +178,46 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         self._modules.pop()
         with self.paused():
+            self._note("forward", name, "the module's output", outputs)
             for each in tensors_of(outputs):
                 if each.is_floating_point() and each.numel():
                     largest = float(each.detach().abs().amax())
                     known = self._found.activations.get(name, 0.0)
                     self._found.activations[name] = largest if math.isnan(largest) else max(known, largest)
                 if each.grad_fn is not None:
-                    _notes_of(each.grad_fn)[_MODULE] = name
+                    _notes_of(each.grad_fn).setdefault(_MODULE, name)  # that of the innermost
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         node = torch._C._current_autograd_node()
         if node is not None:
             self._behind = _notes_of(node).get(_MODULE, self._behind)
-        if self._found.nonfinite is None and not self._paused:
-            self._look(func, (args, kwargs), outputs, None if node is None else node.name())
+        if not self._paused:
+            with self.paused():
+                self._look(func, (args, kwargs), outputs, None if node is None else node.name())
         return outputs
 
     def _look(self, func: Any, inputs: Any, outputs: Any, node: str | None) -> None:
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        if name.startswith(_FILLS):
+        phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
+        where = (self._modules[-1] if self._modules else LOSS) if node is None else self._behind
+        operation = name if node is None else f"{name} of {node}"
+        if not name.startswith(_UNSET):
+            self._note(phase, where, operation, outputs)
+        if self._found.nonfinite is not None or name.startswith(_FILLS):
             return
-        self._paused = True
-        try:
-            made, given = ([*map(_kinds, tensors_of(each))] for each in (outputs, inputs))
-            for what, position in (("NaN", 0), ("inf", 1)):
-                if any(each[position] for each in made) and not any(each[position] or each[0] for each in given):
-                    where = (self._modules[-1] if self._modules else LOSS) if node is None else self._behind
-                    operation = name if node is None else f"{name} of {node}"
-                    phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
-                    place = self._place(tensors_of(outputs))
-                    self._found.nonfinite = NonFinite(what, where, operation, phase, self._microbatch.index, place)  # type: ignore[arg-type]
-                    return
-        finally:
-            self._paused = False
+        made, given = ([*map(_kinds, tensors_of(each))] for each in (outputs, inputs))
+        for what, position in (("NaN", 0), ("inf", 1)):
+            if any(each[position] for each in made) and not any(each[position] or each[0] for each in given):
+                place = self._place(tensors_of(outputs))
+                self._found.nonfinite = NonFinite(what, where, operation, phase, self._microbatch.index, place)  # type: ignore[arg-type]
+                return
+
+    def _note(self, phase: str, module: str, name: str, tensors: Any) -> None:
+        """Add tensors to the trace, if somebody wants one."""
+        if self._trace is not None:
+            for each in tensors_of(tensors):
+                self._trace.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, each)
 
     def _place(self, outputs: Sequence[Tensor]) -> int:
         """Return the sample of the first value that is not finite, -1 where outputs are not by samples."""

@@ -24,6 +24,7 @@ from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load_text, read_run_recipe
 from lockstep.core.order import Step
+from lockstep.core.shard import MaybeSharded
 from lockstep.data.base import NoTransforms
 from lockstep.data.loader import Loader
 from lockstep.device import machine
@@ -33,6 +34,7 @@ from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.replay.examine import Examined, ObservedTask, Repeats, examine
+from lockstep.replay.trace import Head, Trace
 from lockstep.reporting.jsonl import EVENTS, last
 from lockstep.run import digest_file
 from lockstep.run.build import Setup, open_recipe_data
@@ -70,7 +72,7 @@ class ReplayRequest:
     """Steps of the run in `folder`, from number `first` to `last`, counted from 1.
 
     `overrides` say how to compute, `changes` give keys of the recipe other values: then nothing is compared. Of one
-    that is `examined` it is found out what happened in its last step.
+    that is `examined` it is found out what happened in its last step; of one that is `traced`, each tensor of it.
     """
 
     folder: Path
@@ -80,6 +82,7 @@ class ReplayRequest:
     changes: tuple[str, ...] = ()
     trust: bool = False
     examined: bool = False
+    traced: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Replay:
     samples: list[list[int]] = field(default_factory=list)
     examined: Examined | None = None
     name_of: Callable[[int], str] = "sample {}".format
+    trace: Trace | None = None
 
     def add_step(
         self, step: int, loss: float, lr: float, found: Mapping[Place, int], recorded: Mapping[Place, int], first: int
@@ -267,6 +271,9 @@ class _Steps:
         self._loader: Loader
         self._engine, self._loader = start_engine(self._ready, resolved, world, resumes=opened.checkpoint is not None)
         self._found = Replay(request.folder, opened.start, resolved.strategy_name, world.size)
+        if request.traced:
+            here = machine.numerics(world.device, compiled=ready.recipe.compile)
+            self._found.trace = Trace(Head(step=request.last, numerics=here, sources=ready.source))
         self._noted: list[Digest] = []
         self._digests = StepDigests(world, self._engine.gradients, self._noted.extend, every=1)
         self._sums: list[Sums] = []
@@ -309,15 +316,22 @@ class _Steps:
         self._rates.append(lr)
         if not self._looked_at:
             return self._engine.update(lr, max_norm)
-        gradients = {name: _norm(each) for name, each in wholes(self._world, self._engine.gradients())}
+        gradients = {name: _norm(each) for name, each in self._seen("the gradient", self._engine.gradients())}
         before = {name: each.clone() for name, each in wholes(self._world, self._engine.state().model)}
         update = self._engine.update(lr, max_norm)
         scale = (update.loss_scale or 1.0) * max(self._step.weight, 1)
-        for name, after in wholes(self._world, self._engine.state().model):
+        for name, after in self._seen("the weights after the step", self._engine.state().model):
             if name in gradients:
                 moved = _norm(after.double() - before[name].double())
                 self._found.layers.append(LayerNorms(name, _norm(before[name]), gradients[name] / scale, moved))
         return update
+
+    def _seen(self, part: str, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the whole of each tensor, and add it to the trace, if one is wanted."""
+        for name, whole in wholes(self._world, tensors):
+            if self._found.trace is not None:
+                self._found.trace.add(part, "", name, whole)
+            yield name, whole
 
     @property
     def _looked_at(self) -> bool:
@@ -347,8 +361,16 @@ class _Steps:
         """Look into the step beside it, where one process computes the whole model."""
         self._found.samples = self._loader.samples(step)
         self._found.name_of = self._ready.data.name_of
+        trace = self._found.trace
         if self._world.size == 1 and isinstance(self._engine, Repeats) and not self._ready.recipe.compile:
-            self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step)
+            for _ in self._seen("the weights before the step", self._engine.state().model):
+                pass
+            self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)
+        elif trace is not None:
+            raise UsageError(
+                "--trace: sees one process that computes the whole model, without recipe.compile and "
+                "recipe.model.chunks; replay it without these"
+            )
 
     def _compare(self) -> None:
         recorded = {} if self._request.changes else self._opened.digests
@@ -358,6 +380,8 @@ class _Steps:
             self._found.same_start = recorded[begun] == found[begun]
         for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened.start + 1):
             self._found.add_step(step, float(sums.loss), lr, found, recorded, self._request.first)
+            if self._found.trace is not None:
+                self._found.trace.head.steps[step] = f"{found.get((step, False), 0):016x}"
         if self._found.different is not None:
             self._found.differences = self._differences()
 

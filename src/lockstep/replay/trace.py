@@ -1,0 +1,136 @@
+"""A trace of a step: the digest of each tensor in it, in order, so that two machines can be held against each other.
+
+`lockstep replay RUN --step N --trace FILE` writes one; `lockstep bisect` finds the first tensor in which two differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from lockstep.common import plainfile
+from lockstep.core.digest import Digests
+from lockstep.device.machine import numerics_differences
+from lockstep.errors import UsageError
+
+_LARGEST: Final = 1 << 30  # bytes of a file that is read
+Word = Annotated[str, Field(max_length=1000)]
+
+
+class Traced(NamedTuple):
+    """A tensor of a step: in which part of it, in which module, what made it, and the digest and L2 norm of its values.
+
+    The norm is text, since that of a tensor may be infinite, or NaN.
+    """
+
+    part: Word
+    module: Word
+    name: Word
+    kind: Word
+    digest: Word
+    norm: Word
+
+    def __str__(self) -> str:
+        within = f" in {self.module}" if self.module else ""
+        return f"{self.part}: {self.name}{within}, {self.kind}"
+
+
+class Head(BaseModel):
+    """The first line of a trace: its step, what decides the bits there, and what else the replay did before it.
+
+    `sources` are the hashes of the user's own files by name, `steps` the digests of gradients by number.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    numerics: Mapping[str, str | int | None]
+    sources: Mapping[str, str]
+    steps: dict[int, str] = {}
+
+
+@dataclass
+class Trace:
+    """The tensors of a step, in the order in which they were made."""
+
+    head: Head
+    tensors: list[Traced] = field(default_factory=list)
+    _digests: Digests = field(default_factory=Digests)
+
+    def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
+        """Note a tensor as it is now."""
+        tensor = tensor.detach()
+        norm = float(torch.linalg.vector_norm(tensor.double()))
+        kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
+        self.tensors.append(Traced(part, module, name, kind, f"{int(self._digests.of(tensor)):x}", f"{norm:.9g}"))
+
+    def text(self) -> str:
+        """Return the trace as a file has it: JSON in lines."""
+        return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
+
+
+def read(path: Path) -> tuple[Head, list[Traced]]:
+    """Read a trace; UsageError where it is none."""
+    try:
+        first, *lines = plainfile.content(path, _LARGEST).decode().splitlines()
+        tensors = f"[{','.join(lines)}]"
+        return Head.model_validate_json(first), TypeAdapter(list[Traced]).validate_json(tensors)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValidationError, UnicodeError, ValueError) as error:
+        raise UsageError(f"{path}: is no trace; `lockstep replay RUN --step N --trace FILE` writes one") from error
+
+
+def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
+    """Return whether two traces agree, and what a person reads of it; UsageError where they are of two steps."""
+    (head, tensors), (other, others) = read(left), read(right)
+    if head.step != other.step:
+        raise UsageError(f"{left} is of step {head.step}, {right} of step {other.step}; trace the same step")
+    differences = [*_earlier(head, other), *_differences(tensors, others)]
+    told = differences or [f"all {len(tensors):,} tensors agree, to the bit"]
+    return not differences, [f"step {head.step}  {left} before, {right} now", *_machines(head, other), *told]
+
+
+def _machines(head: Head, other: Head) -> Iterator[str]:
+    yield from numerics_differences(head.numerics, other.numerics)
+    names = sorted({*head.sources, *other.sources})
+    yield from (f"{name}: another file" for name in names if head.sources.get(name) != other.sources.get(name))
+
+
+def _earlier(head: Head, other: Head) -> Iterator[str]:
+    steps = (step for step in sorted({*head.steps} & {*other.steps}) if step < head.step)
+    different = next((step for step in steps if head.steps[step] != other.steps[step]), None)
+    if different is not None:
+        yield f"step {different} differs already; trace that one"
+
+
+def _differences(before: Sequence[Traced], now: Sequence[Traced]) -> Iterator[str]:
+    """Name the first tensor that only one has, and the first that both have and of which the values differ."""
+    theirs = dict(_numbered(now))
+    ours = dict(_numbered(before))
+    for there, these, those in (("before", ours, theirs), ("now", theirs, ours)):
+        if alone := next((each for place, each in these.items() if place not in those), None):
+            yield f"only {there}: {alone}, and with it {len(these.keys() - those.keys()) - 1:,} more"
+    both = [(each, theirs[place]) for place, each in ours.items() if place in theirs]
+    agree = [each.digest == other.digest for each, other in both]
+    if not all(agree):
+        first = agree.index(False)
+        yield f"first difference, after {first:,} tensors that agree: {both[first][0]}"
+        yield f"  norm {both[first][0].norm} before, {both[first][1].norm} now"
+        yield f"{agree.count(False):,} of {len(both):,} tensors differ"
+
+
+def _numbered(tensors: Sequence[Traced]) -> Iterator[tuple[tuple[str, int], Traced]]:
+    """Yield each tensor with what it is called, and how often that was there before it."""
+    count: Counter[str] = Counter()
+    for each in tensors:
+        yield (str(each), count[str(each)]), each
+        count[str(each)] += 1

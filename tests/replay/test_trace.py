@@ -1,0 +1,77 @@
+"""Two traces of a step agree to the bit, or the first tensor that differs is named."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_examine import examined
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.replay.trace import Head, Trace, compare
+
+HERE = Head(step=5, numerics={"torch": "2.15.0", "threads": 1}, sources={"nets.py": "0"}, steps={4: "0", 5: "0"})
+ONE_BIT = torch.tensor(1 + 2**-23)
+
+
+def traced(path: Path, change: Callable[[Tensor], Tensor] = torch.neg, head: Head = HERE) -> Path:
+    trace = Trace(head)
+    examined(change, trace)
+    path.write_text(trace.text())
+    return path
+
+
+def in_backward(x: Tensor) -> Tensor:
+    changed = torch.neg(x)
+    if x.requires_grad:
+        changed.register_hook(lambda gradient: gradient.index_put((torch.tensor(3), torch.tensor(2)), ONE_BIT))
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "head", "found"),
+    [
+        (torch.neg, HERE, ["all [0-9,]+ tensors agree, to the bit"]),
+        (
+            lambda x: torch.neg(x) * 1,
+            HERE,
+            ["only now: micro-batch 0, forward: mul in changed, float32 .6, 8., and with"],
+        ),
+        (
+            lambda x: torch.neg(x).where(torch.arange(48).view(6, 8) != 21, x[2, 5] * -ONE_BIT),
+            HERE,
+            ["first difference, after \\d+ tensors that agree: micro-batch 0, forward: the module's output in changed"],
+        ),
+        (in_backward, HERE, ["first difference, .* micro-batch 0, backward: neg of NegBackward0 in changed"]),
+        (torch.neg, HERE.model_copy(update={"steps": {4: "1"}}), ["step 4 differs already; trace that one"]),
+        (
+            torch.neg,
+            HERE.model_copy(update={"numerics": {"torch": "2.15.0", "threads": 2}, "sources": {"nets.py": "1"}}),
+            ["threads: 1 before, 2 now", "nets.py: another file", "all [0-9,]+ tensors agree"],
+        ),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named(tmp_path: Path, change, head: Head, found: list[str]) -> None:
+    agree, lines = compare(traced(tmp_path / "a"), traced(tmp_path / "b", change, head))
+    for line in found:
+        assert any(re.match(line, each) for each in lines), lines
+    assert agree == ("agree, to the bit" in lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("", "is no trace; `lockstep replay RUN --step N --trace FILE` writes one"),
+        ("{}\n", "is no trace"),
+        (HERE.model_dump_json() + '\n["a"]', "is no trace"),
+        (HERE.model_copy(update={"step": 6}).model_dump_json(), "of step 6; trace the same step"),
+    ],
+)
+def test_what_is_no_trace_is_said(tmp_path: Path, content: str | None, problem: str) -> None:
+    if content is not None:
+        (tmp_path / "b").write_text(content)
+    with pytest.raises(UsageError, match=problem):
+        compare(traced(tmp_path / "a"), tmp_path / "b")
