@@ -10,6 +10,7 @@ from test_train import assert_same_run
 PLACED = {
     "single": ("placement.processes=1",),
     "ddp": ("placement.processes=3", "placement.workers=1"),
+    "pipeline": ("placement.processes=2", "placement.strategy=pipeline"),
 }
 
 

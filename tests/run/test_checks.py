@@ -67,7 +67,6 @@ def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.Mon
         (["recipe.compile=true"], "cannot wait in its middle .* set recipe.compile to false"),
         (["recipe.model.chunks=2"], "leave recipe.model.chunks out"),
         (["placement.recompute=full"], "leave placement.recompute out"),
-        (["placement.audit_every=2"], "leave placement.audit_every out"),
     ],
 )
 def test_where_forwards_cannot_go_together_batchnorm_cannot_be_synced(asked: list[str], text: str) -> None:

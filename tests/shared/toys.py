@@ -26,8 +26,10 @@ from lockstep.parallel.layouts.base import gather_whole, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.strategies.base import CutsModel
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
@@ -172,9 +174,13 @@ def engine(world: World, case: Case) -> Engine:
     optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
     problem = Problem(Classification(topk=(1,)), partial(build, case), example=example if case.measured else None)
-    started: Any = strategy(world, case).start(problem, optimizer, world, case.numerics())
-    if case.audit_every:
-        started = AuditedEngine(started, world, rota(world, case), partial(fetch, case))
+    start = partial(strategy(world, case).start, problem, optimizer)
+    if rotates(world, case):
+        started: Any = RotatedAudit(start, world, case.numerics(), rota(world, case), partial(fetch, case))
+    else:
+        started = start(world, case.numerics())
+        if case.audit_every:
+            started = AuditedEngine(started, world, rota(world, case), partial(fetch, case))
     if case.chunks > 1:
         chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
         return CanonicalState(started, chunked)
@@ -210,6 +216,11 @@ def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
     return made
 
 
+def rotates(world: World, case: Case) -> bool:
+    """Return whether ranks do whole steps of each other again, since they cannot repeat one micro-batch."""
+    return case.audit_every > 0 and (case.sync_batchnorm or isinstance(strategy(world, case), CutsModel))
+
+
 def rota(world: World, case: Case) -> AuditSchedule:
     return AuditSchedule(case.audit_every, strategy(world, case).mesh(world.size), case.microbatches)
 
@@ -238,7 +249,8 @@ def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step, after the one that it repeats, if it does."""
     data_rank: DataRank = strategy(world, case).mesh(world.size).data_rank(world.rank)
     own = data_rank.indices(min(case.microbatches, step.samples))
-    repeated = rota(world, case).assignment(world.rank, step) if case.audit_every else None
+    repeats = case.audit_every and not rotates(world, case)
+    repeated = rota(world, case).assignment(world.rank, step) if repeats else None
     beside = [] if repeated is None else [(repeated, True)]
     return [fetch(case, step, index, dummy) for index, dummy in [*beside, *own]]
 

@@ -26,6 +26,7 @@ class Transfer:
         self._works = works
         self._kept = kept
         self._landing = landing
+        self.landed: Callable[[], None] | None = None  # called when all has come
 
     def wait(self) -> None:
         """Wait until what was received may be read, and what was sent written to, by what the current stream does next.
@@ -36,6 +37,8 @@ class Transfer:
             work.wait()
         for tensor, host in self._landing:
             tensor.copy_(host, non_blocking=True)
+        if self.landed is not None:
+            self.landed()
 
     def is_done(self) -> bool:
         """Whether all of it is known to be done, so that memory may go."""
@@ -69,6 +72,13 @@ def staged(group: dist.ProcessGroup) -> Carrier:
         return Transfer(_start(group, leaving, arriving), [host for host, _ in leaving], landing)
 
     return start
+
+
+def renumbered(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
+    """Return the same carrier for a caller that calls rank `numbers[i]` of it i."""
+    return lambda sent, received: carrier(
+        [(tensor, numbers[peer]) for tensor, peer in sent], [(tensor, numbers[peer]) for tensor, peer in received]
+    )
 
 
 def _host_like(tensor: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class PointToPoint:
 
     def __init__(self, world: World, neighbours: Collection[int]) -> None:
         self._device = world.device
+        self._number = world.number
         self._edges = world.edges(neighbours)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
@@ -120,7 +121,7 @@ class PointToPoint:
         self._sent.clear()
 
     def _message(self, tensor: Tensor, peer: int) -> None:
-        work = dist.isend(tensor, peer, tag=_TAG)
+        work = dist.isend(tensor, self._number(peer), tag=_TAG)
         assert work is not None
         self._messages.append((work, tensor))
 
@@ -134,7 +135,7 @@ class PointToPoint:
     def _next(self, peer: int) -> tuple[int, Values]:
         """Return the parcel that `peer` sent after the last one, and its line."""
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
-        dist.recv(numbers, peer, tag=_TAG)
+        dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *rest = numbers.tolist()
         return line, [self._value(form, peer) if isinstance(form, _Form) else form for form in _forms(rest)]
 
@@ -154,7 +155,7 @@ class PointToPoint:
             edge = self._edges[peer]
             edge.back([], [(data, edge.peer)]).wait()
         else:
-            dist.recv(data, peer, tag=_TAG)
+            dist.recv(data, self._number(peer), tag=_TAG)
 
 
 def backward_input(

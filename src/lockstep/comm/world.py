@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
-from lockstep.comm.carrier import Carrier, direct, staged
+from lockstep.comm.carrier import Carrier, direct, renumbered, staged
+from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
@@ -64,6 +65,8 @@ class World:
     _carry: Callable[[dist.ProcessGroup], Carrier] = direct
     backend: Literal["nccl", "gloo"] = "gloo"
     _store: Any = None
+    _numbers: Sequence[int] = ()  # of the ranks in torch's groups, where they are others
+    _log: MessageLog | None = None  # of what is sent and received, but within `among`
     sharing: list[list[int]] = field(default_factory=list, init=False)  # ranks that have one device between them
     _edges: dict[int, Edge] = field(default_factory=dict, init=False)
     _made: dict[tuple[int, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
@@ -99,7 +102,10 @@ class World:
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""
-        return self._carry(self._group(_SIDE if side_stream else _MAIN, mesh.groups(*axes)))
+        groups = mesh.groups(*axes)
+        group = self._group(_SIDE if side_stream else _MAIN, groups)
+        [ranks] = [ranks for ranks in groups if self.rank in ranks]
+        return self._carried(group, ranks, f"along {', '.join(axes)}")
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return the ranks that differ along these axes alone as torch's, for this thread."""
@@ -128,7 +134,7 @@ class World:
         if self.backend == "nccl":
             self._edges |= self._one_way_edges(new)
         elif new:  # gloo's threads send and receive side by side
-            both = self._carry(self._groups[0])
+            both = self._carried(self._groups[0], range(self.size), "between stages")
             self._edges |= {rank: Edge(both, both, rank) for rank in new}
         return {rank: self._edges[rank] for rank in neighbours}
 
@@ -151,11 +157,12 @@ class World:
 
         To connect is to wait for the other, and in the middle of a step that might be waiting for this one.
         """
-        group = dist.new_group(sorted((source, target)), timeout=self._timeout)
-        if self.rank not in (source, target):
+        ranks = sorted((source, target))
+        group = dist.new_group([self.number(rank) for rank in ranks], timeout=self._timeout)
+        if self.rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
-        carrier = self._carry(group)
+        carrier = self._carried(group, ranks, "between stages")
         other = target if self.rank == source else source
         first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
         move(carrier, first if self.rank == source else [], first if self.rank == target else [])
@@ -172,10 +179,39 @@ class World:
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""
-        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in groups]
+        made = [(ranks, dist.new_group([*map(self.number, ranks)], timeout=self._timeout)) for ranks in groups]
         [own] = [group for ranks, group in made if self.rank in ranks]
         assert isinstance(own, dist.ProcessGroup)
         return own
+
+    def number(self, rank: int) -> int:
+        """Return the number that torch knows a rank by."""
+        return self._numbers[rank] if self._numbers else rank
+
+    def _order(self, ranks: Sequence[int]) -> list[int]:
+        """Return which number each of `ranks` has in torch's group of them, which has them in its own order."""
+        numbers = [self.number(rank) for rank in ranks]
+        return [sorted(numbers).index(number) for number in numbers]
+
+    def _carried(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
+        """Return what carries tensors in the group of `ranks`, numbered as they are here."""
+        carrier = self._carry(group)
+        if (order := self._order(ranks)) != sorted(order):
+            carrier = renumbered(carrier, order)
+        return carrier if self._log is None else self._log.watch(carrier, label, ranks)
+
+    def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> World:
+        """Return the same processes as another world, in which each has the rank that one `distance` away has here.
+
+        The members of a shard stay together, in their order. Its messages are noted in `log`. Nobody closes it.
+        """
+        numbers, shards = [*range(self.size)], mesh.groups("shard")
+        for place, members in enumerate(shards):
+            for member, taken in zip(members, shards[(place + distance) % len(shards)], strict=True):
+                numbers[taken] = self.number(member)
+        info = RankInfo(numbers.index(self.number(self.rank)), self.size, self.local_rank, self.local_size, "part")
+        given = self._timeout, self._carry, self.backend, self._store, numbers, log
+        return World(info, self.device, self._groups, *given)
 
     def stream(self) -> CommStream:
         """Return a second stream for communication; close it after use."""
@@ -213,7 +249,7 @@ class World:
             return
         sent = [(tensor, rank) for rank in others for tensor in own]
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
-        move(self._carry(self._groups[0]), sent, received)
+        move(self._carried(self._groups[0], range(self.size), "rows"), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
         """Return the highest stop level that any rank had at its last call (0: none), the same on all ranks.
@@ -281,7 +317,8 @@ class World:
         if all(len(each) == 1 for each in groups):
             return World(info, self.device)
         group = self._own_group(groups)
-        return World(info, self.device, (group, group), self._timeout, self._carry, self.backend)
+        given = self._timeout, self._carry, self.backend, None, self._order(ranks)
+        return World(info, self.device, (group, group), *given)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
@@ -26,10 +26,15 @@ from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import TrainingError
-from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
+from lockstep.parallel.engine import Auditable, Engine, Predict, State, Sums, Update
 from lockstep.tasks.base import MicroBatch
 
 _SHOWN: Final = 3  # names of what differs
+NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
+RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
+OTHER_HOSTS: Final = f"{NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {RESUME}"
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 class Subject(NamedTuple):
@@ -43,38 +48,12 @@ Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for 
 Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
 
 
-@final
-class AuditedEngine:
-    """An engine whose steps are audited when `schedule` says so; it changes no number.
+class AuditingEngine(Generic[AnyEngine]):
+    """An engine whose steps somebody looks at; `audited` counts those that were, and are fine."""
 
-    A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
-    results the ranks do not agree raises TrainingError on all of them. `audited` counts the others.
-    """
-
-    def __init__(
-        self, engine: Auditable, world: World, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch]
-    ) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self.audited = 0
         self._engine = engine
-        self._world = world
-        self._schedule = schedule
-        self._fetch = fetch
-        self._digests = Digests()
-
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
-        """See Engine."""
-        if not self._schedule.due(step):
-            return self._engine.forward_backward(microbatches, step, observe)
-        repeated, *own = microbatches
-        # With one rank nobody else holds the same.
-        findings = self._state_findings(self._engine.state()) if self._world.size > 1 else []
-        sums, computed = self._compute(step, repeated, own, observe)
-        findings += computed
-        disputed = self._find_disputes(findings)
-        if disputed:
-            raise TrainingError(self._verdict(step, repeated, own, findings, disputed))
-        self.audited += 1
-        return sums
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
@@ -99,6 +78,39 @@ class AuditedEngine:
     def close(self) -> None:
         """See Engine."""
         self._engine.close()
+
+
+@final
+class AuditedEngine(AuditingEngine[Auditable]):
+    """An engine whose steps are audited when `schedule` says so; it changes no number.
+
+    A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
+    results the ranks do not agree raises TrainingError on all of them.
+    """
+
+    def __init__(
+        self, engine: Auditable, world: World, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch]
+    ) -> None:
+        super().__init__(engine)
+        self._world = world
+        self._schedule = schedule
+        self._fetch = fetch
+        self._digests = Digests()
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """See Engine."""
+        if not self._schedule.due(step):
+            return self._engine.forward_backward(microbatches, step, observe)
+        repeated, *own = microbatches
+        # With one rank nobody else holds the same.
+        findings = self._state_findings(self._engine.state()) if self._world.size > 1 else []
+        sums, computed = self._compute(step, repeated, own, observe)
+        findings += computed
+        disputed = self._find_disputes(findings)
+        if disputed:
+            raise TrainingError(self._verdict(step, repeated, own, findings, disputed))
+        self.audited += 1
+        return sums
 
     def _compute(
         self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], observe: bool = False
@@ -126,7 +138,7 @@ class AuditedEngine:
         return [
             *self._parts("the weights", state.model),
             *self._parts("the optimizer's state", state.optimizer),
-            (Subject("the counters"), {name: _hash(value) for name, value in state.scalars.items()}),
+            (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
             *self._parts("the averaged weights", state.ema or {}),
         ]
 
@@ -140,12 +152,12 @@ class AuditedEngine:
             for name, held in tensors.items()
             if isinstance(held, Shard)
         ]
-        found = [(Subject(kind), whole.values()), (Subject(kind, _hash(cut)), rows.values())]
+        found = [(Subject(kind), whole.values()), (Subject(kind, hash_of(cut)), rows.values())]
         return [(subject, digests) for subject, digests in found if digests]
 
     def _find_disputes(self, findings: Findings) -> Opinions:
         """Return what the ranks do not agree on. All ranks call it."""
-        own = [[*subject, _hash(digests)] for subject, digests in findings]
+        own = [[*subject, hash_of(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, text in enumerate(self._world.all_tell(json.dumps(own))):
             for kind, rows, found in plainfile.parse_json(text):
@@ -193,7 +205,8 @@ def _microbatch(index: int) -> Subject:
     return Subject(f"micro-batch {index}")
 
 
-def _hash(value: Any) -> str:
+def hash_of(value: Any) -> str:
+    """Return a short hash of what JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -204,8 +217,6 @@ def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], 
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     what = f"{subject.kind} ({', '.join(names[:_SHOWN])}{more})"
     start = f"audit at step {step.number + 1}"
-    end = "The step was not applied and nothing of it was saved."
-    resume = "start again with the same run.dir: the run resumes from its last checkpoint"
     odd = odd_ones(opinions)
     results: dict[int, list[str]] = {}
     for rank, result in opinions:
@@ -213,18 +224,19 @@ def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], 
     if not odd:
         enough = "" if len(results) > 2 else " (three ranks can tell)"
         return (
-            f"{start}: {_ranks(sorted(results), told)} found different results for {what}, and no majority tells who "
-            f"is right{enough}. {end} If `lockstep verify` finds no fault in the recipe, use other hosts; {resume}"
+            f"{start}: {name_ranks(sorted(results), told)} found different results for {what}, and no majority tells "
+            f"who is right{enough}. {OTHER_HOSTS}"
         )
     most = Counter(result for _, result in opinions).most_common(1)[0][1]
     lasting = all(len(set(results[rank])) == 1 for rank in odd)
     repeated = f"; the fault was {'there again' if lasting else 'gone'} when the step was done again"
     return (
-        f"{start}: {_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
-        f"{repeated if len(opinions) > len(results) else ''}. {end} Take the host out; {resume}"
+        f"{start}: {name_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
+        f"{repeated if len(opinions) > len(results) else ''}. {NOT_APPLIED} Take the host out; {RESUME}"
     )
 
 
-def _ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
+def name_ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
+    """Return what a person calls them; each rank has told its host."""
     listed = ", ".join(f"{rank} ({told[rank]['host']})" for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -253,17 +253,25 @@ class DataParallelEngine:
         )
 
     @torch.no_grad()
-    def load(self, state: State) -> None:
-        """See Engine."""
-        model = self._layout.state()
-        take_over(state.model, model)
+    def take_weights(self, state: State) -> None:
+        """See Rotates."""
+        take_over(state.model, self._layout.state())
         self._running.reload()
         self._layout.reload()
+        self._updates.loss_scale = state.scalars["loss_scale"]
+
+    def forget(self) -> None:
+        """See Rotates."""
+        self._updates.forget()
+
+    @torch.no_grad()
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self.take_weights(state)
         tensors = {name: self._slots.own(name, local_tensor(whole)) for name, whole in state.optimizer.items()}
         load_optimizer_state(self._layout.trained, self._updates.optimizer, tensors, state.scalars["optimizer"])
-        self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
-            take_over(state.ema, self._ema.shards(model))
+            take_over(state.ema, self._ema.shards(self._layout.state()))
         if self._low_rank is not None:
             self._low_rank.load_feedback(state.feedback or {})
 

@@ -93,6 +93,16 @@ class Engine(Stepping, Protocol):
         """Let go of threads and streams."""
 
 
+class Rotates(Engine, Protocol):
+    """An engine that can do a step again, and those of another one with other ranks in its places."""
+
+    def take_weights(self, state: State) -> None:
+        """Take over the model's tensors, whole, and the scale of the loss."""
+
+    def forget(self) -> None:
+        """Forget the gradients of a step that is not applied."""
+
+
 class Auditable(Engine, Protocol):
     """An engine on whose ranks any micro-batch can be computed, since each computes the whole model."""
 

@@ -42,7 +42,7 @@ class Updates:
     def update(self, lr: float, max_norm: float | None, loss: Tensor, weight: int) -> Update:
         """Do what Engine.update says of weights; `loss` and `weight` are those of the whole step."""
         if not weight:
-            self._forget()
+            self.forget()
             return Update(None, applied=False)
         scale = None
         if self._scales:
@@ -61,7 +61,7 @@ class Updates:
             self._layout.publish()
         if self._scales:
             self._scaler.update(self._static_scale)
-        self._forget()
+        self.forget()
         return Update(norm, applied, scale)
 
     @property
@@ -83,7 +83,8 @@ class Updates:
             self._bare_step()
         return True
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Take the gradients away."""
         for tensor in self._trained:  # as zero_grad does, at a tenth of its time
             tensor.grad = None
 

@@ -36,11 +36,6 @@ def check_placement(resolved: Resolved) -> None:
             f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
             f"or use ddp, zero1, zero2, zero3 or hsdp"
         )
-    if placement.audit_every is not None and isinstance(strategy, CutsModel):
-        raise UsageError(
-            f"placement.audit_every: strategy {resolved.strategy_name} has but a part of the model on each rank, so "
-            f"none can repeat another's micro-batch; leave audit_every out, or use ddp, zero1, zero2, zero3 or hsdp"
-        )
     if placement.audit_every is not None and not strategy.traits.audits:
         raise UsageError(
             f"placement.audit_every: under strategy {resolved.strategy_name}, with these options, no two ranks have "
@@ -83,7 +78,7 @@ def _check_batchnorm(resolved: Resolved) -> None:
     key, count = "recipe.batchnorm: sync", recipe.microbatches
     if recipe.model.chunks > 1:
         raise UsageError(f"{key}: a model in chunks is called once for each; leave recipe.model.chunks out")
-    _check_waiting(resolved, key, "no micro-batch can be repeated by itself, without all others of its step")
+    _check_waiting(resolved, key)
     if not strategy.traits.syncs_batchnorm:
         raise UsageError(
             f"{key}: under strategy {resolved.strategy_name} the forwards of a step do not reach a layer together; use "
@@ -96,10 +91,8 @@ def _check_batchnorm(resolved: Resolved) -> None:
         )
 
 
-def _check_waiting(resolved: Resolved, key: str, audited: str) -> None:
-    """Raise UsageError for what forwards that wait for each other cannot do, which `key` asks for: `audited` says why
-    no rank can repeat another's work.
-    """
+def _check_waiting(resolved: Resolved, key: str) -> None:
+    """Raise UsageError for what forwards that wait for each other cannot do, which `key` asks for."""
     placement = resolved.placement
     if resolved.recipe.compile:
         raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
@@ -108,8 +101,6 @@ def _check_waiting(resolved: Resolved, key: str, audited: str) -> None:
             f"{key}: a block that computes its activations again would wait for others in its backward; leave "
             f"placement.recompute out"
         )
-    if placement.audit_every is not None:
-        raise UsageError(f"{key}: {audited}; leave placement.audit_every out")
 
 
 def _check_sequences(resolved: Resolved) -> None:
@@ -138,7 +129,7 @@ def _check_sequences(resolved: Resolved) -> None:
             f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
             f"process has one; set context to {chunks}, or leave shard out"
         )
-    _check_waiting(resolved, key, "a rank that has but a chunk of each sequence can repeat no micro-batch")
+    _check_waiting(resolved, key)
 
 
 def check_cut(resolved: Resolved, ready: Setup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -11,11 +12,14 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.data.loader import Loader
 from lockstep.models.initialise import initialise
 from lockstep.parallel.audited import AuditedEngine
-from lockstep.parallel.engine import Auditable, Engine
+from lockstep.parallel.engine import Auditable, Engine, Rotates
+from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.run.build import Setup
 from lockstep.run.resolved import Resolved
 from lockstep.run.strategy import recompute_interval
+from lockstep.strategies.base import CutsModel
 
 
 def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
@@ -28,16 +32,21 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
     numerics = ready.numerics(placement.offload_activations, recompute_interval(placement, strategy))
-    engine = strategy.start(problem, ready.optimizer, world, numerics)
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
+    start = partial(strategy.start, problem, ready.optimizer)
     if placement.audit_every is None:
-        return _with_canonical_state(engine, ready), ready.loader(world, own, placement.workers)
+        return _with_canonical_state(start(world, numerics), ready), ready.loader(world, own, placement.workers)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
-    loader = ready.loader(world, own, placement.workers, partial(schedule.assignment, world.rank))
-    return _with_canonical_state(
-        AuditedEngine(cast(Auditable, engine), world, schedule, loader.microbatch), ready
-    ), loader
+    # Where a rank cannot repeat one micro-batch of another by itself, all ranks do whole steps again in other places.
+    if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.sequence_chunks > 1:
+        loader = ready.loader(world, own, placement.workers)
+        moved = cast(Callable[[World, Numerics], Rotates], start)
+        audited: Engine = RotatedAudit(moved, world, numerics, schedule, loader.microbatch)
+    else:
+        loader = ready.loader(world, own, placement.workers, partial(schedule.assignment, world.rank))
+        audited = AuditedEngine(cast(Auditable, start(world, numerics)), world, schedule, loader.microbatch)
+    return _with_canonical_state(audited, ready), loader
 
 
 def _with_canonical_state(engine: Engine, ready: Setup) -> Engine:

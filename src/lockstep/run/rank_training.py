@@ -23,7 +23,6 @@ from lockstep.device import machine
 from lockstep.device.clock import Clock
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
@@ -218,7 +217,7 @@ class RankTraining:
             best=progress.best,
             skipped_steps=progress.skipped_steps,
             skipped_samples=int(skipped),
-            audited=self.engine.audited if isinstance(self.engine, AuditedEngine) else 0,
+            audited=getattr(self.engine, "audited", 0),
             seconds=self.rank.seconds,
             seconds_by_rank={what: [each.get(what, 0.0) for each, _ in ranks] for what in spent},
             peak_bytes_by_rank=[each for _, each in ranks],

@@ -196,18 +196,25 @@ class PipelineEngine:
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
 
-    def load(self, state: State) -> None:
-        """See Engine."""
-        names, own = self._model.state_dict(), self._layout.own_state()
-        take_over(state.model, own, names)
+    def take_weights(self, state: State) -> None:
+        """See Rotates."""
+        take_over(state.model, self._layout.own_state(), self._model.state_dict())
         self._reload()
         for stage in self._stages.values():
             stage.running.reload()
+        self._updates.loss_scale = state.scalars["loss_scale"]
+
+    def forget(self) -> None:
+        """See Rotates."""
+        self._updates.forget()
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self.take_weights(state)
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
         self._names.load(self._slots, self._updates.optimizer, whole, state.scalars["optimizer"])
-        self._updates.loss_scale = state.scalars["loss_scale"]
         if self._ema is not None and state.ema is not None:
-            take_over(state.ema, self._ema.shards(own), names)
+            take_over(state.ema, self._ema.shards(self._layout.own_state()), self._model.state_dict())
 
     def close(self) -> None:
         """See Engine."""

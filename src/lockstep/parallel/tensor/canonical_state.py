@@ -23,6 +23,11 @@ class CanonicalState:
         self.forward_backward, self.update = engine.forward_backward, engine.update
         self.evaluation, self.close = engine.evaluation, engine.close
 
+    @property
+    def audited(self) -> int:
+        """How many steps were audited."""
+        return getattr(self._engine, "audited", 0)
+
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
         return self._restore(self._engine.gradients())

@@ -1,0 +1,166 @@
+"""Finds ranks that compute something else than they should, where none can repeat another's micro-batch.
+
+Where ranks have parts of the model, or wait for each other in the middle of a forward, a whole step is done again
+with each rank in the place of another. It has the same bits. Where it has not, the messages of all ranks
+(comm/message_log.py) tell who was the first to send what others in its place did not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Final, NamedTuple, final
+
+from lockstep.comm.message_log import RECEIVED, MessageLog
+from lockstep.comm.world import World
+from lockstep.common import plainfile
+from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.order import Step
+from lockstep.core.shard import local_tensor
+from lockstep.errors import TrainingError
+from lockstep.parallel.audited import NOT_APPLIED, OTHER_HOSTS, RESUME, AuditingEngine, hash_of, name_ranks
+from lockstep.parallel.engine import Rotates, Sums
+from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.numerics import Numerics
+from lockstep.tasks.base import MicroBatch
+
+_MOST: Final = 3  # ranks that are seen in each place before one is judged
+
+
+class Played(NamedTuple):
+    """What `rank` did in a place: digests of its messages and of what it ended with, by name, in the order of time."""
+
+    place: int
+    rank: int
+    messages: dict[str, str]
+
+
+@final
+class RotatedAudit(AuditingEngine[Rotates]):
+    """The engine that `start` makes of `numerics`, whose steps are audited when `schedule` says so, which changes none.
+
+    Another one is made for another order of the ranks; `fetch` gives any micro-batch. A step on which the two do not
+    agree raises TrainingError on all ranks.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[World, Numerics], Rotates],
+        world: World,
+        numerics: Numerics,
+        schedule: AuditSchedule,
+        fetch: Callable[[Step, int], MicroBatch],
+    ) -> None:
+        self._log = MessageLog()
+        own = world.rotated(schedule.mesh, 0, self._log)
+        super().__init__(start(own, numerics))
+        self._start = start
+        self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
+        self._world = world
+        self._schedule = schedule
+        self._fetch = fetch
+        self._places = len(schedule.mesh.groups("shard"))
+        # By the distance that ranks are moved; the first one now, so that it is known to fit.
+        self._rotated = {0: (own, self._engine)}
+        self._again_at(1)
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+        """See Engine."""
+        if not self._schedule.due(step):
+            return self._engine.forward_backward(microbatches, step, observe)
+        moved = self._again(1, step)
+        played, sums = self._play(*self._rotated[0], microbatches, step, observe)
+        if self._differ(moved, played):
+            again = [self._again(distance, step) for distance in range(min(_MOST, self._places))]
+            raise TrainingError(self._verdict(step, [moved, played, *again]))
+        self.audited += 1
+        return sums
+
+    def _again_at(self, distance: int) -> tuple[World, Rotates]:
+        distance %= self._places
+        if distance not in self._rotated:
+            world = self._world.rotated(self._schedule.mesh, distance, self._log)
+            self._rotated[distance] = world, self._start(world, self._numerics)
+        return self._rotated[distance]
+
+    def _again(self, distance: int, step: Step) -> Played:
+        """Do a step with each rank in the place that is so far away from its own."""
+        world, engine = self._again_at(distance)
+        if engine is not self._engine:
+            state = self._engine.state()
+            engine.take_weights(replace(state, model=gather_whole(self._world, state.model)))
+        indices = self._schedule.mesh.data_rank(world.rank).indices(min(self._schedule.microbatches, step.samples))
+        microbatches = [replace(self._fetch(step, index), dummy=dummy) for index, dummy in indices]
+        return self._play(world, engine, microbatches, step)[0]
+
+    def _play(
+        self, world: World, engine: Rotates, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False
+    ) -> tuple[Played, Sums]:
+        engine.forget()
+        self._log.open()
+        sums = engine.forward_backward(microbatches, step, observe)
+        for name, held in engine.gradients().items():
+            self._log.note(f"the gradient of {name}", local_tensor(held))
+        self._log.note("the loss", sums.total)
+        return Played(world.rank, self._world.rank, self._log.close()), sums
+
+    def _differ(self, *played: Played) -> bool:
+        """Return whether two ranks did not do the same in a place. All ranks call it."""
+        found: dict[int, set[str]] = {}
+        for text in self._world.all_tell(json.dumps([(each.place, hash_of(each.messages)) for each in played])):
+            for place, messages in plainfile.parse_json(text):
+                found.setdefault(place, set()).add(messages)
+        return any(len(each) > 1 for each in found.values())
+
+    def _verdict(self, step: Step, played: Sequence[Played]) -> str:
+        """Return who is wrong about what. All ranks call it, and get the same."""
+        told = self._world.all_tell(json.dumps({"host": self._world.host, "played": played}))
+        ranks = [plainfile.parse_json(each) for each in told]
+        every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
+        start = f"audit at step {step.number + 1}"
+        for at_once in zip(*every, strict=True):
+            for sender, receiver, what in _changed_on_the_way(at_once):
+                return (
+                    f"{start}: what {name_ranks([sender], ranks)} sent is not what {name_ranks([receiver], ranks)} "
+                    f"received ({what}). {NOT_APPLIED} Have the link between them looked at; {RESUME}"
+                )
+        conflicts = [*_conflicts([each for rank in every for each in rank])]
+        odd = sorted(set.intersection(*[{one, other} for one, other, _ in conflicts])) if conflicts else []
+        if len(odd) != 1:
+            named = sorted({rank for one, other, _ in conflicts for rank in (one, other)}) or [*range(len(ranks))]
+            enough = "" if self._places > 2 else " (three in a place can tell)"
+            return (
+                f"{start}: {name_ranks(named, ranks)} did not do the same from the same, and no majority tells who is "
+                f"right{enough}. {OTHER_HOSTS}"
+            )
+        lasting = all(one != other for one, other, _ in conflicts)
+        return (
+            f"{start}: {name_ranks(odd, ranks)} got {conflicts[0][2]} wrong, which others in its place, with the same "
+            f"messages before, found otherwise; the fault was {'there again' if lasting else 'gone'} when the step was "
+            f"done again. {NOT_APPLIED} Take the host out; {RESUME}"
+        )
+
+
+def _changed_on_the_way(played: Sequence[Played]) -> Iterator[tuple[int, int, str]]:
+    """Yield sender, receiver and name of each message that did not arrive as it was sent, of one time of all ranks."""
+    places = {each.place: each for each in played}
+    for each in played:
+        for what, digest in each.messages.items():
+            label, to, rest = what.rpartition(" to ")
+            peer, _, number = rest.partition(" ")
+            if to and peer.isdecimal():
+                other = places[int(peer)]
+                if other.messages.get(f"{label} {RECEIVED} {each.place} {number}", digest) != digest:
+                    yield each.rank, other.rank, f"{label} {number}"
+
+
+def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str]]:
+    """Yield each two ranks, or a rank twice, that in one place first differed in what they made themselves."""
+    for one, other in combinations(played, 2):
+        if one.place == other.place:
+            differing = {what for what in one.messages if one.messages[what] != other.messages.get(what)}
+            first, second = (next(filter(differing.__contains__, each.messages), "") for each in (one, other))
+            if first and first == second and f" {RECEIVED} " not in first:
+                yield one.rank, other.rank, first
