@@ -16,7 +16,7 @@ from typing import Any, Literal, final
 from lockstep.comm.world import World
 from lockstep.common.text import printable_line
 from lockstep.device.clock import Clock
-from lockstep.errors import EXIT_DONE, TrainingError
+from lockstep.errors import EXIT_DONE, TrainingError, os_error_as
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
@@ -85,11 +85,9 @@ class Rank:
         The exit code is there too: torchrun makes 1 of every code that is not 0.
         """
         now = time.time()
-        try:
+        with os_error_as(TrainingError, f"{self.folder}: event not written"):
             for sink in self.sinks:
                 sink.write(event, now)
-        except OSError as error:
-            raise TrainingError(f"{self.folder}: event not written: {error.strerror}") from error
         if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
             code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else EXIT_DONE
             run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
