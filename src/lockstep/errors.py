@@ -11,7 +11,8 @@ LockstepError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 EXIT_DONE: Final = 0
@@ -84,3 +85,12 @@ class PreflightError(LockstepError):
     """The machine, its devices or its network cannot do what the placement asks."""
 
     exit_code = EXIT_PREFLIGHT
+
+
+@contextmanager
+def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Iterator[None]:
+    """Raise an OSError of the block as an error of Lockstep: what was not done, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}{advice}") from error

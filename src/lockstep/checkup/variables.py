@@ -42,10 +42,6 @@ def _on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def _off(value: str) -> bool:
-    return not _on(value)
-
-
 def _no_number(value: str) -> bool:
     return not (value.partition(",")[0].strip().isdecimal() and int(value.partition(",")[0]))
 
@@ -71,7 +67,7 @@ RULES: Final = (
     Rule("NCCL_BLOCKING_WAIT", _on, "warning", "the CPU waits for each exchange"),
     Rule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        _off,
+        lambda value: not _on(value),
         "problem",
         "a rank that loses another waits for ever in NCCL's exchange",
     ),

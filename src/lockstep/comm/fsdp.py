@@ -154,7 +154,8 @@ class Sharded:
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
-        return {name: self._shard_if_split(tensor, primary) for name, tensor in self.model.state_dict().items()}
+        held = self.model.state_dict().items()
+        return {name: self._shard(each, primary) if isinstance(each, DTensor) else each for name, each in held}
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
@@ -279,9 +280,6 @@ class Sharded:
         if (left := self._gathers.remaining()) and not self._too_far(left[0], left):
             group = _group(self._units[left[0]])
             group._prefetch_unshard(group, "backward")
-
-    def _shard_if_split(self, tensor: Tensor, primary: bool) -> MaybeSharded:
-        return self._shard(tensor, primary) if isinstance(tensor, DTensor) else tensor
 
     def _shard(self, tensor: DTensor, primary: bool) -> Shard:
         # As torch.chunk cuts: all members have as many rows as the first, but for the last ones.

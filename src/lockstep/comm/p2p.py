@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, final
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.carrier import Transfer
 from lockstep.comm.peer_errors import translate_peer_errors
@@ -172,17 +172,14 @@ def backward_input(
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
     )
-    hooks: list[RemovableHandle] = []
-    for group in groups:
-        nodes = group["intermediates"] = list(group["intermediates"])
-        arrived = group["grads"] = [()] * len(nodes)
-        hooks += [node.register_prehook(partial(arrived.__setitem__, number)) for number, node in enumerate(nodes)]
-    try:
+    with ExitStack() as hooks:
+        for group in groups:
+            nodes = group["intermediates"] = list(group["intermediates"])
+            arrived = group["grads"] = [()] * len(nodes)
+            for number, node in enumerate(nodes):
+                hooks.enter_context(node.register_prehook(partial(arrived.__setitem__, number)))
         if edges and inputs:
             torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return groups
 
 
@@ -200,8 +197,9 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
             continue
         ends = list(group["params"])  # an order that is the same for both
         # What arrived at a node has in it what the others of its group sent there: it is not to be added once more.
-        hooks = [node.register_prehook(partial(_instead, found)) for node, found in arrived]
-        try:
+        with ExitStack() as hooks:
+            for node, found in arrived:
+                hooks.enter_context(node.register_prehook(partial(_instead, found)))
             # Weights that reach the graph of the inputs at several places run parts of it again; it is freed with
             # `groups`.
             made = torch.autograd.grad(
@@ -210,9 +208,6 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
                 [gradient for _, gradient in given],
                 retain_graph=True,
             )
-        finally:
-            for hook in hooks:
-                hook.remove()
         for node, gradient in zip(ends, made, strict=True):
             weight = owners[node]
             weight.grad = gradient if weight.grad is None else weight.grad + gradient

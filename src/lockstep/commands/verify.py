@@ -52,8 +52,9 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
         raise UsageError("verify starts the processes of each placement itself; run it once, without a launcher")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
+    shown = sys.stderr.isatty()
     with with_places(loaded):
-        found = verify(loaded, everything, steps, _progress if sys.stderr.isatty() else _silence)
+        found = verify(loaded, everything, steps, lambda text: click.echo(f"... {text}", err=True) if shown else None)
     if file is not None:
         file.write_text(to_json(found), encoding="utf-8")
     draw(found, Console(width=None if sys.stdout.isatty() else _WIDEST))
@@ -72,11 +73,3 @@ def _script(path: Path, arguments: tuple[str, ...], everything: bool, steps: int
         click.echo(printable(row.line))
         good = good and row.good
     return EXIT_DONE if good else EXIT_VERIFICATION
-
-
-def _progress(text: str) -> None:
-    click.echo(f"... {text}", err=True)
-
-
-def _silence(_: str) -> None:
-    pass

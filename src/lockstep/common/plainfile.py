@@ -46,6 +46,14 @@ def content(path: Path, limit: int) -> bytes:
     return data
 
 
+def shown_text(path: Path) -> str:
+    """Return what a file of the system shows, as below /proc and /sys; "" where it does not, as in a container."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def check_folder(folder: Path) -> None:
     """Raise OSError where something below `folder`, links followed, is neither a regular file nor a folder.
 

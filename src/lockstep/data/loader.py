@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, final
@@ -68,6 +69,7 @@ class _Sent(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class Loader:
     """The batches of a rank, which is `data_rank` among those that share the data.
 
@@ -75,41 +77,30 @@ class Loader:
     of validation. `extra` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
     """
 
-    def __init__(
-        self,
-        data: DataSet,
-        steps: Steps,
-        microbatches: int,
-        transforms: DeviceTransforms,
-        device: torch.device,
-        seed: int,
-        data_rank: DataRank = ALONE,
-        workers: int = 0,
-        extra: Callable[[Step], int | None] | None = None,
-        weigh: Weigh | None = None,
-    ) -> None:
+    data: DataSet
+    steps: Steps
+    microbatches: int
+    transforms: DeviceTransforms
+    device: torch.device
+    seed: int
+    data_rank: DataRank = ALONE
+    workers: int = 0
+    extra: Callable[[Step], int | None] | None = None
+    weigh: Weigh | None = None
+
+    def __post_init__(self) -> None:
         self.skipped = 0
         self.unreadable: tuple[set[int], set[int]] = set(), set()
-        self._data = data
-        self._steps = steps
-        self._microbatches = microbatches
-        self._transforms = transforms
-        self._device = device
-        self._seed = seed
-        self._copies = Copies(device)
-        self._data_rank = data_rank
-        self._workers = workers
-        self._extra = extra
-        self._skipped = data.skipped if data_rank.primary else None
-        self._weigh = weigh
+        self._copies = Copies(self.device)
+        self._skipped = self.data.skipped if self.data_rank.primary else None
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
         # Of the last two epochs: loader processes may be ahead by one.
-        self._order = lru_cache(2)(lambda epoch: shuffle(steps.order, seed, epoch, len(data.train)))
+        self._order = lru_cache(2)(lambda epoch: shuffle(self.steps.order, self.seed, epoch, len(self.data.train)))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
         requests = (request for planned in self._plans_from(first) for _, request in planned.requests)
-        with _fetching(self._data.train, requests, self._workers, self._device) as fetch:
+        with _fetching(self.data.train, requests, self.workers, self.device) as fetch:
             copied = (
                 (planned.step, [self._send(cut, request, fetch(request)) for cut, request in planned.requests])
                 for planned in self._plans_from(first)
@@ -120,11 +111,11 @@ class Loader:
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch any micro-batch of `step` in this process, as a dummy."""
         [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, dummy=True)])])[0].requests
-        return self._microbatch(step, self._send(cut, request, self._data.train.fetch(*request)))
+        return self._microbatch(step, self._send(cut, request, self.data.train.fetch(*request)))
 
     def samples(self, step: Step) -> list[list[int]]:
         """Return the numbers of the samples of each micro-batch of a step."""
-        cuts = [self._cut(step.samples, index, False) for index in range(min(self._microbatches, step.samples))]
+        cuts = [self._cut(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
         return [request.indices.tolist() for _, request in self._plan([(step, cuts)])[0].requests]
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
@@ -133,43 +124,43 @@ class Loader:
         Batch j takes the samples [j * batch, (j + 1) * batch). Where the members of a replica must evaluate as many
         batches as each other, those that lack one get batch 0 in its place, without a number: it is not to be counted.
         """
-        split = self._data.validation
+        split = self.data.validation
         assert split is not None
         length = len(split)
-        numbers = self._data_rank.turns(self.validation_batches(batch))
+        numbers = self.data_rank.turns(self.validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
-        with _fetching(split, requests, self._workers, self._device) as fetch:
+        with _fetching(split, requests, self.workers, self.device) as fetch:
             copied = (self._send_for_evaluation(request, fetch(request)) for request in requests)
             sent = prefetch(copied, self._copies.steps_ahead)
             for number, each in zip(numbers, sent, strict=True):
-                batch = self._transforms.for_evaluation(each.arrival())
-                yield number if self._data_rank.first else None, batch, each.weight
+                batch = self.transforms.for_evaluation(each.arrival())
+                yield number if self.data_rank.first else None, batch, each.weight
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
-        return 0 if self._data.validation is None else math.ceil(len(self._data.validation) / batch)
+        return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
 
     def _plans_from(self, first: int) -> Iterator[_Planned]:
         """Return the plans from number `first` to the last, worked out some at once, which is several times quicker.
 
         Those of one epoch: an epoch's order is only made when it is wanted, and then once.
         """
-        while first < self._steps.total:
-            left = self._steps.per_epoch - first % self._steps.per_epoch
-            count = min(left, _BLOCK[0], max(1, _BLOCK[1] // self._steps.batch))
-            block = range(first, min(first + count, self._steps.total))
-            yield from self._plan([self._own(self._steps[number]) for number in block])
+        while first < self.steps.total:
+            left = self.steps.per_epoch - first % self.steps.per_epoch
+            count = min(left, _BLOCK[0], max(1, _BLOCK[1] // self.steps.batch))
+            block = range(first, min(first + count, self.steps.total))
+            yield from self._plan([self._own(self.steps[number]) for number in block])
             first = block.stop
 
     def _own(self, step: Step) -> tuple[Step, list[_Cut]]:
-        share, extra = self._share(step.samples), self._extra and self._extra(step)
+        share, extra = self._share(step.samples), self.extra and self.extra(step)
         return step, share if extra is None else [self._cut(step.samples, extra, dummy=True), *share]
 
     def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
         """Say which samples these cuts of steps of one epoch take: all of them are looked up at once."""
         epoch = block[0][0].epoch
-        draw = random.key(random.AUGMENT, self._seed, epoch)
+        draw = random.key(random.AUGMENT, self.seed, epoch)
         places = [(step.first + cut.positions.start, len(cut.positions)) for step, cuts in block for cut in cuts]
         taken = np.concatenate([np.arange(first, first + count) for first, count in places] or [np.arange(0)])
         samples = self._order(epoch)(taken)
@@ -179,16 +170,16 @@ class Loader:
 
     def _share(self, samples: int) -> list[_Cut]:
         if samples not in self._shares:
-            indices = self._data_rank.indices(min(self._microbatches, samples))
+            indices = self.data_rank.indices(min(self.microbatches, samples))
             self._shares[samples] = [self._cut(samples, index, dummy) for index, dummy in indices]
         return self._shares[samples]
 
     def _cut(self, samples: int, index: int, dummy: bool) -> _Cut:
-        return _Cut(index, part(samples, min(self._microbatches, samples), index), dummy)
+        return _Cut(index, part(samples, min(self.microbatches, samples), index), dummy)
 
     def _send(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
         skipped = [] if cut.dummy or self._skipped is None else self._unread(request, fetched)
-        arrival = self._copies.start(self._transforms.prepare(fetched, request))
+        arrival = self._copies.start(self.transforms.prepare(fetched, request))
         return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
     def _send_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
@@ -203,21 +194,21 @@ class Loader:
         return numbers
 
     def _weight(self, request: Request, fetched: Batch) -> int:
-        return len(request.indices) if self._weigh is None else self._weigh.weight(fetched)
+        return len(request.indices) if self.weigh is None else self.weigh.weight(fetched)
 
     def _with_weight(self, step: Step, sent: Sequence[_Sent]) -> Step:
         """Return the step with what it weighs over all ranks: all of them ask, before any computes."""
-        if self._weigh is None:
+        if self.weigh is None:
             return step
-        own = sum(each.weight for each in sent if self._data_rank.primary and not each.cut.dummy)
-        return step._replace(counted=self._weigh.over_ranks(own))
+        own = sum(each.weight for each in sent if self.data_rank.primary and not each.cut.dummy)
+        return step._replace(counted=self.weigh.over_ranks(own))
 
     def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
         if sent.skipped:
             self.skipped += len(sent.skipped)
             self.unreadable[0].update(sent.skipped)
         number, positions, dummy = sent.cut
-        batch = self._transforms.for_training(sent.arrival(), step.number, number)
+        batch = self.transforms.for_training(sent.arrival(), step.number, number)
         return MicroBatch(number, batch, len(positions), sent.weight, dummy)
 
 

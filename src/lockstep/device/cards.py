@@ -9,13 +9,13 @@ import ctypes
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from lockstep.common.plainfile import shown_text
 from lockstep.device.ports import command
 
 _ROOT: Final = Path("/")
@@ -96,10 +96,11 @@ class Evidence:
 def look(driver: Driver, root: Path = _ROOT) -> Evidence:
     """Return what `driver` said with all else there is to find. It starts CUDA."""
     count, raised = _start_cuda()
+    version = shown_text(root / "proc/driver/nvidia/version")
     return Evidence(
         driver=driver,
         libraries=_libraries(),
-        kernel=_kernel(root / "proc/driver/nvidia/version"),
+        kernel=version.partition("\n")[0].removeprefix("NVRM version:").strip(),
         files=_files(root / "dev"),
         library=_library(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -201,12 +202,6 @@ def _libraries() -> dict[str, str | None]:
         "cuDNN": None if cudnn is None else str(cudnn),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if built else None,  # type: ignore[no-untyped-call]
     }
-
-
-def _kernel(file: Path) -> str:
-    with suppress(OSError):
-        return file.read_text().partition("\n")[0].removeprefix("NVRM version:").strip()
-    return ""
 
 
 def _files(folder: Path) -> dict[str, bool]:

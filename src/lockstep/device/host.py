@@ -16,6 +16,7 @@ import torch
 
 from lockstep import __version__
 from lockstep.common.importing import version_of
+from lockstep.common.plainfile import shown_text
 from lockstep.common.platforms import has_gpu_driver, usable_cores
 from lockstep.device import machine
 
@@ -124,9 +125,10 @@ def quota_cores(root: Path, own: Path) -> float | None:
     """Return how many cores' time the control groups of this process allow, None where they set no limit."""
     found = []
     for folder in _groups(root, own, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
+        quota, _, period = shown_text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
         if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")  # -1 for none
+            # -1 for none
+            quota, period = shown_text(folder / "cpu.cfs_quota_us"), shown_text(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():
             found.append(int(quota) / int(period))
     return min(found, default=None)
@@ -136,7 +138,7 @@ def limit_bytes(root: Path, own: Path) -> int | None:
     """Return how much memory the control groups of this process allow, None where they set no limit."""
     found = []
     for folder in _groups(root, own, "memory"):
-        text = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        text = shown_text(folder / "memory.max") or shown_text(folder / "memory.limit_in_bytes")
         if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number for none
             found.append(int(text))
     return min(found, default=None)
@@ -145,17 +147,10 @@ def limit_bytes(root: Path, own: Path) -> int | None:
 def _groups(root: Path, own: Path, controller: str) -> list[Path]:
     """Return the folders of this process's control group and of those around it, which limit it too."""
     folders = []
-    for line in _text(own).splitlines():
+    for line in shown_text(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             top = root / controller if controllers else root
             place = Path(path.lstrip("/"))
             folders += [top / part for part in (place, *place.parents)]
     return folders
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

@@ -18,7 +18,7 @@ from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
 from lockstep.data.images.pictures import CropSettings, as_sample, part
 from lockstep.data.images.scan import images
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
@@ -57,11 +57,9 @@ class ImagePreprocessing:
 
         UsageError where it cannot be read, UndecodableError where it is no picture, or a damaged one.
         """
-        try:
-            with plainfile.reader(file, links=True) as stream:
-                content = bytearray(stream.read())
-        except OSError as error:
-            raise UsageError(f"{file}: cannot be read: {error.strerror}; give a picture, or a folder of them") from None
+        wrong = os_error_as(UsageError, f"{file}: cannot be read", "; give a picture, or a folder of them")
+        with wrong, plainfile.reader(file, links=True) as stream:
+            content = bytearray(stream.read())
         pixels = decode(content, self.exif)
         size = (pixels.shape[1], pixels.shape[2])
         return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import page
@@ -87,9 +87,7 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         seen = inspect_runs(found, samples or _SAMPLES, lambda run: open_saved(replace(asked, path=run)), tell)
         shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
     title = found[0].folder if len(found) == 1 else f"{len(found)} runs"
-    try:
+    with os_error_as(UsageError, f"--out {out}: not written"):
         out.write_text(page(title, shown), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out {out}: not written: {error.strerror}") from error
     charts = [each for each in shown if isinstance(each, Chart)]
     return Report(out, tuple(write_png(charts, out.with_suffix("")) if options.png else ()), tuple(warnings))

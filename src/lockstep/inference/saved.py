@@ -28,8 +28,7 @@ from lockstep.models.find import Construction, construction
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
-from lockstep.run.adapters import tuning_of
-from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model
+from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model, tuning_of
 from lockstep.run.computing import computing_device
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.resume import check_tensors

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load, split
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch
 from lockstep.launchers.job import Job, other_processes
 from lockstep.run.migrate import keep_old_defaults
@@ -44,12 +44,10 @@ def submit(run: Path, script: str) -> int:
         raise UsageError("sbatch is not found: submit from a host of the cluster, or load Slurm's module")
     made = [each for each in (run, run / "logs") if not each.exists()]
     file = run / JOB_SCRIPT
-    try:
+    with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; choose another run.dir"):
         (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and would run a job without a log
         durable.replace(file, script.encode())
         file.chmod(0o755)
-    except OSError as error:
-        raise UsageError(f"run.dir {run}: cannot be used: {error.strerror}; choose another run.dir") from error
     submitted = time.time()
     try:
         job = batch.submit(file)

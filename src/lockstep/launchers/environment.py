@@ -35,7 +35,7 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
     local_rank = variables.number("LOCAL_RANK", 0)
     local_size = variables.number("LOCAL_WORLD_SIZE", 1)
     port = variables.port(None)
-    if not variables.wrong:
+    if not variables.problems:
         check_range(variables, "RANK", rank, "WORLD_SIZE", size)
     variables.check()
     return RankInfo(rank, size, local_rank, max(local_size, local_rank + 1), launcher, env.get("MASTER_ADDR"), port)

@@ -51,10 +51,10 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     on_nodes = variables.parse("SLURM_STEP_TASKS_PER_NODE", counts)
     nodes = variables.parse("SLURM_STEP_NODELIST", hosts)
     port = variables.port(port_of(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
-    if not variables.wrong:
+    if not variables.problems:
         _check(variables, rank, size, local_rank, node, on_nodes, len(nodes))
-    if not variables.wrong and not env.get("MASTER_ADDR") and not _first_is_first(env, rank, node, len(nodes)):
-        variables.problem(
+    if not variables.problems and not env.get("MASTER_ADDR") and not _first_is_first(env, rank, node, len(nodes)):
+        variables.problems.append(
             f"SLURM_DISTRIBUTION={env.get('SLURM_DISTRIBUTION', '')}: rank 0 is not on the first host of "
             f"{env['SLURM_STEP_NODELIST']}, and srun does not say on which; export MASTER_ADDR=HOST"
         )
@@ -130,12 +130,12 @@ def _check(
     """Keep the problems of numbers that do not fit together."""
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
     if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
-        variables.problem(
+        variables.problems.append(
             f"SLURM_STEP_TASKS_PER_NODE says {sum(on_nodes)} tasks on {len(on_nodes)} hosts, "
             f"SLURM_STEP_NUM_TASKS {size}, SLURM_STEP_NODELIST {nodes} hosts, SLURM_NODEID host {node}"
         )
     elif local_rank >= on_nodes[node]:
-        variables.problem(f"SLURM_LOCALID={local_rank} with {on_nodes[node]} tasks on host {node}")
+        variables.problems.append(f"SLURM_LOCALID={local_rank} with {on_nodes[node]} tasks on host {node}")
 
 
 def _first_is_first(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:

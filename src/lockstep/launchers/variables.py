@@ -16,12 +16,15 @@ PORTS: Final = 8_999  # prime, so that numbers in steps of any size spread over 
 
 @final
 class Variables:
-    """Reads some variables of an environment; `missing` says of one that is not set what to do."""
+    """Reads some variables of an environment; `missing` says of one that is not set what to do.
+
+    `problems` are those so far.
+    """
 
     def __init__(self, env: Mapping[str, str], missing: str) -> None:
         self._env = env
         self._missing = missing
-        self._problems: list[str] = []
+        self.problems: list[str] = []
 
     def number(self, name: str, default: int | None = None) -> int:
         """Return a whole number from 0, or `default` where the variable is not set. What is wrong counts as 0."""
@@ -30,7 +33,7 @@ class Variables:
             return int(text)
         if text is None and default is not None:
             return default
-        self.problem(
+        self.problems.append(
             f"{name} is not set; {self._missing}" if text is None else f"{name}={text}: expected a whole number"
         )
         return 0
@@ -39,12 +42,12 @@ class Variables:
         """Return what `parse` makes of a variable; its ValueError is a problem, and the list then empty."""
         text = self._env.get(name)
         if text is None:
-            self.problem(f"{name} is not set; {self._missing}")
+            self.problems.append(f"{name} is not set; {self._missing}")
             return ()
         try:
             return parse(text)
         except ValueError as error:
-            self.problem(f"{name}={text}: {error}")
+            self.problems.append(f"{name}={text}: {error}")
             return ()
 
     def port(self, default: int | None) -> int | None:
@@ -53,22 +56,13 @@ class Variables:
             return default
         port = self.number("MASTER_PORT")
         if port > 65535:
-            self.problem(f"MASTER_PORT={port}: ports go from 1 to 65535")
+            self.problems.append(f"MASTER_PORT={port}: ports go from 1 to 65535")
         return port or default
-
-    def problem(self, text: str) -> None:
-        """Keep a problem."""
-        self._problems.append(text)
-
-    @property
-    def wrong(self) -> bool:
-        """Whether there is a problem so far."""
-        return bool(self._problems)
 
     def check(self) -> None:
         """Raise UsageError with all problems, if there are any."""
-        if self._problems:
-            raise UsageError("\n".join(self._problems))
+        if self.problems:
+            raise UsageError("\n".join(self.problems))
 
 
 def place(
@@ -83,11 +77,11 @@ def place(
     variables = Variables(env, missing)
     rank, size, local_rank, local_size = map(variables.number, names)
     chosen = variables.port(port)
-    if not variables.wrong:
+    if not variables.problems:
         check_range(variables, names[0], rank, names[1], size)
         check_range(variables, names[2], local_rank, names[3], local_size)
         if local_size > size:
-            variables.problem(f"{names[3]}={local_size} with {names[1]}={size}: more on this host than in all")
+            variables.problems.append(f"{names[3]}={local_size} with {names[1]}={size}: more on this host than in all")
     variables.check()
     master = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
     return RankInfo(rank, size, local_rank, local_size, launcher, master, chosen, advice)
@@ -96,7 +90,7 @@ def place(
 def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:
     """Keep a problem where a rank is none of so many."""
     if rank >= size:
-        variables.problem(f"{rank_name}={rank} with {size_name}={size}: ranks go from 0 to {size - 1}")
+        variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: ranks go from 0 to {size - 1}")
 
 
 def port_of(number: int) -> int:

@@ -25,13 +25,8 @@ _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
 _LARGEST_INDEX: Final = 1 << 26  # bytes
-_NESTED: Final = (
-    "state_dict",
-    "model_state_dict",
-    "model_state",
-    "model",
-    "module",
-)  # where training scripts keep the tensors
+# Where training scripts keep the tensors.
+_NESTED: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
 _WRAPPERS: Final = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
 

@@ -12,10 +12,10 @@ Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,17 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` takes longer to find that it is
+
+
+def nodes_behind(root: Any) -> Iterator[Any]:
+    """Yield a node of an autograd graph and each that its gradient goes on to."""
+    waiting, met = [root], {root}
+    while waiting:
+        yield (node := waiting.pop())
+        for following, _ in node.next_functions:
+            if following is not None and following not in met:
+                met.add(following)
+                waiting.append(following)
 
 
 def sum_dtype(parameter: nn.Parameter) -> torch.dtype:

@@ -49,7 +49,7 @@ def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
     """Return where a rank with the card at `address` runs."""
     card = sysfs / "bus/pci/devices" / address
     # Without a node (-1) Linux lists all cores as local.
-    near = _cores(card / "local_cpulist") if _text(card / "numa_node") not in ("", "-1") else frozenset()
+    near = _cores(card / "local_cpulist") if plainfile.shown_text(card / "numa_node") not in ("", "-1") else frozenset()
     online = _cores(sysfs / "devices/system/cpu/online")
     return Seat(host, near, usable, limited=bool(online - usable))
 
@@ -61,14 +61,8 @@ def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
 
 def _cores(file: Path) -> Cores:
     with suppress(ValueError):
-        return parse(_text(file))
+        return parse(plainfile.shown_text(file))
     return frozenset()
-
-
-def _text(file: Path) -> str:
-    with suppress(OSError):  # a container may not show it
-        return file.read_text().strip()
-    return ""
 
 
 def _to_json(seat: Seat) -> str:

@@ -31,7 +31,7 @@ from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
 from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
@@ -409,13 +409,12 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
     info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
-        try:
+        # torch would try for minutes.
+        with os_error_as(UsageError, f"rendezvous {address}", "; name a file that all ranks can write"):
             # For this user alone, as others could write there what ranks read; and a FIFO would be waited for.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
                 raise UsageError(f"rendezvous {address}: is no file; name one that all ranks can write")
-        except OSError as error:  # torch would try for minutes
-            raise UsageError(f"rendezvous {address}: {error.strerror}; name a file that all ranks can write") from error
         return dist.FileStore(str(path), info.size)  # type: ignore[attr-defined]
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host, number = host.strip("[]"), int(port)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.rank import SECRET
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 
 _FILE: Final = f"{SECRET}_FILE"
 _SHORTEST: Final = 16
@@ -33,14 +33,12 @@ def job_secret(env: Mapping[str, str]) -> bytes:
     if _FILE not in env:
         return b""
     path = Path(env[_FILE])
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would be waited for
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise UsageError(f"{_FILE} {path}: must be a file that you alone can read; {_ADVICE}")
-            return _check_length(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
-    except OSError as error:
-        raise UsageError(f"{_FILE} {path}: {error.strerror}; {_ADVICE}") from error
+    wrong = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
+    with wrong, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would be waited for
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise UsageError(f"{_FILE} {path}: must be a file that you alone can read; {_ADVICE}")
+        return _check_length(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
 
 
 def _check_length(name: str, secret: bytes) -> bytes:

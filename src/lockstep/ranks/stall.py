@@ -34,13 +34,7 @@ _TORCH: Final = "torch/distributed/"
 # Where a main thread of ours is that waits for other ranks.
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
-    "lockstep/comm/world.py",
-    "lockstep/comm/canonical.py",
-    "lockstep/comm/carrier.py",
-    "lockstep/comm/stream.py",
-    "lockstep/comm/p2p.py",
-    "lockstep/comm/golden.py",
-    "lockstep/comm/links.py",
+    *(f"lockstep/comm/{each}.py" for each in ("world", "canonical", "carrier", "stream", "p2p", "golden", "links")),
 )
 
 

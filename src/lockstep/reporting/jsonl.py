@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep.common import plainfile, schemas
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
@@ -31,21 +31,17 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with os_error_as(TrainingError, f"{path}: event not written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        except OSError as error:
-            raise TrainingError(f"{path}: event not written: {error.strerror}") from error
         _repair(self._descriptor)
 
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
         if not os.fstat(self._descriptor).st_nlink:
             raise TrainingError(f"{self._path}: was removed while the run writes to it; start again")
-        try:
+        with os_error_as(TrainingError, f"{self._path}: event not written"):
             self._append(text.encode(errors="backslashreplace"))  # the name of a file may hold what is no UTF-8
-        except OSError as error:
-            raise TrainingError(f"{self._path}: event not written: {error.strerror}") from error
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, final
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 from lockstep.reporting.page import live_page, live_parts
 from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import live_sections, title
@@ -160,10 +160,8 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             """Say nothing: the terminal shows the runs."""
 
-    try:
+    with os_error_as(UsageError, f"--host {host}: no address of this machine"):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    except socket.gaierror as error:
-        raise UsageError(f"--host {host}: no address of this machine: {error.strerror}") from error
 
     opened: dict[socket.socket, float] = {}  # since when
 

@@ -18,6 +18,7 @@ from lockstep.training.events import Evaluated, Event, Logged, Started, Stepped
 STEPS: Final = "steps.csv"
 EVALUATIONS: Final = "evaluations.csv"
 LOGGED: Final = "logged.csv"
+_TABLES: Final[Mapping[type, str]] = {Stepped: STEPS, Evaluated: EVALUATIONS, Logged: LOGGED}
 _LEFT_OUT: Final = ("event", "fractions")
 _LARGEST: Final = 1 << 30  # bytes of a table that is read to go on with it
 
@@ -32,9 +33,9 @@ class Tables:
 
     def write(self, event: Event, time: float) -> None:
         if isinstance(event, Started):
-            for name in (STEPS, EVALUATIONS, LOGGED):
-                self._take_up(name, event.step)
-        if name := _table(event):
+            for each in _TABLES.values():
+                self._take_up(each, event.step)
+        if name := _TABLES.get(type(event)):
             self._append(name, {key: value for key, value in figures(event, time).items() if key not in _LEFT_OUT})
 
     def close(self) -> None:
@@ -77,15 +78,3 @@ class Tables:
             if header:
                 writer.writerow(columns)
             writer.writerow([row.get(key, "") for key in columns])
-
-
-def _table(event: Event) -> str:
-    """Return the name of the table that has a row for the event, "" where none has."""
-    match event:
-        case Stepped():
-            return STEPS
-        case Evaluated():
-            return EVALUATIONS
-        case Logged():
-            return LOGGED
-    return ""

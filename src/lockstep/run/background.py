@@ -34,7 +34,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.reporting.sink import Sink
-from lockstep.run.evaluation import EvalRequest, EvalResult, evaluate_here
+from lockstep.run.evaluation import EvalRequest, evaluate_here
 from lockstep.run.training import train_here
 from lockstep.training.events import Evaluated, Event
 
@@ -81,7 +81,7 @@ def evaluate(
     recipe names runs only if `overrides` name it too, or with `trust`. Errors are those of `train`.
     """
     asked = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
-    [message] = _messages(partial(_evaluate, asked))
+    [message] = _messages(lambda pipe: evaluate_here(asked, lambda found: pipe.write(found.event, 0.0)))
     event = _event(message)
     assert isinstance(event, Evaluated)
     return event
@@ -185,11 +185,3 @@ def _rows(body: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> i
     for row in body():
         pipe.send(row)
     return EXIT_DONE
-
-
-def _evaluate(asked: EvalRequest, pipe: EventPipe) -> int:
-    return evaluate_here(asked, partial(_write, pipe))
-
-
-def _write(pipe: EventPipe, found: EvalResult) -> None:
-    pipe.write(found.event, 0.0)

@@ -27,9 +27,10 @@ from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import on_meta
 from lockstep.device.precision import computing_dtype, stored_dtype
 from lockstep.errors import UsageError
+from lockstep.models.adapters import Lora
 from lockstep.models.check import Form, Summary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
-from lockstep.models.finetuning import build_finetuned
+from lockstep.models.finetuning import Tuning, build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
@@ -37,7 +38,6 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
-from lockstep.run.adapters import tuning_of
 from lockstep.run.chunking import check_loss, check_sequences, chunk_layouts, in_chunks
 from lockstep.run.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.run.first_weights import First
@@ -149,6 +149,14 @@ def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
         options=recipe.model.options,
         facts=facts,
     )
+
+
+def tuning_of(recipe: Recipe) -> Tuning:
+    """Return what the recipe says is done to a model once it is built."""
+    lora = None
+    if (given := recipe.model.lora) is not None:
+        lora = Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
+    return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
 
 
 def setup(recipe: Recipe, first: First | None = None) -> Setup:

@@ -28,6 +28,7 @@ class Resumed:
 
 
 @final
+@dataclass(eq=False)
 class Checkpoints:
     """Those in the folder of a rank's run. All ranks call each method alike.
 
@@ -35,28 +36,25 @@ class Checkpoints:
     `buffers` are the names of tensors that are no parameters.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        run: RunConfig,
-        engine: Engine,
-        decided: Callable[[], dict[str, Any]],
-        buffers: frozenset[str] = frozenset(),
-    ) -> None:
-        assert rank.folder is not None
-        self._rank = rank
-        self._engine = engine
-        self._decided = decided
-        self._saver = Saver(rank.world, rank.folder / store.FOLDER, run.keep, run.save_async, buffers, signing_key(run))
+    rank: Rank
+    run: RunConfig
+    engine: Engine
+    decided: Callable[[], dict[str, Any]]
+    buffers: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert self.rank.folder is not None
+        folder, run, key = self.rank.folder / store.FOLDER, self.run, signing_key(self.run)
+        self._saver = Saver(self.rank.world, folder, run.keep, run.save_async, self.buffers, key)
         self._saved_at = -1
         self.weights = ""  # the SHA-256 of the last one's
 
     def resume(self, resumed: Resumed) -> None:
         """Load a checkpoint, and warn of what may make other bits of the run from here on."""
-        rank, state = self._rank, resumed.state
-        self._engine.load(engine_state(resumed.snapshot))
+        rank, state = self.rank, resumed.state
+        self.engine.load(engine_state(resumed.snapshot))
         rank.progress, self.weights, self._saved_at = state.progress, resumed.weights_sha256, state.progress.step
-        for line in feedback_lost(resumed.snapshot, self._engine.state()):
+        for line in feedback_lost(resumed.snapshot, self.engine.state()):
             rank.warn(line)
         for line in machine.numerics_differences(state.numerics, rank.numerics):
             rank.warn(f"{line}: the bits of an uninterrupted run are not promised")
@@ -68,15 +66,15 @@ class Checkpoints:
 
     def save(self) -> list[Saved]:
         """Save, or begin to; return what is saved by now."""
-        rank = self._rank
+        rank = self.rank
         with rank.during("saving"):
-            state = self._engine.state()
+            state = self.engine.state()
             kept = {
                 "progress": rank.progress.as_dict(),
                 "engine": state.scalars,
                 "numerics": rank.numerics,
                 "source": dict(rank.source),
-                **self._decided(),
+                **self.decided(),
             }
             self._saved_at = rank.progress.step
             if rank.digests is not None:
@@ -95,7 +93,7 @@ class Checkpoints:
 
     def wait(self) -> list[Saved]:
         """Wait for a save that is under way, and return it."""
-        with self._rank.during("saving"):
+        with self.rank.during("saving"):
             return self._record_sha256(self._saver.wait())
 
     def close(self) -> None:

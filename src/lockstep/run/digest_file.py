@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.training.digests import Digest
 
 DIGESTS: Final = "digests.bin"
@@ -33,25 +33,21 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
         records = _parse(b"")
         warn(f"{error}; begun anew")
     kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
-    try:
+    with os_error_as(TrainingError, f"{path}: not written"):
         opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(opened, len(_HEAD) + kept.nbytes)
             os.pwrite(opened, _HEAD, 0)
         finally:
             os.close(opened)
-    except OSError as error:
-        raise TrainingError(f"{path}: not written: {error.strerror}") from error
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
     """Add digests, of steps that follow those in the file."""
     records = np.array([(each.step | each.weights * _WEIGHTS, each.value) for each in digests], "<u8")
-    try:
-        with os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
-            file.write(records.tobytes())
-    except OSError as error:
-        raise TrainingError(f"{path}: digests not written: {error.strerror}") from error
+    wrong = os_error_as(TrainingError, f"{path}: digests not written")
+    with wrong, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+        file.write(records.tobytes())
 
 
 def read(path: Path) -> list[Digest]:

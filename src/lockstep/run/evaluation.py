@@ -113,12 +113,12 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
         check_placement(resolved)
         ready = _first_setup(loaded)
         check_cut(resolved, ready)
-    return on_ranks(partial(_weights_as, loaded, report), ready, resolved.placement, resolved.processes)
+    return on_ranks(partial(_on_rank, loaded, None, report), ready, resolved.placement, resolved.processes)
 
 
 def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
     """Return what the ranks of a launcher are to do, as `evaluate_weights` does here."""
-    return loaded.config.placement, partial(_weights_as, loaded, report, None)
+    return loaded.config.placement, partial(_on_rank, loaded, None, report, None)
 
 
 def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
@@ -229,58 +229,42 @@ def _setup(loaded: Loaded, first: First | None = None) -> Setup:
 
 def _evaluate_as(request: EvalRequest, report: ReportResult, ready: Opened | None, rendezvous: Rendezvous) -> int:
     found, loaded = open_checkpoint(request, ready[0] if ready else None)
-    recipe, placement = loaded.config.recipe, loaded.config.placement
-    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
-    with stall_detector(rendezvous, placement, device):
-        facts = recipe_handshake(loaded, device)
-        rendezvous.compare(facts | {"weights": store.weights_sha256(found.snapshot.model)})
-        made = ready[1] if ready else _setup(loaded)
-        state = checked_state(found.path, found.snapshot, made)
-        rendezvous.compare(setup_facts(made))
-        result = _evaluate(loaded, found.snapshot, state.progress, made, rendezvous, device)
-    if result is not None:
-        report(EvalResult(found.path, *result))
-    return EXIT_DONE
+    return _on_rank(loaded, found, report, ready[1] if ready else None, rendezvous)
 
 
-def _weights_as(loaded: Loaded, report: ReportResult, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    recipe, placement = loaded.config.recipe, loaded.config.placement
-    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
-    with stall_detector(rendezvous, placement, device):
-        rendezvous.compare(recipe_handshake(loaded, device))
-        made = ready or _first_setup(loaded)
-        rendezvous.compare(setup_facts(made))
-        result = _evaluate(loaded, None, Progress(), made, rendezvous, device)
-    if result is not None:
-        weights = recipe.model.weights
-        report(EvalResult(Path(loaded.name if weights is None or weights.path is None else weights.path), *result))
-    return EXIT_DONE
-
-
-def _evaluate(
+def _on_rank(
     loaded: Loaded,
-    snapshot: store.Snapshot | None,
-    progress: Progress,
-    ready: Setup,
+    found: store.FoundCheckpoint | None,
+    report: ReportResult,
+    ready: Setup | None,
     rendezvous: Rendezvous,
-    device: torch.device,
-) -> tuple[Evaluated, str] | None:
-    """Evaluate with the ranks, which have joined, and return the event and the SHA-256 of the weights on rank 0.
-
-    Without a snapshot the weights are those that the recipe begins from.
-    """
-    resolved = resolve(loaded, rendezvous.info.size)
-    check_compile(resolved)
-    world = open_world(rendezvous, device, resolved.placement.backend)
-    if resolved.placement.affinity == "auto":
-        bind(world, resolved.recipe.threads)
-    engine, loader = start_engine(ready, resolved, world)
-    if snapshot is not None:
-        # An optimizer is not needed; what the engine has of it is as good as what was saved.
-        engine.load(replace(engine_state(snapshot), optimizer={}, scalars=engine.state().scalars))
-    sha256 = store.weights_sha256(gather_whole(world, engine.state().model) if snapshot is None else snapshot.model)
-    rendezvous.status = lambda: RankStatus("evaluating", progress.step)
-    event = evaluation_event(engine, world, ready, loader, evaluation_batch(resolved.recipe), progress)
-    engine.close()
-    world.close()
-    return (event, sha256) if world.rank == 0 else None
+) -> int:
+    """Evaluate with the other ranks, which have joined: a checkpoint, else the weights that the recipe begins from."""
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
+    with stall_detector(rendezvous, placement, device):
+        weights = {} if found is None else {"weights": store.weights_sha256(found.snapshot.model)}
+        rendezvous.compare(recipe_handshake(loaded, device) | weights)
+        ready = ready or (_first_setup(loaded) if found is None else _setup(loaded))
+        progress = Progress() if found is None else checked_state(found.path, found.snapshot, ready).progress
+        rendezvous.compare(setup_facts(ready))
+        resolved = resolve(loaded, rendezvous.info.size)
+        check_compile(resolved)
+        world = open_world(rendezvous, device, placement.backend)
+        if placement.affinity == "auto":
+            bind(world, recipe.threads)
+        engine, loader = start_engine(ready, resolved, world)
+        if found is not None:
+            # An optimizer is not needed; what the engine has of it is as good as what was saved.
+            engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
+        model = found.snapshot.model if found is not None else gather_whole(world, engine.state().model)
+        sha256 = store.weights_sha256(model)
+        rendezvous.status = lambda: RankStatus("evaluating", progress.step)
+        event = evaluation_event(engine, world, ready, loader, evaluation_batch(recipe), progress)
+        engine.close()
+        world.close()
+    if world.rank == 0:
+        first = recipe.model.weights
+        named = loaded.name if first is None or first.path is None else first.path
+        report(EvalResult(Path(named) if found is None else found.path, event, sha256))
+    return EXIT_DONE

@@ -17,6 +17,7 @@ from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
 from lockstep.parallel.engine import Engine
 from lockstep.run.build import Setup
+from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, figures_of
@@ -24,21 +25,17 @@ from lockstep.training.events import Evaluated, Started
 from lockstep.training.loop import Progress
 
 
-def start_event(
-    resolved: Resolved, ready: Setup, world: World, progress: Progress, resumed_from: Path | None, last_step: int
-) -> Started:
+def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path | None) -> Started:
     """Return the first event of a run of a recipe. All ranks call it."""
     recipe, task, data = resolved.recipe, ready.task, ready.data
     loop = loop_start_event(
-        world,
+        rank,
         ready.steps,
-        progress,
+        resumed_from,
         microbatches=recipe.microbatches,
         strategy=resolved.strategy_name,
         parameters=ready.parameters,
         base_lr=planning.base_rate(recipe),
-        resumed_from=resumed_from,
-        last_step=last_step,
     )
     return replace(
         loop,
@@ -48,27 +45,24 @@ def start_event(
         unit=task.unit,
         fractions=list(task.fractions),
         flops_per_sample=ready.flops,
-        peak_flops_per_s=_peak_flops_per_s(world, recipe.precision),
+        peak_flops_per_s=_peak_flops_per_s(rank.world, recipe.precision),
     )
 
 
 def loop_start_event(
-    world: World,
+    rank: Rank,
     steps: Steps,
-    progress: Progress,
+    resumed_from: Path | None,
     *,
     microbatches: int,
     strategy: str,
     parameters: int,
     base_lr: float,
-    resumed_from: Path | None,
-    last_step: int,
 ) -> Started:
-    """Return the first event of a loop, its steps alone; `last_step` is the last that an earlier start has logged."""
+    """Return the first event of a loop, its steps alone."""
+    world, progress = rank.world, rank.progress
     return Started(
-        step=progress.step,
-        epoch=progress.epoch,
-        samples=progress.samples,
+        **progress.at,
         steps=steps.total,
         epochs=steps.total_samples / steps.samples_per_epoch,
         steps_per_epoch=steps.per_epoch,
@@ -82,7 +76,7 @@ def loop_start_event(
         parameters=parameters,
         base_lr=base_lr,
         resumed_from=str(resumed_from) if resumed_from else None,
-        again=max(0, last_step - progress.step),
+        again=max(0, rank.last_step() - progress.step),
         backend=world.backend if world.size > 1 else "",
         sharing=world.sharing,
         hash_seed=hash_seed(),
@@ -105,9 +99,7 @@ def evaluation_event(
     if keep is not None:
         keep(task.report(sums))
     return Evaluated(
-        step=progress.step,
-        epoch=progress.epoch,
-        samples=progress.samples,
+        **progress.at,
         loss=figures.pop(LOSS),
         figures=figures,
         evaluated=int(sums.get("counted", sums["samples"])),

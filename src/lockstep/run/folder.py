@@ -34,7 +34,15 @@ from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
-from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError
+from lockstep.errors import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    ConfigError,
+    LockstepError,
+    TrainingError,
+    UsageError,
+    os_error_as,
+)
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.completed import completion_notice
 from lockstep.run.digest_file import DIGESTS
@@ -125,7 +133,8 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     _refuse_links(folder)
-    held = _lock_folder(folder)
+    with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose another run.dir"):
+        held = lock(folder)
     try:
         if words := done():
             return Claim(folder, held, made, done=words)
@@ -186,11 +195,7 @@ def record_environment(
 
 def keep_last_evaluation(folder: Path, report: Report) -> None:
     """Write what a task reports of the last evaluation; TrainingError where the disk does not take it."""
-    path = folder / LAST_EVALUATION
-    try:
-        durable.replace(path, json.dumps(report, indent=1).encode())
-    except OSError as error:
-        raise TrainingError(f"{path}: not written: {error.strerror}") from error
+    _write(folder / LAST_EVALUATION, json.dumps(report, indent=1))
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
@@ -242,17 +247,8 @@ def _remove(folder: Path, made: Sequence[Path]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with os_error_as(TrainingError, f"{path}: not written"):
         durable.replace(path, text.encode())
-    except OSError as error:
-        raise TrainingError(f"{path}: not written: {error.strerror}") from error
-
-
-def _lock_folder(folder: Path) -> Lock:
-    try:
-        return lock(folder)
-    except OSError as error:
-        raise UsageError(f"run.dir {folder}: cannot be used: {error.strerror}; choose another run.dir") from error
 
 
 def fresh(loaded: Loaded) -> Path:

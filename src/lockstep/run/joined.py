@@ -216,8 +216,7 @@ class Run:
         plain = {name: float(value) for name, value in figures.items()}
         if taken := first_taken(plain, OF_ALL):
             raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
-        at = self._rank.progress
-        self._rank.write(Logged(step=at.step, epoch=at.epoch, samples=at.samples, figures=plain))
+        self._rank.write(Logged(**self._rank.progress.at, figures=plain))
 
     def save(self) -> None:
         """Save a checkpoint into the run folder, from which the same script resumes on any number of ranks."""
@@ -353,28 +352,19 @@ class Run:
         kept, at = self._checkpoints, self._rank.progress
         for saved in kept.wait() if kept else []:
             self._rank.write(saved)
-        self._rank.write(
-            Done(
-                step=at.step,
-                epoch=at.epoch,
-                samples=at.samples,
-                weights_sha256=kept.weights if kept else store.weights_sha256(placed.weights()),
-                skipped_steps=at.skipped_steps,
-                seconds=self._rank.seconds,
-            )
-        )
+        sha256 = kept.weights if kept else store.weights_sha256(placed.weights())
+        skipped, seconds = at.skipped_steps, self._rank.seconds
+        self._rank.write(Done(**at.at, weights_sha256=sha256, skipped_steps=skipped, seconds=seconds))
 
     def _start_event(self, placed: Placed, plan: OwnPlan) -> Started:
         return loop_start_event(
-            self._world,
+            self._rank,
             plan.steps,
-            self._rank.progress,
+            self._member.checkpoint,
             microbatches=plan.microbatches,
             strategy=placed.name,
             parameters=sum(each.numel() for each in placed.model.parameters()),
             base_lr=placed.rate,
-            resumed_from=self._member.checkpoint,
-            last_step=self._rank.last_step(),
         )
 
     def _loader(self, items: Items, steps: Steps, microbatches: int, placed: Placed, weigh: Weigh | None) -> Loader:

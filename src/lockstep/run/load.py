@@ -11,8 +11,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.finetuning import build_finetuned
-from lockstep.run.adapters import tuning_of
-from lockstep.run.build import plain_model
+from lockstep.run.build import plain_model, tuning_of
 from lockstep.run.resume import checkpoint_recipe
 from lockstep.run.user_code import import_paths
 from lockstep.training.checkpoint import saved_state, store

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, final
 from torch import Tensor
 
 from lockstep.common.own_code import calling, refusal
+from lockstep.parallel.gradients import nodes_behind
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph
@@ -216,16 +217,7 @@ def _reduction_counts(node: Node) -> Iterable[float]:
 
 def _follows(node: Node, returned: Collection[Node]) -> bool:
     """Return whether a part of the loss follows from what the model returned; True where that is not known."""
-    waiting, seen = [node], {node, None}
-    while waiting and returned:
-        node = waiting.pop()
-        if node in returned:
-            return True
-        for inner, _ in node.next_functions:
-            if inner not in seen:
-                seen.add(inner)
-                waiting.append(inner)
-    return not returned
+    return not returned or any(each in returned for each in nodes_behind(node))
 
 
 def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:

@@ -18,6 +18,7 @@ from lockstep.comm.world import World
 from lockstep.common.own_code import Place, describe_error, location, refusal
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, OwnCodeError
+from lockstep.parallel.gradients import nodes_behind
 from lockstep.parallel.numerics import Numerics
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
@@ -156,9 +157,7 @@ class StrayModuleCheck:
 
     def check_leaves(self, step: int, loss: Tensor) -> None:
         """Raise UsageError where a loss depends on a parameter that is not the placed model's."""
-        waiting, seen = [loss.grad_fn], {loss.grad_fn}
-        while waiting:
-            node: Any = waiting.pop()
+        for node in nodes_behind(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
                 raise refusal(
@@ -166,9 +165,6 @@ class StrayModuleCheck:
                     f"placed model, and which nobody trains",
                     "make it a part of the model that run.place is given",
                 )
-            following = {each for each, _ in node.next_functions if each is not None} - seen
-            seen |= following
-            waiting += following
 
     def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if module in self._known:  # a cut model computes with others than it has between two calls

@@ -36,7 +36,6 @@ class Step:
         losses: LossCheck,
     ) -> None:
         self._turn = turn
-        self._microbatches = turn.microbatches
         self._engine = placed.engine
         self._gate = gate
         self._guard = placed.guard
@@ -111,7 +110,7 @@ class Step:
             raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
         self._gate.step = self._guard.step = self.number
         try:
-            for number, microbatch in enumerate(self._microbatches):
+            for number, microbatch in enumerate(self._turn.microbatches):
                 if number:
                     self._guard.check(whole=False, modes=True)
                 self._stray_check = self._make_stray_check() if not number else None
@@ -205,7 +204,7 @@ class Step:
 
     @property
     def _of(self) -> int:
-        return len(self._microbatches)
+        return len(self._turn.microbatches)
 
     def _seed_between(self, place: int) -> None:
         """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""

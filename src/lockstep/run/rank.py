@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
@@ -16,7 +17,7 @@ from typing import Any, Literal, final
 from lockstep.comm.world import World
 from lockstep.common.text import printable_line
 from lockstep.device.clock import Clock
-from lockstep.errors import EXIT_DONE, TrainingError
+from lockstep.errors import EXIT_DONE, TrainingError, os_error_as
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
@@ -31,6 +32,7 @@ from lockstep.training.loop import Progress
 
 
 @final
+@dataclass(eq=False)
 class Rank:
     """A rank in the run `folder`, None where nothing is kept; `sinks` are those of rank 0, and elsewhere none.
 
@@ -38,27 +40,20 @@ class Rank:
     user's own files. A `clock` divides the rank's time among the phases.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        world: World,
-        folder: Path | None,
-        numerics: dict[str, Any],
-        source: Mapping[str, str],
-        clock: Clock | None = None,
-    ) -> None:
-        self.world = world
-        self.folder = folder
-        self.numerics = numerics
-        self.source = source
+    rendezvous: Rendezvous
+    world: World
+    folder: Path | None
+    numerics: dict[str, Any]
+    source: Mapping[str, str]
+    clock: Clock | None = None
+
+    def __post_init__(self) -> None:
         self.sinks: list[Sink] = []
         self.progress = Progress()
         self.digests: StepDigests | None = None  # where they are kept
         self.phase: Phase = "setting up"
-        self._clock = clock
-        self._rendezvous = rendezvous
         self._began = time.perf_counter()
-        rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
+        self.rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 
     @property
     def seconds(self) -> float:
@@ -68,8 +63,8 @@ class Rank:
     def enter(self, phase: Phase) -> None:
         """Be in another phase from here on."""
         self.phase = phase
-        if self._clock is not None:
-            self._clock.turn_to(phase)
+        if self.clock is not None:
+            self.clock.turn_to(phase)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -85,11 +80,9 @@ class Rank:
         The exit code is there too: torchrun makes 1 of every code that is not 0.
         """
         now = time.time()
-        try:
+        with os_error_as(TrainingError, f"{self.folder}: event not written"):
             for sink in self.sinks:
                 sink.write(event, now)
-        except OSError as error:
-            raise TrainingError(f"{self.folder}: event not written: {error.strerror}") from error
         if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
             code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else EXIT_DONE
             run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
@@ -111,7 +104,7 @@ class Rank:
             engine.gradients,
             partial(digest_file.append, path),
             None if every == "auto" else every,
-            self._rendezvous.rank_log.note,
+            self.rendezvous.rank_log.note,
         )
 
     def last_step(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 import torch
@@ -53,41 +54,33 @@ from lockstep.training.loop import Interval, Plan, Progress, train
 _FILES: Final = 100  # that could not be read, in one event
 
 
+@dataclass(eq=False)
 class RankTraining:
     """What the parts of it share."""
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        ready: Setup,
-        rendezvous: Rendezvous,
-        world: World,
-        start: RunStart,
-        resumed: Resumed | None,
-        streams: tuple[TextIO, TextIO],
-        look: Look,
-        also: Sink | None,
-    ) -> None:
-        self.resolved = resolved
-        self.ready = ready
-        self.world = world
-        self.resumed = resumed
-        self.resumed_from = start.checkpoint
-        self.streams = streams  # the terminal, and this rank's log
-        self.look = look
-        self.also = also
+    resolved: Resolved
+    ready: Setup
+    rendezvous: Rendezvous
+    world: World
+    start: RunStart
+    resumed: Resumed | None
+    streams: tuple[TextIO, TextIO]  # the terminal, and this rank's log
+    look: Look
+    also: Sink | None
+
+    def __post_init__(self) -> None:
+        resolved, ready, world = self.resolved, self.ready, self.world
         self.clock = Clock(world.device, "setting up", split="training")
         numerics = machine.numerics(world.device, compiled=resolved.recipe.compile)
-        self.rank = Rank(rendezvous, world, start.folder, numerics, ready.source, self.clock)
-        self.folder = start.folder
+        self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
         self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
         # Before memory is pinned and loader processes start.
         self.cores = bind(world, resolved.recipe.threads) if resolved.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
-            streams[1].write(f"cores {cores}\n")
+            self.streams[1].write(f"cores {cores}\n")
         self.engine: Engine
         self.loader: Loader
-        self.engine, self.loader = start_engine(ready, resolved, world, resumes=resumed is not None)
+        self.engine, self.loader = start_engine(ready, resolved, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.buffers)
         if (found := disagreement(world, self.engine.state().model)) is not None:
             raise UsageError(
@@ -119,7 +112,7 @@ class RankTraining:
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         rank, checkpoints = self.rank, self.checkpoints
-        start = start_event(self.resolved, self.ready, self.world, rank.progress, self.resumed_from, rank.last_step())
+        start = start_event(self.resolved, self.ready, rank, self.start.checkpoint)
         yield start
         yield from self._warnings()
         rank.enter("training")
@@ -171,9 +164,8 @@ class RankTraining:
         )
 
     def _warnings(self) -> Iterator[Warned]:
-        at = self.rank.progress
         for finding in self.look():
-            yield Warned(step=at.step, epoch=at.epoch, samples=at.samples, culprit=finding.culprit, text=finding.text)
+            yield Warned(**self.rank.progress.at, culprit=finding.culprit, text=finding.text)
 
     def _evaluate(self, progress: Progress) -> Evaluated:
         batch = evaluation_batch(self.resolved.recipe)
@@ -184,7 +176,7 @@ class RankTraining:
     def _keep(self, report: Report) -> None:
         """Write what the task reports of the last evaluation, on rank 0."""
         if report and self.world.rank == 0:
-            run_folder.keep_last_evaluation(self.folder, report)
+            run_folder.keep_last_evaluation(self.start.folder, report)
 
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
@@ -200,8 +192,7 @@ class RankTraining:
             reported.update(new)
             for first in range(0, len(new), _FILES):
                 files = tuple(file(each) for each in new[first : first + _FILES])
-                progress = self.rank.progress
-                yield Skipped(step=progress.step, epoch=progress.epoch, samples=progress.samples, files=files)
+                yield Skipped(**self.rank.progress.at, files=files)
 
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
@@ -209,9 +200,7 @@ class RankTraining:
         ranks = [plainfile.parse_json(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
         progress = self.rank.progress
         return Done(
-            step=progress.step,
-            epoch=progress.epoch,
-            samples=progress.samples,
+            **progress.at,
             weights_sha256=self.checkpoints.weights,
             figures=progress.figures,
             best=progress.best,
@@ -228,7 +217,7 @@ class RankTraining:
         if self.world.rank != 0:
             yield []
             return
-        folder = self.folder
+        folder = self.start.folder
         recipe, run = self.resolved.recipe, self.resolved.run
         decided = {format_key(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -53,7 +54,9 @@ class Regression:
         if self.own_loss is not None:
             return sum_loss(self.own_loss(found, targets), found)
         numbers = max(targets.numel() // max(len(targets), 1), 1)  # of a sample
-        return self._errors(found, targets) / numbers
+        losses: dict[str, Callable[..., Tensor]]
+        losses = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=self.delta)}
+        return losses[self.loss_name](found, targets, reduction="sum") / numbers
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the sums of errors and targets, and of their squares, for each number of a sample: float64."""
@@ -102,15 +105,6 @@ class Regression:
         if not targets.isfinite().all():
             raise UsageError("a target is not finite; leave such samples out of the data")
         match_shapes(self.model_name, outputs, batch)
-
-    def _errors(self, found: Tensor, targets: Tensor) -> Tensor:
-        match self.loss_name:
-            case "mae":
-                return F.l1_loss(found, targets, reduction="sum")
-            case "huber":
-                return F.huber_loss(found, targets, reduction="sum", delta=self.delta)
-            case _:
-                return F.mse_loss(found, targets, reduction="sum")
 
 
 def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:

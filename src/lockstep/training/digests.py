@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple, final
 
@@ -35,27 +36,21 @@ class Digest(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class StepDigests:
     """The digests of a run, of an engine's `gradients`; `write` gets on rank 0 those that are complete, in their order.
 
-    `every` is the interval in steps, None for one that keeps the price, of which `note` is told once it is known. All
+    `every` is the interval in steps, None until there is one that keeps the price, of which `note` is told. All
     ranks call each method alike.
     """
 
-    def __init__(
-        self,
-        world: World,
-        gradients: Callable[[], Mapping[str, MaybeSharded]],
-        write: Callable[[Sequence[Digest]], None],
-        every: int | None = None,
-        note: Callable[[str], object] = str,
-    ) -> None:
-        self.every = every or 1
-        self._decided = every is not None
-        self._world = world
-        self._gradients = gradients
-        self._write = write
-        self._tell = note
+    world: World
+    gradients: Callable[[], Mapping[str, MaybeSharded]]
+    write: Callable[[Sequence[Digest]], None]
+    every: int | None = None
+    note: Callable[[str], object] = str
+
+    def __post_init__(self) -> None:
         self._digests = Digests()
         self._owned: dict[tuple[str, ...], frozenset[str]] = {}
         self._parts: list[tuple[int, bool, Tensor]] = []
@@ -65,16 +60,16 @@ class StepDigests:
 
     def add(self, step: int) -> None:
         """Note the digest of the gradient of the update that makes it `step`, where one is due."""
-        if not self._decided:
+        if self.every is None:
             now = time.perf_counter()
             self._steps.append(now - self._last)
             self._last = now
-        if step % self.every:
+        if step % (self.every or 1):
             return
-        self._note(step, self._gradients(), weights=False)
-        if not self._decided:
-            if self._world.device.type == "cuda":  # what it takes is known once it is done
-                torch.cuda.synchronize(self._world.device)
+        self._note(step, self.gradients(), weights=False)
+        if self.every is None:
+            if self.world.device.type == "cuda":  # what it takes is known once it is done
+                torch.cuda.synchronize(self.world.device)
             self._spent.append(time.perf_counter() - now)
 
     def add_weights(self, step: int, weights: Mapping[str, MaybeSharded]) -> None:
@@ -83,17 +78,17 @@ class StepDigests:
 
     def collect(self, *, waits: bool = False) -> None:
         """Add up the parts of the ranks, and write what they give; one that `waits` does so if there are many."""
-        many = 1 if not waits else _TOGETHER if self._decided else _MEASURED
+        many = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
         if len(self._parts) < many:
             return
         notes, self._parts = self._parts, []
-        found = torch.stack([part.to(self._world.device) for *_, part in notes] + [self._wanted_interval()])
-        *values, every = self._world.add_(found).tolist()
+        found = torch.stack([part.to(self.world.device) for *_, part in notes] + [self._wanted_interval()])
+        *values, every = self.world.add_(found).tolist()
         if every:
-            self.every, self._decided = every, True
-            self._tell(f"digests: of every {every}. step, so that they take at most {PRICE:.1%} of the time\n")
-        if self._world.rank == 0:
-            self._write(
+            self.every = every
+            self.note(f"digests: of every {every}. step, so that they take at most {PRICE:.1%} of the time\n")
+        if self.world.rank == 0:
+            self.write(
                 [
                     Digest(step, value % (1 << 64), weights)
                     for (step, weights, _), value in zip(notes, values, strict=True)
@@ -112,7 +107,7 @@ class StepDigests:
             for name, length in whole.items():
                 middle = before + length / 2  # of a model without elements all are rank 0's
                 before += length
-                if int(middle * self._world.size / total) == self._world.rank:
+                if int(middle * self.world.size / total) == self.world.rank:
                     own.add(name)
             self._owned[names] = frozenset(own)
         return self._owned[names]
@@ -120,9 +115,9 @@ class StepDigests:
     def _wanted_interval(self) -> Tensor:
         """Return on rank 0 the interval at which digests keep the price, once it is known; else 0."""
         every = 0
-        if self._world.rank == 0 and not self._decided and len(self._spent) == _MEASURED:
+        if self.world.rank == 0 and self.every is None and len(self._spent) == _MEASURED:
             wanted = median(self._spent) / (PRICE * median(self._steps))
             every = 1
             while every < min(wanted, _LONGEST_INTERVAL):
                 every *= 2
-        return torch.tensor(every, device=self._world.device)
+        return torch.tensor(every, device=self.world.device)

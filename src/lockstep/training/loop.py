@@ -80,6 +80,11 @@ class Progress:
         self.samples = step.samples_seen + step.samples
         self.skipped_steps += not applied
 
+    @property
+    def at(self) -> dict[str, Any]:
+        """How far the run is, as each event says it."""
+        return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
+
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, ready for JSON."""
         return asdict(self)
@@ -204,7 +209,7 @@ def turns(
             yield from save(progress)
             meter.restart()
         if level and not last:
-            yield Stopped(step=progress.step, epoch=progress.epoch, samples=progress.samples, reason=STOP_LEVELS[level])
+            yield Stopped(**progress.at, reason=STOP_LEVELS[level])
             return
 
 
@@ -234,9 +239,7 @@ def _figures(plan: Plan, step: Step, sums: Sums) -> dict[str, float]:
 def _step_event(plan: Plan, progress: Progress, lr: float, loss: float, update: Update, meter: Meter) -> Stepped:
     samples_per_s, weight_per_s = meter.read()
     return Stepped(
-        step=progress.step,
-        epoch=progress.epoch,
-        samples=progress.samples,
+        **progress.at,
         loss=loss,
         lr=lr,
         norm=None if update.norm is None else float(update.norm),

@@ -25,6 +25,17 @@ _OTHER_DATA: Final = (
     "the data set gives this process other samples than the reference: what it gives depends on the process, the time "
     "or what was fetched before; make it a function of the index and of the generators that are seeded for each sample"
 )
+# What a difference of each kind means where nothing explains it.
+_BY_KIND: Final = {
+    OWN_LOSS: "the forward pass of this micro-batch gives something else in this process",
+    LOSS: "the losses of the micro-batches agree and their sum does not: they were added in another order",
+    GRADIENT: "the losses agree and the gradients do not: they were added in another order, or one is missing",
+    MODEL: "the gradients agree and the weights do not: the optimizer's step does something else when it is cut",
+    OPTIMIZER: "the weights agree and the optimizer's state does not",
+    AVERAGE: "the weights agree and their average does not",
+    SCALARS: "all tensors agree, and the engine's own figures do not",
+    EVALUATION: "training agrees and evaluation does not: samples were left out, counted twice or computed anew",
+}
 
 
 @dataclass(frozen=True)
@@ -114,21 +125,8 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
             "buffers with persistent=False or in globals, or the strategy saves or loads it wrongly; the run itself "
             "agreed"
         )
-    return f"{_by_kind(first)}; nothing in the recipe's own code was found that explains it: please report it"
-
-
-def _by_kind(first: Difference) -> str:
-    by_kind = {
-        OWN_LOSS: "the forward pass of this micro-batch gives something else in this process",
-        LOSS: "the losses of the micro-batches agree and their sum does not: they were added in another order",
-        GRADIENT: "the losses agree and the gradients do not: they were added in another order, or one is missing",
-        MODEL: "the gradients agree and the weights do not: the optimizer's step does something else when it is cut",
-        OPTIMIZER: "the weights agree and the optimizer's state does not",
-        AVERAGE: "the weights agree and their average does not",
-        SCALARS: "all tensors agree, and the engine's own figures do not",
-        EVALUATION: "training agrees and evaluation does not: samples were left out, counted twice or computed anew",
-    }
-    return by_kind.get(first.what, "the strategy computes something else")
+    found = _BY_KIND.get(first.what, "the strategy computes something else")
+    return f"{found}; nothing in the recipe's own code was found that explains it: please report it"
 
 
 def _of_buffer(diagnosis: Diagnosis) -> str:

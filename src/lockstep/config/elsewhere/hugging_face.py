@@ -11,18 +11,13 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 _KINDS: Final = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "single"}
-_SHARDING: Final = {  # of FSDP 1, by name and by number
-    "FULL_SHARD": "zero3",
-    "1": "zero3",
-    "SHARD_GRAD_OP": "zero2",
-    "2": "zero2",
-    "NO_SHARD": "ddp",
-    "3": "ddp",
-    "HYBRID_SHARD": "hsdp",
-    "4": "hsdp",
-    "HYBRID_SHARD_ZERO2": "hsdp",
-    "5": "hsdp",
-}
+_FSDP: Final = (  # what stands for FSDP 1, by name and by number
+    ("zero3", "FULL_SHARD", "1"),
+    ("zero2", "SHARD_GRAD_OP", "2"),
+    ("ddp", "NO_SHARD", "3"),
+    ("hsdp", "HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"),
+)
+_SHARDING: Final = {name: strategy for strategy, *names in _FSDP for name in names}
 _STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _PRECISIONS: Final = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _CURVES: Final = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}

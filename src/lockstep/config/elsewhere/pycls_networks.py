@@ -10,16 +10,9 @@ from lockstep.errors import UsageError
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
 _PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottlenecks and widths of groups: one group
 _GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # 32 groups
-_FOUND: Final[dict[str, tuple[str, str]]] = {
-    "resnet18": ("torchvision", "resnet18"),
-    "resnet34": ("torchvision", "resnet34"),
-    "resnet50": ("torchvision", "resnet50"),
-    "resnet101": ("torchvision", "resnet101"),
-    "resnet152": ("torchvision", "resnet152"),
-    "resnext50_32x4d": ("torchvision", "resnext50_32x4d"),
-    "resnext101_32x4d": ("timm", "resnext101_32x4d"),
-    "resnext101_32x8d": ("torchvision", "resnext101_32x8d"),
-}
+# Of ResNet and ResNeXt, all but one of torchvision's.
+_RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
+_OF_TIMM: Final = "resnext101_32x4d"
 # Of EfficientNet, where its seven stages are the same: steps, kernels, expansion.
 _STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
 _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {  # stem, depths and widths of stages, head
@@ -39,7 +32,7 @@ def network(keys: Translation) -> tuple[str, str]:
     if kind == "resnet":
         groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
         depth = keys["MODEL.DEPTH"]
-        found = _FOUND.get(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
+        found = _found(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
         if found and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
             keys.note("the stride of a bottleneck is on its 3x3 convolution here, on its first 1x1 there")
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
@@ -47,7 +40,7 @@ def network(keys: Translation) -> tuple[str, str]:
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
         names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
-            found = _FOUND.get(names.get(str(shape), ""))
+            found = _found(names.get(str(shape), ""))
     elif kind == "regnet":
         found = _regnet(keys)
     elif kind == "effnet":
@@ -60,6 +53,10 @@ def network(keys: Translation) -> tuple[str, str]:
             f"recipe.model.name=efficientnet_b0 (lockstep import takes overrides, too)"
         )
     return found
+
+
+def _found(name: str) -> tuple[str, str] | None:
+    return ("timm", name) if name == _OF_TIMM else ("torchvision", name) if name in _RESNETS else None
 
 
 def _regnet(keys: Translation) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 from lockstep.tasks.facts import facts
 
 _TIMEOUT_S: Final = 30.0  # without one, a network that drops packets holds every process for ever
@@ -76,12 +76,9 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
 def _alone(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
         return nullcontext()  # a folder that nobody like us can be writing to
-    try:
+    advice = "; set recipe.data.root to another"
+    with os_error_as(UsageError, f"data set {name}: the folder {root} cannot be made", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"data set {name}: the folder {root} cannot be made: {error.strerror}; set recipe.data.root to another"
-        ) from error
     return exclusive(Path(root) / f".{name}.lock")
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 
 _LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`
 
@@ -126,11 +126,9 @@ class FromFile:
 
     def __init__(self, file: str) -> None:
         tokenizers = _library(f"tokenizer {file}")
-        try:
-            with plainfile.reader(Path(file), links=True) as stream:
-                content = stream.read(_LARGEST)
-        except OSError as error:
-            raise UsageError(f"tokenizer {file}: cannot be read: {error.strerror}") from None
+        wrong = os_error_as(UsageError, f"tokenizer {file}: cannot be read")
+        with wrong, plainfile.reader(Path(file), links=True) as stream:
+            content = stream.read(_LARGEST)
         try:
             self.library = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception

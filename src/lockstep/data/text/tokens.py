@@ -16,7 +16,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import build_windows
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, os_error_as
 
 _LARGEST: Final = 1 << 26  # bytes of meta.json
 _PLACES: Final = 16  # of a file that are looked at before a run,
@@ -81,12 +81,8 @@ class TokenFile:
         self._file = file
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._vocabulary = vocabulary
-        try:
+        with os_error_as(UsageError, f"data set tokens: {file} cannot be read", "; set recipe.data.root"):
             self._opened = plainfile.descriptor(file, links=True)
-        except OSError as error:
-            raise UsageError(
-                f"data set tokens: {file} cannot be read: {error.strerror}; set recipe.data.root"
-            ) from None
         size = os.fstat(self._opened).st_size
         if size % self._dtype.itemsize:
             raise UsageError(f"data set tokens: {file} has {size:,} bytes, which are no whole number of {dtype}")

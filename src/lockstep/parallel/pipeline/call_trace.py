@@ -122,17 +122,15 @@ class CallTrace:
         """Stand for the forward of a module that stays whole."""
         if self._inside:
             return forward(*args, **kwargs)
-        fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if without_values(leaf)]
+        fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if isinstance(leaf, FakeTensor)]
         self._calls.append(_TracedCall(name, {path: id(leaf) for path, leaf in fakes}))
         self._alive += [leaf for _, leaf in fakes]
-        state = torch.get_rng_state()
         self._inside = True
         try:
-            with FlopCounterMode(display=False) as counter:
+            with torch.random.fork_rng([]), FlopCounterMode(display=False) as counter:
                 outputs = batches.map_tensors(self._meta.without_values, forward(*args, **kwargs))
         finally:
             self._inside = False
-            torch.set_rng_state(state)
         self._calls[-1].operations = counter.get_total_flops()
         self._record_made(outputs)
         return outputs
@@ -140,10 +138,12 @@ class CallTrace:
     def _read(self, values: Any) -> None:
         """Note what code between modules, or the end of the forward, makes use of."""
         if self._calls:
-            self._calls[-1].read_behind |= {id(each) for each in pytree.tree_leaves(values) if without_values(each)}
+            self._calls[-1].read_behind |= {
+                id(each) for each in pytree.tree_leaves(values) if isinstance(each, FakeTensor)
+            }
 
     def _record_made(self, values: Any) -> None:
-        found = [each for each in pytree.tree_leaves(values) if without_values(each)]
+        found = [each for each in pytree.tree_leaves(values) if isinstance(each, FakeTensor)]
         self._alive += found
         if self._calls:
             known = set().union(*(call.made for call in self._calls))
@@ -196,15 +196,10 @@ class MetaModel:
         """Return what the module `name` gives for these arguments, each tensor of it without values and new."""
         key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
         if key not in self._known:
-            self._known[key] = self._compute(self._modules[name].train(training), args, kwargs)
+            with torch.no_grad(), torch.random.fork_rng([]):
+                outputs = self._modules[name].train(training)(*args, **kwargs)
+            self._known[key] = map_tensors(self.without_values, outputs)
         return map_tensors(self._copy, self._known[key])
-
-    def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        state = torch.get_rng_state()
-        with torch.no_grad():
-            outputs = map_tensors(self.without_values, module(*args, **kwargs))
-        torch.set_rng_state(state)
-        return outputs
 
     def without_values(self, tensor: Tensor) -> Tensor:
         """Return a tensor of that form."""
@@ -218,11 +213,6 @@ class MetaModel:
         with self._mode:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def without_values(tensor: object) -> bool:
-    """Whether a tensor came from a meta model."""
-    return isinstance(tensor, FakeTensor)
 
 
 def intercept(module: nn.Module, instead: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:

@@ -10,7 +10,7 @@ way together, and one backward goes through all of them (parallel/cooperative.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -30,6 +30,7 @@ from lockstep.parallel.gradients import (
     empty_sum,
     flatten,
     give_gradients,
+    nodes_behind,
     partition,
     unflatten,
     wide_gradient,
@@ -90,28 +91,25 @@ class _InFlight:
 
 
 @final
+@dataclass(eq=False)
 class Stage:
     """A stage of a model, whose tensors are those of `part`. With `recompute` it holds inputs instead of a graph.
 
     What it has `borrowed` are parameters of another stage, whose gradients it gives back.
     """
 
-    def __init__(
-        self,
-        part: nn.Module,
-        together: Cooperative,
-        recompute: bool = False,
-        borrowed: Sequence[Tensor] = (),
-        guarded: bool = True,
-    ) -> None:
+    part: InitVar[nn.Module]
+    together: Cooperative
+    recompute: bool = False
+    borrowed: Sequence[Tensor] = ()
+    guarded: InitVar[bool] = True
+
+    def __post_init__(self, part: nn.Module, guarded: bool) -> None:
         self.running = RunningStatistics(part)
         self._buffer_guard = BufferGuard(part, self.running.buffers) if guarded else None
         self._buffers = tuple(part.buffers())
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observations = torch.empty(0)  # by the last step, for each sample
-        self._together = together
-        self._recompute = recompute
-        self._borrowed = borrowed
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
         self._split: dict[int, _InFlight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(add_parts_)
@@ -129,7 +127,7 @@ class Stage:
             self.running.before_forward()
         if self._buffer_guard is not None:
             self._buffer_guard.note()
-        if self._recompute:
+        if self.recompute:
             _, outputs = self._start([_forgetting(each) for each in forwards], module)
             self._in_flight[number] = lambda: self._start(forwards, module)[0]
         else:
@@ -165,9 +163,9 @@ class Stage:
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, lent)] = in_flight.leaves, arrived
         pairs = _pairs(leaf, gradients)
-        if not leaf.restore_after and not self._borrowed:
+        if not leaf.restore_after and not self.borrowed:
             in_flight.finish = lambda: _finish_whole(pairs, self.parameters, lent)
-        elif not self._borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
+        elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
             in_flight.finish = _split(leaf, pairs, self.parameters, lent)
         else:  # torch would lose the weights of an output in which no input takes part
             gradients_now = _finish_whole(pairs, self.parameters, lent)
@@ -216,13 +214,13 @@ class Stage:
         else:
             apart = IsolatedGradients(module, len(forwards))
             with apart.restore_after():
-                found = self._together.run([partial(_start_forward, each) for each in forwards], apart.use)
+                found = self.together.run([partial(_start_forward, each) for each in forwards], apart.use)
         return _InFlight([leaf for leaf, _ in found], apart), [outputs for _, outputs in found]
 
     def _of_borrowed(self) -> Gradients:
         """Take away the gradients of what is borrowed."""
         found = []
-        for tensor in self._borrowed:
+        for tensor in self.borrowed:
             found.append(tensor.grad)
             tensor.grad = None
         return found
@@ -312,15 +310,7 @@ def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: 
 
 
 def _reaches_input(node: Node) -> bool:
-    waiting, met = [node], {node}
-    while waiting:
-        for after, _ in waiting.pop().next_functions:
-            if after is not None and after not in met:
-                if after.name() == "_EnterBackward":
-                    return True
-                met.add(after)
-                waiting.append(after)
-    return node.name() == "_EnterBackward"
+    return any(each.name() == "_EnterBackward" for each in nodes_behind(node))
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:

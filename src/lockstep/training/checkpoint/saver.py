@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -26,6 +26,7 @@ from lockstep.training.loop import Progress
 
 
 @final
+@dataclass(eq=False)
 class Saver:
     """Writes checkpoints into `folder`, keeping the newest `keep`. All ranks make one, and call it alike.
 
@@ -33,21 +34,16 @@ class Saver:
     checkpoint is signed.
     """
 
-    def __init__(
-        self,
-        world: World,
-        folder: Path,
-        keep: int,
-        background: bool,
-        buffers: frozenset[str] = frozenset(),
-        key: bytes | None = None,
-    ) -> None:
-        self._world = world.duplicate() if background else world
-        self._folder = folder
-        self._keep = keep
-        self._buffers = buffers
-        self._key = key
-        self._executor = ThreadPoolExecutor(1, "saver") if background else None
+    world: World
+    folder: Path
+    keep: int
+    background: bool
+    buffers: frozenset[str] = frozenset()
+    key: bytes | None = None
+
+    def __post_init__(self) -> None:
+        self._world = self.world.duplicate() if self.background else self.world
+        self._executor = ThreadPoolExecutor(1, "saver") if self.background else None
         self._running: Future[Saved] | None = None
 
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
@@ -56,12 +52,12 @@ class Saver:
         In the background it is the save before this one whose end is reported and whose failure raises.
         """
         began = time.perf_counter()
-        at = (progress.step, progress.epoch, progress.samples, progress.best_at == progress.step)
+        at, best = progress.at, progress.best_at == progress.step
         if self._executor is None:
-            return [self._write(*at, snapshot, began)]
+            return [self._write(at, best, snapshot, began)]
         before = self.wait()
         kept = _copy_snapshot(snapshot)
-        self._running = self._executor.submit(self._write, *at, kept, began)
+        self._running = self._executor.submit(self._write, at, best, kept, began)
         return before
 
     def poll(self) -> list[Saved]:
@@ -78,19 +74,17 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, step: int, epoch: int, samples: int, best: bool, snapshot: Snapshot, began: float) -> Saved:
-        weights = store.weights_sha256(whole_tensors(snapshot.model))
+    def _write(self, at: dict[str, Any], best: bool, snapshot: Snapshot, began: float) -> Saved:
+        step, weights = at["step"], store.weights_sha256(whole_tensors(snapshot.model))
         if (found := disagreement(self._world, snapshot.model, weights)) is not None:
-            raise TrainingError(_not_saved(step, found, self._buffers))
+            raise TrainingError(_not_saved(step, found, self.buffers))
         if not snapshot.is_whole:
-            weights = shards.save(self._world, self._folder, step, snapshot, self._keep, best, self._key)
+            weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         elif self._world.rank == 0:
-            store.save(self._folder, step, snapshot, self._keep, best, self._key)
+            store.save(self.folder, step, snapshot, self.keep, best, self.key)
         return Saved(
-            step=step,
-            epoch=epoch,
-            samples=samples,
-            path=str(self._folder / store.step_name(step)),
+            **at,
+            path=str(self.folder / store.step_name(step)),
             weights_sha256=weights,
             best=best,
             seconds=time.perf_counter() - began,

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, os_error_as
 
 _SHORTEST: Final = 32  # bytes: fewer may be guessed
 _LONGEST: Final = 4096
@@ -19,10 +19,8 @@ _PURPOSE: Final = b"lockstep checkpoint manifest\n"  # what else is signed by th
 
 def read_key(path: Path) -> bytes:
     """Return the key that a file holds. UsageError where others may read or write it, or it is no key."""
-    try:
+    with os_error_as(UsageError, f"run.key_file {path}: cannot be read"):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise UsageError(f"run.key_file {path}: cannot be read: {error.strerror}") from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
