@@ -12,9 +12,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final, Generic, NamedTuple, TypeVar, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
@@ -26,15 +25,13 @@ from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import TrainingError
-from lockstep.parallel.engine import Auditable, Engine, Predict, State, Sums, Update
+from lockstep.parallel.engine import Auditable, State, Sums
 from lockstep.tasks.base import MicroBatch
 
 _SHOWN: Final = 3  # names of what differs
 NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
 RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
 OTHER_HOSTS: Final = f"{NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {RESUME}"
-
-AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 class Subject(NamedTuple):
@@ -48,50 +45,21 @@ Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for 
 Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
 
 
-class AuditingEngine(Generic[AnyEngine]):
-    """An engine whose steps somebody looks at; `audited` counts those that were, and are fine."""
-
-    def __init__(self, engine: AnyEngine) -> None:
-        self.audited = 0
-        self._engine = engine
-
-    def gradients(self) -> dict[str, MaybeSharded]:
-        """See Engine."""
-        return self._engine.gradients()
-
-    def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine."""
-        return self._engine.update(lr, max_norm)
-
-    def evaluation(self) -> AbstractContextManager[Predict]:
-        """See Engine."""
-        return self._engine.evaluation()
-
-    def state(self) -> State:
-        """See Engine."""
-        return self._engine.state()
-
-    def load(self, state: State) -> None:
-        """See Engine."""
-        self._engine.load(state)
-
-    def close(self) -> None:
-        """See Engine."""
-        self._engine.close()
-
-
 @final
-class AuditedEngine(AuditingEngine[Auditable]):
+class AuditedEngine:
     """An engine whose steps are audited when `schedule` says so; it changes no number.
 
     A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
-    results the ranks do not agree raises TrainingError on all of them.
+    results the ranks do not agree raises TrainingError on all of them. `audited` counts the others.
     """
 
     def __init__(
         self, engine: Auditable, world: World, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch]
     ) -> None:
-        super().__init__(engine)
+        self.audited = 0
+        self._engine = engine
+        self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
+        self.state, self.load, self.close = engine.state, engine.load, engine.close
         self._world = world
         self._schedule = schedule
         self._fetch = fetch

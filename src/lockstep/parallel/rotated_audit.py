@@ -20,7 +20,7 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
-from lockstep.parallel.audited import NOT_APPLIED, OTHER_HOSTS, RESUME, AuditingEngine, hash_of, name_ranks
+from lockstep.parallel.audited import NOT_APPLIED, OTHER_HOSTS, RESUME, hash_of, name_ranks
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
@@ -38,11 +38,11 @@ class Played(NamedTuple):
 
 
 @final
-class RotatedAudit(AuditingEngine[Rotates]):
+class RotatedAudit:
     """The engine that `start` makes of `numerics`, whose steps are audited when `schedule` says so, which changes none.
 
     Another one is made for another order of the ranks; `fetch` gives any micro-batch. A step on which the two do not
-    agree raises TrainingError on all ranks.
+    agree raises TrainingError on all ranks. `audited` counts the others.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class RotatedAudit(AuditingEngine[Rotates]):
     ) -> None:
         self._log = MessageLog()
         own = world.rotated(schedule.mesh, 0, self._log)
-        super().__init__(start(own, numerics))
+        self.audited = 0
+        self._engine = engine = start(own, numerics)
+        self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
+        self.state, self.load, self.close = engine.state, engine.load, engine.close
         self._start = start
         self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
         self._world = world
@@ -63,7 +66,7 @@ class RotatedAudit(AuditingEngine[Rotates]):
         self._fetch = fetch
         self._places = len(schedule.mesh.groups("shard"))
         # By the distance that ranks are moved; the first one now, so that it is known to fit.
-        self._rotated = {0: (own, self._engine)}
+        self._rotated = {0: (own, engine)}
         self._again_at(1)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:

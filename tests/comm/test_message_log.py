@@ -1,0 +1,48 @@
+"""A log has the digest of each message and of whom it was with, in the order of time, and only while it is open."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.comm.carrier import Addressed, Carrier, Transfer, renumbered
+from lockstep.comm.message_log import MessageLog
+
+
+def carrier(asked: list[tuple[str, int]]) -> Carrier:
+    """Return what notes whom it was asked to send to and to receive from, which are ones."""
+
+    def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
+        asked.extend([("to", peer) for _, peer in sent] + [("from", peer) for _, peer in received])
+        for tensor, _ in received:
+            tensor.fill_(1)
+        return Transfer([], [], [])
+
+    return start
+
+
+def test_messages_are_noted_while_it_is_open() -> None:
+    log, asked = MessageLog(), []
+    watched = log.watch(carrier(asked), "along tensor", [2, 5])
+    noted = []
+    for opened in (False, True, True):
+        if opened:
+            log.open()
+        for number in range(2):
+            came = torch.zeros(3)
+            watched([(torch.full((3,), float(number)), 0)], [(came, 1)]).wait()
+            log.note("the loss", came)
+        noted.append(log.close())
+    assert noted[0] == {}
+    assert noted[1] == noted[2]
+    names = [
+        f"{what} #{number}" for number in (1, 2) for what in ("along tensor to 2", "along tensor from 5", "the loss")
+    ]
+    assert list(noted[1]) == names
+    assert noted[1][names[0]] != noted[1][names[1]] == noted[1][names[2]] == noted[1][names[3]]
+    assert asked == [("to", 0), ("from", 1)] * 6
+
+
+def test_ranks_have_other_numbers_for_who_calls_them_otherwise() -> None:
+    asked: list[tuple[str, int]] = []
+    renumbered(carrier(asked), [2, 0, 1])([(torch.zeros(1), 0)], [(torch.zeros(1), 1), (torch.zeros(1), 2)]).wait()
+    assert asked == [("to", 2), ("from", 0), ("from", 1)]
