@@ -177,10 +177,11 @@ def engine(world: World, case: Case) -> Engine:
     start = partial(strategy(world, case).start, problem, optimizer)
     if rotates(world, case):
         started: Any = RotatedAudit(start, world, case.numerics(), rota(world, case), partial(fetch, case))
+    elif case.audit_every:
+        own = lambda world: start(world, case.numerics())  # noqa: E731
+        started = AuditedEngine(own, world, rota(world, case), partial(fetch, case))
     else:
         started = start(world, case.numerics())
-        if case.audit_every:
-            started = AuditedEngine(started, world, rota(world, case), partial(fetch, case))
     if case.chunks > 1:
         chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
         return CanonicalState(started, chunked)

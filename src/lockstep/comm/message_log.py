@@ -7,7 +7,7 @@ place received the same and then sent another thing each, one of them is at faul
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -16,7 +16,18 @@ from torch import Tensor
 from lockstep.comm.carrier import Addressed, Carrier, Transfer
 from lockstep.core.digest import Digests
 
-RECEIVED = "from"
+SENT, RECEIVED = " to ", " from "
+
+
+def by_peer(messages: Mapping[str, str], way: str) -> dict[int, list[str]]:
+    """Return what was sent to each other rank, or received from it, in the same words on both."""
+    found: dict[int, list[str]] = {}
+    for what, digest in messages.items():
+        label, between, rest = what.rpartition(way)
+        peer, _, number = rest.partition(" ")
+        if between and peer.isdecimal():
+            found.setdefault(int(peer), []).append(f"{label} {number}: {digest}")
+    return {peer: sorted(listed) for peer, listed in found.items()}
 
 
 @final
@@ -49,7 +60,7 @@ class MessageLog:
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             for tensor, peer in sent:
-                self.note(f"{label} to {ranks[peer]}", tensor)
+                self.note(f"{label}{SENT}{ranks[peer]}", tensor)
             transfer = carrier(sent, received)
             if self._notes is not None:
                 transfer.landed = partial(self._note_received, label, ranks, received)
@@ -59,4 +70,4 @@ class MessageLog:
 
     def _note_received(self, label: str, ranks: Sequence[int], received: Sequence[Addressed]) -> None:
         for tensor, peer in received:
-            self.note(f"{label} {RECEIVED} {ranks[peer]}", tensor)
+            self.note(f"{label}{RECEIVED}{ranks[peer]}", tensor)

@@ -189,14 +189,15 @@ class World:
         return self._numbers[rank] if self._numbers else rank
 
     def _order(self, ranks: Sequence[int]) -> list[int]:
-        """Return which number each of `ranks` has in torch's group of them, which has them in its own order."""
-        numbers = [self.number(rank) for rank in ranks]
-        return [sorted(numbers).index(number) for number in numbers]
+        """Return which number each of `ranks` has in torch's group of them, where that is not its number here."""
+        numbers = [self._numbers[rank] for rank in ranks] if self._numbers else []
+        places = {number: place for place, number in enumerate(sorted(numbers))}
+        return [places[number] for number in numbers]
 
     def _carried(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
         """Return what carries tensors in the group of `ranks`, numbered as they are here."""
         carrier = self._carry(group)
-        if (order := self._order(ranks)) != sorted(order):
+        if order := self._order(ranks):
             carrier = renumbered(carrier, order)
         return carrier if self._log is None else self._log.watch(carrier, label, ranks)
 

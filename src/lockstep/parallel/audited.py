@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
+from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 from lockstep.comm.world import World
 from lockstep.common import plainfile
 from lockstep.core.audit_schedule import AuditSchedule
@@ -47,17 +48,22 @@ Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which 
 
 @final
 class AuditedEngine:
-    """An engine whose steps are audited when `schedule` says so; it changes no number.
+    """The engine that `start` makes, whose steps are audited when `schedule` says so, which changes no number.
 
     A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
     results the ranks do not agree raises TrainingError on all of them. `audited` counts the others.
     """
 
     def __init__(
-        self, engine: Auditable, world: World, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch]
+        self,
+        start: Callable[[World], Auditable],
+        world: World,
+        schedule: AuditSchedule,
+        fetch: Callable[[Step, int], MicroBatch],
     ) -> None:
+        self._log = MessageLog()
         self.audited = 0
-        self._engine = engine
+        self._engine = engine = start(world.rotated(schedule.mesh, 0, self._log))
         self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
         self.state, self.load, self.close = engine.state, engine.load, engine.close
         self._world = world
@@ -72,7 +78,9 @@ class AuditedEngine:
         repeated, *own = microbatches
         # With one rank nobody else holds the same.
         findings = self._state_findings(self._engine.state()) if self._world.size > 1 else []
+        self._log.open()
         sums, computed = self._compute(step, repeated, own, observe)
+        self._check_links(step, self._log.close())
         findings += computed
         disputed = self._find_disputes(findings)
         if disputed:
@@ -95,6 +103,19 @@ class AuditedEngine:
             findings += self._parts("the sum of the gradients", self._engine.gradients())
             findings += self._parts("the loss of the step", {"loss": sums.total})
         return sums, findings
+
+    def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
+        """Raise TrainingError on all ranks where what one sent is not what another one received."""
+        noted = [{peer: hash_of(each) for peer, each in by_peer(messages, way).items()} for way in (SENT, RECEIVED)]
+        told = [
+            plainfile.parse_json(each)
+            for each in self._world.all_tell(
+                json.dumps({"host": self._world.host, "links": [[*map(list, each.items())] for each in noted]})
+            )
+        ]
+        sent, received = ([dict(each["links"][way]) for each in told] for way in (0, 1))
+        if found := changed_on_the_way(sent, received):
+            raise TrainingError(link_verdict(step, *found, told))
 
     def _repeat(self, step: Step, microbatch: MicroBatch) -> tuple[Subject, dict[str, str]]:
         seen = self._new_notes()
@@ -171,6 +192,22 @@ class _DigestNotes:
 
 def _microbatch(index: int) -> Subject:
     return Subject(f"micro-batch {index}")
+
+
+def changed_on_the_way(
+    sent: Sequence[Mapping[int, Any]], received: Sequence[Mapping[int, Any]]
+) -> tuple[int, int] | None:
+    """Return sender and receiver of a message that did not arrive as it was sent; by rank, each has noted by peer."""
+    links = ((rank, peer) for rank, noted in enumerate(sent) for peer in noted)
+    return next((link for link in links if sent[link[0]][link[1]] != received[link[1]].get(link[0])), None)
+
+
+def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str, Any]]) -> str:
+    """Return what a person reads of a link that changes messages; each rank has `told` its host."""
+    return (
+        f"audit at step {step.number + 1}: what {name_ranks([sender], told)} sent is not what "
+        f"{name_ranks([receiver], told)} received. {NOT_APPLIED} Have the link between them looked at; {RESUME}"
+    )
 
 
 def hash_of(value: Any) -> str:

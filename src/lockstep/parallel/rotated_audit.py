@@ -13,14 +13,22 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Final, NamedTuple, final
 
-from lockstep.comm.message_log import RECEIVED, MessageLog
+from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 from lockstep.comm.world import World
 from lockstep.common import plainfile
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
-from lockstep.parallel.audited import NOT_APPLIED, OTHER_HOSTS, RESUME, hash_of, name_ranks
+from lockstep.parallel.audited import (
+    NOT_APPLIED,
+    OTHER_HOSTS,
+    RESUME,
+    changed_on_the_way,
+    hash_of,
+    link_verdict,
+    name_ranks,
+)
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
@@ -58,7 +66,7 @@ class RotatedAudit:
         self.audited = 0
         self._engine = engine = start(own, numerics)
         self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
-        self.state, self.load, self.close = engine.state, engine.load, engine.close
+        self.state, self.load = engine.state, engine.load
         self._start = start
         self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
         self._world = world
@@ -80,6 +88,11 @@ class RotatedAudit:
             raise TrainingError(self._verdict(step, [moved, played, *again]))
         self.audited += 1
         return sums
+
+    def close(self) -> None:
+        """See Engine."""
+        for _, engine in self._rotated.values():
+            engine.close()
 
     def _again_at(self, distance: int) -> tuple[World, Rotates]:
         distance %= self._places
@@ -124,11 +137,11 @@ class RotatedAudit:
         every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
         start = f"audit at step {step.number + 1}"
         for at_once in zip(*every, strict=True):
-            for sender, receiver, what in _changed_on_the_way(at_once):
-                return (
-                    f"{start}: what {name_ranks([sender], ranks)} sent is not what {name_ranks([receiver], ranks)} "
-                    f"received ({what}). {NOT_APPLIED} Have the link between them looked at; {RESUME}"
-                )
+            places = {each.place: each for each in at_once}
+            logs = [places[place].messages for place in range(len(ranks))]
+            if found := changed_on_the_way(*([by_peer(each, way) for each in logs] for way in (SENT, RECEIVED))):
+                sender, receiver = (places[place].rank for place in found)
+                return link_verdict(step, sender, receiver, ranks)
         conflicts = [*_conflicts([each for rank in every for each in rank])]
         odd = sorted(set.intersection(*[{one, other} for one, other, _ in conflicts])) if conflicts else []
         if len(odd) != 1:
@@ -146,24 +159,11 @@ class RotatedAudit:
         )
 
 
-def _changed_on_the_way(played: Sequence[Played]) -> Iterator[tuple[int, int, str]]:
-    """Yield sender, receiver and name of each message that did not arrive as it was sent, of one time of all ranks."""
-    places = {each.place: each for each in played}
-    for each in played:
-        for what, digest in each.messages.items():
-            label, to, rest = what.rpartition(" to ")
-            peer, _, number = rest.partition(" ")
-            if to and peer.isdecimal():
-                other = places[int(peer)]
-                if other.messages.get(f"{label} {RECEIVED} {each.place} {number}", digest) != digest:
-                    yield each.rank, other.rank, f"{label} {number}"
-
-
 def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str]]:
     """Yield each two ranks, or a rank twice, that in one place first differed in what they made themselves."""
     for one, other in combinations(played, 2):
         if one.place == other.place:
             differing = {what for what in one.messages if one.messages[what] != other.messages.get(what)}
             first, second = (next(filter(differing.__contains__, each.messages), "") for each in (one, other))
-            if first and first == second and f" {RECEIVED} " not in first:
+            if first and first == second and RECEIVED not in first:
                 yield one.rank, other.rank, first

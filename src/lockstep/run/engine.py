@@ -45,7 +45,8 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
         audited: Engine = RotatedAudit(moved, world, numerics, schedule, loader.microbatch)
     else:
         loader = ready.loader(world, own, placement.workers, partial(schedule.assignment, world.rank))
-        audited = AuditedEngine(cast(Auditable, start(world, numerics)), world, schedule, loader.microbatch)
+        own_start = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
+        audited = AuditedEngine(own_start, world, schedule, loader.microbatch)
     return _with_canonical_state(audited, ready), loader
 
 
