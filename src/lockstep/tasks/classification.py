@@ -128,12 +128,8 @@ class Classification:
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
         targets = targets_of(batch)
-        check_outputs(
-            self.model_name.removeprefix("model "),
-            len(self.classes),
-            predictions(outputs, self.model_name),
-            len(targets),
-        )
+        found, name = predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
+        check_outputs(name, len(self.classes), found, len(targets))
         if self.own_loss is not None:
             check_loss(self.own_loss, len(self.classes), targets)
 

@@ -29,6 +29,7 @@ def network(keys: Translation) -> tuple[str, str]:
     """Return where a network of these keys can be had, and its name there; its options are set."""
     kind = keys["MODEL.TYPE"]
     found = None
+    by_numbers = {"regnet": _regnet, "effnet": _efficientnet, "vit": _vit}
     if kind == "resnet":
         groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
         depth = keys["MODEL.DEPTH"]
@@ -41,12 +42,8 @@ def network(keys: Translation) -> tuple[str, str]:
         names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
             found = _found(names.get(str(shape), ""))
-    elif kind == "regnet":
-        found = _regnet(keys)
-    elif kind == "effnet":
-        found = _efficientnet(keys)
-    elif kind == "vit":
-        found = _vit(keys)
+    elif kind in by_numbers:
+        found = by_numbers[kind](keys)
     if found is None:
         raise UsageError(
             f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "
