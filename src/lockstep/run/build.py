@@ -217,13 +217,10 @@ def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
     """Try a model and the task on the samples of the smallest micro-batch, and on two in evaluation."""
-    return check_model(
-        build,
-        name=recipe.model.name,
-        evaluation=task.inputs(repeat_samples(evaluation, 2)),
-        training=task.inputs(repeat_samples(example, fewest_samples(recipe, steps))),
-        check=partial(_check_task, task, example),
-    )
+    seen = task.inputs(repeat_samples(evaluation, 2))
+    learned = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
+    check = partial(_check_task, task, example)
+    return check_model(build, name=recipe.model.name, evaluation=seen, training=learned, check=check)
 
 
 def _check_computing(
