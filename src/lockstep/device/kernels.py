@@ -84,6 +84,9 @@ _CPU: Final = "compute it on the CPU, or leave it out"
 _FACTORS: Final = "factors are multiplied in any order"
 _OPEN: Final = "which of equal values is returned is open"
 _OVERWRITTEN: Final = "equal indices overwrite each other"
+_LONGER: Final = "give it a second dim that is longer than 1, or use"
+_SCAN: Final = ("cumprod", f"{_LONGER} exp of the cumsum of logarithms")
+_LOG_SCAN: Final = ("logcumsumexp", f"{_LONGER} log of the cumsum of exponentials")
 _SCANNED: Final = "its blocks combine what they have in the order in which they end"
 
 
@@ -98,12 +101,6 @@ def _backward(
     """Return an operation whose backward adds by atomic additions; one that is `avoided` has a name of its own."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided, since=since)
-
-
-def _scan(name: str, by: str) -> Refused:
-    """Return a scan, which along the only dim of a tensor adds in no order, and without a word from torch."""
-    instead, what = f"give it a second dim that is longer than 1, or use {by}", f"{name} over all of a tensor"
-    return Refused(f"aten::{name}", what, _SCANNED, instead, _along_its_only_dim, torch_raises=False)
 
 
 REFUSED: Final = (
@@ -188,8 +185,10 @@ REFUSED: Final = (
     ),
     Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _multiplies),
     Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
-    _scan("cumprod", "exp of the cumsum of logarithms"),
-    _scan("logcumsumexp", "log of the cumsum of exponentials"),
+    *(
+        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCANNED, by, _along_its_only_dim, torch_raises=False)
+        for name, by in (_SCAN, _LOG_SCAN)
+    ),
     _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
     _backward("torchvision::_roi_pool", "RoIPool", "use roi_align"),
     _backward(
