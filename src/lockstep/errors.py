@@ -88,6 +88,17 @@ class PreflightError(LockstepError):
 
 
 @contextmanager
+def error_as(
+    kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], what: str, advice: str = ""
+) -> Iterator[None]:
+    """Raise an error of the block as one of Lockstep: what was not done, the error's own text, and what to do."""
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{what}: {error}{advice}") from error
+
+
+@contextmanager
 def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Iterator[None]:
     """Raise an OSError of the block as an error of Lockstep: what was not done, why, and what to do."""
     try:

@@ -46,13 +46,9 @@ def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: s
 def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     kinds = [", ".join(sorted(set(each.get("cards", {}).get("devices", [])))) or "the CPU" for each in facts]
     if words := values(kinds, hosts):
-        yield Finding(
-            "ranks alike",
-            "problem",
-            f"devices: {words}",
-            "bits are promised for one kind, and lockstep train refuses ranks on several",
-            "choose hosts of one kind, or placement.device=cpu",
-        )
+        leads_to = "bits are promised for one kind, and lockstep train refuses ranks on several"
+        remedy = "choose hosts of one kind, or placement.device=cpu"
+        yield Finding("ranks alike", "problem", f"devices: {words}", leads_to, remedy)
 
 
 def values(found: Sequence[Any], hosts: Sequence[str]) -> str:

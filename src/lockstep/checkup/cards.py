@@ -171,13 +171,10 @@ def _faults(number: int, card: Card) -> Iterator[Finding]:
 def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
     kinds = Counter(card.name for card in cards)
     if len(kinds) > 1:
-        yield Finding(
-            "cards",
-            "warning",
-            f"of several kinds: {', '.join(f'{count} {name}' for name, count in kinds.items())}",
-            "bits are promised for one kind, and ranks on two are refused",
-            "choose with CUDA_VISIBLE_DEVICES, and set CUDA_DEVICE_ORDER=PCI_BUS_ID for the numbers of nvidia-smi",
-        )
+        text = f"of several kinds: {', '.join(f'{count} {name}' for name, count in kinds.items())}"
+        leads_to = "bits are promised for one kind, and ranks on two are refused"
+        remedy = "choose with CUDA_VISIBLE_DEVICES, and set CUDA_DEVICE_ORDER=PCI_BUS_ID for the numbers of nvidia-smi"
+        yield Finding("cards", "warning", text, leads_to, remedy)
 
 
 def _devices(found: Evidence) -> Iterator[Finding]:

@@ -44,13 +44,8 @@ def _run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, around: Aroun
 def timeouts(facts: Facts, _: Around) -> Iterator[Finding]:
     """Name what did not answer in time; the other checks leave it out."""
     for name, seconds in facts["timed_out"].items():
-        yield Finding(
-            name,
-            "problem",
-            f"no answer within {seconds:g} s",
-            "a run hangs at the same place",
-            _HANGS.get(name, "look into the system's log"),
-        )
+        text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "look into the system's log")
+        yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
 def versions(facts: Facts, _: Around) -> Iterator[Finding]:
@@ -104,13 +99,9 @@ def memory(facts: Facts, around: Around) -> Iterator[Finding]:
     each = free / around.here
     if each < _GIB:
         level: Any = "problem" if each < _GIB / 4 else "warning"
-        yield Finding(
-            "memory",
-            level,
-            f"{text}: {_size(int(each))} for each rank",
-            "the kernel kills a rank when there is none left",
-            "end other programs, start fewer ranks here, or raise the container's limit",
-        )
+        text, leads_to = f"{text}: {_size(int(each))} for each rank", "the kernel kills a rank when there is none left"
+        remedy = "end other programs, start fewer ranks here, or raise the container's limit"
+        yield Finding("memory", level, text, leads_to, remedy)
     elif found["swapped"] > _GIB:
         yield Finding("memory", "warning", text, "what was swapped out is read back slowly", "end other programs")
     else:
@@ -165,14 +156,10 @@ def name(facts: Facts, around: Around) -> Iterator[Finding]:
         others = [
             each for each, found in network["interfaces"].items() if not all(map(is_loopback, found["addresses"]))
         ]
-        yield Finding(
-            "host name",
-            "problem",
-            f"{text}, which no other host can reach",
-            "gloo listens there, and ranks of other hosts cannot connect",
-            f"give {host} its address of the network in /etc/hosts (Debian has 127.0.1.1 there), or "
-            f"export GLOO_SOCKET_IFNAME={(others or ['INTERFACE'])[0]}",
-        )
+        leads_to = "gloo listens there, and ranks of other hosts cannot connect"
+        remedy = f"give {host} its address of the network in /etc/hosts (Debian has 127.0.1.1 there), or "
+        remedy += f"export GLOO_SOCKET_IFNAME={(others or ['INTERFACE'])[0]}"
+        yield Finding("host name", "problem", f"{text}, which no other host can reach", leads_to, remedy)
 
 
 def interface(facts: Facts, around: Around) -> Iterator[Finding]:

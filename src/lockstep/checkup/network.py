@@ -97,13 +97,9 @@ def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> I
         if 0 < speed < better:
             slower.setdefault((own, best, speed, better), []).append(rank)
     for (own, best, speed, better), ranks in slower.items():
-        yield Finding(
-            "interface",
-            "warning",
-            f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, though {best} has {better / 1e3:g}",
-            "exchanges between hosts take the slower network",
-            f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, where {best} reaches the other hosts",
-        )
+        text = f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, though {best} has {better / 1e3:g}"
+        remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, where {best} reaches the other hosts"
+        yield Finding("interface", "warning", text, "exchanges between hosts take the slower network", remedy)
     if taken and not slower:
         text = "; ".join(f"{own} of {who(ranks, hosts)}" for own, ranks in taken.items())
         yield Finding("interface", "ok", f"between hosts gloo takes {text}")
@@ -117,14 +113,9 @@ def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding
             wrong.setdefault(text.partition(" ")[0].rstrip(":"), []).append(rank)
     for collective, ranks in wrong.items():
         texts = [text for text in found[ranks[0]].wrong if text.partition(" ")[0].rstrip(":") == collective]
-        who_has = sorted(set(ranks))
-        yield Finding(
-            "collectives",
-            "problem",
-            f"{collective} is wrong on {who(who_has, hosts)}: {texts[0]}",
-            "a run trains with wrong numbers",
-            "lockstep doctor on fewer hosts finds which one it is: a bad card, memory or library",
-        )
+        text = f"{collective} is wrong on {who(sorted(set(ranks)), hosts)}: {texts[0]}"
+        remedy = "lockstep doctor on fewer hosts finds which one it is: a bad card, memory or library"
+        yield Finding("collectives", "problem", text, "a run trains with wrong numbers", remedy)
     for text in sorted({text for golden in found for text in golden.refused}):
         yield Finding("collectives", "ok", f"refused by the backend, and not tried: {text}")
     if found and found[0].tried and not wrong:
@@ -158,20 +149,14 @@ def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -
     apart = [rank for rank, each in others.items() if not each["seen"]]
     unlocked = [rank for rank, each in others.items() if each["seen"] and not each["locked"]]
     if apart:
-        yield Finding(
-            "shared folder",
-            "warning",
-            f"{who(apart, hosts)}: the run folder's place is not that of rank 0",
-            "each host would keep its own part of a checkpoint, and a run resumes only where all parts are",
-            "name a folder on a file system of all hosts in run.dir",
-        )
+        text = f"{who(apart, hosts)}: the run folder's place is not that of rank 0"
+        leads_to = "each host would keep its own part of a checkpoint, and a run resumes only where all parts are"
+        remedy = "name a folder on a file system of all hosts in run.dir"
+        yield Finding("shared folder", "warning", text, leads_to, remedy)
     if unlocked:
-        yield Finding(
-            "shared folder",
-            "warning",
-            f"{who(unlocked, hosts)}: a lock that rank 0 holds does not hold there",
-            "two runs, started on two hosts, can write to one folder",
-            "mount it with locks (NFS: without nolock), or start runs on one host",
-        )
+        text = f"{who(unlocked, hosts)}: a lock that rank 0 holds does not hold there"
+        leads_to = "two runs, started on two hosts, can write to one folder"
+        remedy = "mount it with locks (NFS: without nolock), or start runs on one host"
+        yield Finding("shared folder", "warning", text, leads_to, remedy)
     if others and not apart and not unlocked:
         yield Finding("shared folder", "ok", "all hosts see the same folder, and locks hold between them")

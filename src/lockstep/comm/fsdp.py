@@ -75,11 +75,7 @@ class Sharded:
         for number, unit in enumerate((*units, model)):
             places = older_fsdp.find_parameters(unit, wide) if older else ()
             fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=not keep_gathered,
-                offload_policy=policy,
-                mp_policy=precision,
+                unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy, mp_policy=precision
             )
             if older and (group := _group(self._units[number])) is not None:
                 older_fsdp.complete(group, places)

@@ -30,13 +30,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """
     info = detect_rank()  # before the imports below, which take seconds
 
-    from lockstep.run.evaluation import (
-        EvalRequest,
-        evaluate_here,
-        evaluate_weights,
-        evaluation_as_rank,
-        weights_as_rank,
-    )
+    from lockstep.run import evaluation
     from lockstep.run.start import as_launched
 
     if not words and cfg is None:
@@ -44,12 +38,12 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     if cfg is not None or _is_recipe(words[0]):
         loaded = _recipe.load_words(words, cfg, None, None if info is None else info.size)
         if info is None:
-            raise SystemExit(evaluate_weights(loaded, _tell))
-        raise SystemExit(as_launched(info, words, lambda: weights_as_rank(loaded, _tell)))
-    asked = EvalRequest(words[0], words[1:], trust)
+            raise SystemExit(evaluation.evaluate_weights(loaded, _tell))
+        raise SystemExit(as_launched(info, words, lambda: evaluation.weights_as_rank(loaded, _tell)))
+    asked = evaluation.EvalRequest(words[0], words[1:], trust)
     if info is None:
-        raise SystemExit(evaluate_here(asked, _tell))
-    raise SystemExit(as_launched(info, words[1:], lambda: evaluation_as_rank(asked, info, _tell)))
+        raise SystemExit(evaluation.evaluate_here(asked, _tell))
+    raise SystemExit(as_launched(info, words[1:], lambda: evaluation.evaluation_as_rank(asked, info, _tell)))
 
 
 def _is_recipe(word: str) -> bool:

@@ -33,7 +33,9 @@ def command() -> None:
     if sys.stdout.isatty():
         draw(rows)
     else:
-        click.echo("\n".join(_plain([RecipeRow("name", "model", "data", "batch", "length", "description"), *rows])))
+        lines = [RecipeRow(*RecipeRow._fields), *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        click.echo("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines))
 
 
 def row(shipped: ShippedRecipe) -> RecipeRow:
@@ -43,11 +45,6 @@ def row(shipped: ShippedRecipe) -> RecipeRow:
     recipe = load(shipped.name).config.recipe
     length = in_words(recipe.epochs) if recipe.epochs else f"{recipe.steps} steps"
     return RecipeRow(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
-
-
-def _plain(rows: list[RecipeRow]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def draw(rows: list[RecipeRow]) -> None:

@@ -14,6 +14,7 @@ import click
 
 from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable
+from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.launchers import detect
 
 _WIDEST: Final = 200  # characters of a line that is not for a terminal
@@ -44,7 +45,6 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
 
     from rich.console import Console
 
-    from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.verification import draw, to_json
     from lockstep.verification.cases import verify
 
@@ -63,7 +63,6 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
 
 def _script(path: Path, arguments: tuple[str, ...], everything: bool, steps: int) -> int:
     """Compare a loop of the user's own, and return the exit code."""
-    from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
     from lockstep.verification.own_loop import STRATEGIES, check_placements, script
 
     if not path.is_file():

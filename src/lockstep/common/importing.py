@@ -35,6 +35,14 @@ def import_object(path: str, what: str) -> Any:
     raise UsageError(f"{what} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
 
 
+def import_callable(path: str, what: str, wanted: str) -> Any:
+    """Import what can be called, as `import_object` does; UsageError for anything else, which says what is `wanted`."""
+    found = import_object(path, what)
+    if not callable(found):
+        raise UsageError(f"{what} {path}: it is of type {type(found).__name__}; name {wanted}")
+    return found
+
+
 def import_extra(package: str, extra: str, label: str) -> Any:
     """Import a package that an extra of Lockstep's brings; UsageError, which begins with `label`, where it is not here.
 

@@ -28,7 +28,7 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
     return {name for name in names if matches(name, patterns)}
 
 
-def list_some(names: Sequence[str]) -> str:
+def list_some(names: Sequence[str], most: int = _SHOWN) -> str:
     """List names for a message, no more than fit one."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

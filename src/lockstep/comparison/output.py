@@ -54,7 +54,13 @@ class Display:
                 self._console.print(Text(printable(_line(row))), soft_wrap=True)
         elif changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            self._live.update(Group(drawing(comparison), Text(_time_left(comparison))), refresh=True)
+            left = comparison.left_s
+            rest = (
+                ""
+                if left is None
+                else f"{wording.duration(left)} left for all, if what comes takes as long as what was"
+            )
+            self._live.update(Group(drawing(comparison), Text(rest)), refresh=True)
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
@@ -76,11 +82,6 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     if with_png:
         paths += write_png([each for each in shown if isinstance(each, Chart)], folder)
     return paths
-
-
-def _time_left(comparison: Comparison) -> str:
-    left = comparison.left_s
-    return "" if left is None else f"{wording.duration(left)} left for all, if what comes takes as long as what was"
 
 
 def _line(row: ResultRow) -> str:

@@ -160,9 +160,7 @@ def _read(file: FilePath, label: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         place = SourcePosition(
-            label,
-            content.count(b"\n", 0, error.start) + 1,
-            error.start - content.rfind(b"\n", 0, error.start),
+            label, content.count(b"\n", 0, error.start) + 1, error.start - content.rfind(b"\n", 0, error.start)
         )
         raise ConfigError([f"{place}  not UTF-8: byte {content[error.start]:#04x}; save the file as UTF-8"]) from error
 

@@ -40,8 +40,7 @@ class Placement(Section):
     )
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     recompute: Annotated[
-        str,
-        Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ..."),
+        str, Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ...")
     ] = "none"  # which blocks do their forward again in backward instead of keeping its activations
     offload_activations: bool = False  # keep them in the memory of the CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"

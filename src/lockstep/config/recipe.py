@@ -64,8 +64,7 @@ class LoraConfig(Section):
 
 
 Plan = Annotated[
-    dict[str, str],
-    Field(description="patterns of names of modules, and what is done to them: colwise, rowwise, ..."),
+    dict[str, str], Field(description="patterns of names of modules, and what is done to them: colwise, rowwise, ...")
 ]
 
 

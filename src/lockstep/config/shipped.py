@@ -23,9 +23,7 @@ _MODELS: Final = {
     "resnet18": ("torchvision", "ResNet-18 on ImageNet."),
     "resnet50": ("torchvision", "ResNet-50 on ImageNet."),
 }
-_OTHERWISE: Final[dict[str, dict[Path, Any]]] = {
-    "efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5},
-}
+_OTHERWISE: Final[dict[str, dict[Path, Any]]] = {"efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5}}
 
 
 @dataclass(frozen=True, slots=True)

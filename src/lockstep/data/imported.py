@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable, import_object
 from lockstep.common.own_code import OwnCode
 from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
@@ -43,10 +43,7 @@ def collate_of(path: str | None) -> Collate | None:
     """Return the function that an import path names, None without one."""
     if path is None:
         return None
-    function = import_object(path, "collate")
-    if not callable(function):
-        raise UsageError(f"collate {path}: it is of type {type(function).__name__}; name a function of samples")
-    collate: Collate = function
+    collate: Collate = import_callable(path, "collate", "a function of samples")
     return collate
 
 

@@ -29,7 +29,7 @@ from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, Copies, prefetch
-from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError
+from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
@@ -236,13 +236,10 @@ def _fetching(
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
-    try:  # first: torch's iterator, where it is half made, ends with an error of its own
+    advice = f"; they need room in /dev/shm that can be written; {_ROOM}"
+    # First: torch's iterator, where it is half made, ends with an error of its own.
+    with os_error_as(PreflightError, "placement.workers: loader processes cannot be started", advice):
         multiprocessing.get_context("fork").Lock()
-    except OSError as error:
-        raise PreflightError(
-            f"placement.workers: loader processes cannot be started: {error.strerror or error}; they need room in "
-            f"/dev/shm that can be written; {_ROOM}"
-        ) from error
     loader: DataLoader[Any] = DataLoader(
         _Fetches(split),
         batch_size=None,

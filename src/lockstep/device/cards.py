@@ -183,13 +183,9 @@ def sysfs_address(bus: str) -> str:
 def _device(number: int, count: int) -> Device:
     found = torch.cuda.get_device_properties(number)
     others = [other for other in range(count) if other != number]
-    return Device(
-        name=found.name,
-        uuid=str(found.uuid),
-        memory_bytes=found.total_memory,
-        capability=f"{found.major}.{found.minor}",
-        reads=tuple(other for other in others if torch.cuda.can_device_access_peer(number, other)),
-    )
+    capability = f"{found.major}.{found.minor}"
+    reads = tuple(other for other in others if torch.cuda.can_device_access_peer(number, other))
+    return Device(found.name, str(found.uuid), found.total_memory, capability, reads)
 
 
 def _libraries() -> dict[str, str | None]:

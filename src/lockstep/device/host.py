@@ -51,11 +51,8 @@ def versions() -> dict[str, str | None]:
     """Return the versions of Python, Lockstep and each package that it can use, None for one that is not installed."""
     required = [each for each in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(each)]
     names = {re.split(r"[^A-Za-z0-9._-]", each, maxsplit=1)[0] for each in required} - {_PACKAGE}
-    found: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "lockstep": __version__,
-        "lockstep's source": machine.source(),
-    }
+    source = machine.source()
+    found = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
     return found | {name: version_of(name) for name in sorted(names)}
 
 

@@ -78,11 +78,15 @@ _ATOMIC: Final = "its gradient is added by whichever thread comes first (atomic 
 _FIXED_WINDOWS: Final = "use windows of a fixed size (AvgPool2d, MaxPool2d), or an output of 1 x 1, which is a mean"
 _CALL_INTERPOLATE: Final = "call it by torch.nn.functional.interpolate, which takes another path on CUDA"
 _CALL_PAD: Final = "call it by torch.nn.functional.pad, which takes another path on CUDA"
+_PADS: Final = ("replication_pad1d", "replication_pad2d", "replication_pad3d")
 _CPU: Final = "compute it on the CPU, or leave it out"
 
 _FACTORS: Final = "factors are multiplied in any order"
 _OPEN: Final = "which of equal values is returned is open"
 _OVERWRITTEN: Final = "equal indices overwrite each other"
+_LONGER: Final = "give it a second dim that is longer than 1, or use"
+_SCAN: Final = ("cumprod", f"{_LONGER} exp of the cumsum of logarithms")
+_LOG_SCAN: Final = ("logcumsumexp", f"{_LONGER} log of the cumsum of exponentials")
 _SCANNED: Final = "its blocks combine what they have in the order in which they end"
 
 
@@ -130,9 +134,7 @@ REFUSED: Final = (
         "pad in two dims (ReflectionPad2d), which has a kernel that adds in one order",
     ),
     _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
-    _backward("aten::replication_pad1d", "replication_pad1d of torch.ops", _CALL_PAD, avoided=True),
-    _backward("aten::replication_pad2d", "replication_pad2d of torch.ops", _CALL_PAD, avoided=True),
-    _backward("aten::replication_pad3d", "replication_pad3d of torch.ops", _CALL_PAD, avoided=True),
+    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADS),
     _backward(
         "aten::upsample_linear1d",
         "interpolate, mode linear",
@@ -183,21 +185,9 @@ REFUSED: Final = (
     ),
     Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _multiplies),
     Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
-    Refused(
-        "aten::cumprod",
-        "cumprod over all of a tensor",
-        _SCANNED,
-        "give it a second dim that is longer than 1, or use exp of the cumsum of logarithms",
-        _along_its_only_dim,
-        torch_raises=False,
-    ),
-    Refused(
-        "aten::logcumsumexp",
-        "logcumsumexp over all of a tensor",
-        _SCANNED,
-        "give it a second dim that is longer than 1, or use log of the cumsum of exponentials",
-        _along_its_only_dim,
-        torch_raises=False,
+    *(
+        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCANNED, by, _along_its_only_dim, torch_raises=False)
+        for name, by in (_SCAN, _LOG_SCAN)
     ),
     _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
     _backward("torchvision::_roi_pool", "RoIPool", "use roi_align"),

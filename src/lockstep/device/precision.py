@@ -46,12 +46,8 @@ def loss_scaler(
     precision: Precision, device: torch.device, initial: float, growth_interval: int, static: float | None = None
 ) -> torch.amp.GradScaler:
     """Return the loss scaler, of a dynamic scale or for one that is `static`; for all but fp16 it does nothing."""
-    scaler = torch.amp.GradScaler(
-        device.type,
-        init_scale=initial if static is None else static,
-        growth_interval=growth_interval,
-        enabled=precision in SCALED,
-    )
+    scale, enabled = initial if static is None else static, precision in SCALED
+    scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=growth_interval, enabled=enabled)
     # It makes its tensors when it first scales; a rank without work in its first step would have none to update.
     scaler.scale(torch.zeros((), device=device))
     return scaler

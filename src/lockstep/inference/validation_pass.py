@@ -79,11 +79,6 @@ def open_validation(saved: SavedModel, most: int) -> Validation:
     if split is None:
         raise UsageError(f"{saved.path}: data set {recipe.data.name} has no validation part, so there are no examples")
     computing = saved.computing()
-    return Validation(
-        data,
-        split,
-        saved.task(examples(recipe, data)[1]),
-        np.arange(min(most, len(split))) * len(split) // min(most, len(split)),
-        computing,
-        transforms_of(recipe, data, computing.device),
-    )
+    task, count = saved.task(examples(recipe, data)[1]), min(most, len(split))
+    indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data, computing.device)
+    return Validation(data, split, task, indices, computing, change)

@@ -8,17 +8,11 @@ from zlib import crc32
 
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.variables import place, port_of
+from lockstep.launchers.variables import MASTER, PLACE, place, port_of
 
 VARIABLES: Final = (
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *(f"HOROVOD_{each}" for each in PLACE),
+    *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", *MASTER),
 )
 _MISSING: Final = "horovodrun sets it in each process"
 # HOROVOD_GLOO_RENDEZVOUS_ADDR is where horovodrun runs, which need not be one of the hosts.

@@ -10,17 +10,9 @@ from lockstep.common.hashing import VARIABLE
 from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import place, port_of
+from lockstep.launchers.variables import MASTER, PLACE, place, port_of
 
-VARIABLES: Final = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMIX_NAMESPACE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{each}" for each in PLACE), "PMIX_NAMESPACE", *MASTER)
 _MISSING: Final = "mpirun of Open MPI sets it in each process"
 # It says where mpirun itself runs (OMPI_MCA_orte_hnp_uri), which need not be one of the hosts.
 _ADVICE: Final = "mpirun does not say on which host rank 0 runs: mpirun -x MASTER_ADDR=HOST ..."

@@ -14,20 +14,12 @@ from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.hostlist import counts, hosts
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import Variables, check_range, port_of
+from lockstep.launchers.variables import MASTER, Variables, check_range, port_of
 
 VARIABLES: Final = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_STEP_NODELIST",
-    "SLURM_DISTRIBUTION",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *(f"SLURM_{each}" for each in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")),
+    *(f"SLURM_STEP_{each}" for each in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
+    *("SLURM_DISTRIBUTION", *MASTER),
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and the like
 _ANSWER_S: Final = 5.0

@@ -10,6 +10,8 @@ from lockstep.errors import UsageError
 
 Parsed = TypeVar("Parsed")
 
+PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # what several launchers call them, after a prefix
+MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT: Final = 20_000  # below what systems give to connections that ask for any port (Linux: from 32768)
 PORTS: Final = 8_999  # prime, so that numbers in steps of any size spread over all of them
 

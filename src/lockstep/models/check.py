@@ -112,8 +112,7 @@ def check_dtype(
         try:
             with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
                 call(
-                    model,
-                    map_tensors(lambda of: of.to("meta", dtype if of.is_floating_point() else of.dtype), inputs),
+                    model, map_tensors(lambda of: of.to("meta", dtype if of.is_floating_point() else of.dtype), inputs)
                 )
         except RuntimeError as error:
             if "dtype" in str(error):

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable, import_object
 from lockstep.common.names import suggestion
 from lockstep.common.own_code import OwnCode, describe_error
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
@@ -150,9 +150,7 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
         case "lockstep":
             factory = import_object(OURS[name], "model")
         case "path":
-            factory = import_object(name, "model")
-            if not callable(factory):
-                raise UsageError(f"model {name}: it is of type {type(factory).__name__}; name a function or a class")
+            factory = import_callable(name, "model", "a function or a class")
         case "timm":
             import timm
 

@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
 from lockstep.common.names import suggestion
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
@@ -103,12 +103,11 @@ def check_weights(name: str) -> None:
             f"recipe.model.pretrained: false"
         )
     for file in files:
-        try:
+        damaged = f"model {name}: {file.name} is damaged"
+        with error_as(UsageError, (SafetensorError, OSError), damaged, "; write or download it again"):
             plainfile.check_safetensors(file)
             with safe_open(file, "pt") as opened:
                 opened.keys()
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"model {name}: {file.name} is damaged: {error}; write or download it again") from error
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.common import plainfile
 from lockstep.common.names import suggestion
 from lockstep.common.patterns import list_some
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 from lockstep.models.deepspeed_folders import check_whole, model_file
 
 _SAFE: Final = ".safetensors"
@@ -84,11 +84,10 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
-    try:
+    wrong = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with error_as(UsageError, wrong, f"{index}: not an index of weights", "; download it again"):
         files = plainfile.parse_json(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
         places = {str(name): str(file) for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index}: not an index of weights: {error}; download it again") from error
     for file in set(places.values()):
         if Path(file).name != file or not file.endswith(_SAFE):
             raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files beside it")
@@ -100,11 +99,10 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
+    wrong = (SafetensorError, OSError, ValueError)
+    with error_as(UsageError, wrong, f"{path}: not a whole safetensors file", "; write or download it again"):
         plainfile.check_safetensors(path)
         tensors = safetensors.torch.load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UsageError(f"{path}: not a whole safetensors file: {error}; write or download it again") from error
     if not tensors:
         raise UsageError(f"{path}: holds no tensors")
     return tensors

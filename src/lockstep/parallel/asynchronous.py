@@ -63,11 +63,8 @@ class AsynchronousEngine:
 
         alone = World(ALONE, world.device)
         # Its own micro-batches are numbered from 0 on here: a seed of its own gives it other dropout than its peers'.
-        own = replace(
-            numerics,
-            microbatches=len(part(numerics.microbatches, world.size, world.rank)),
-            seed=numerics.seed + world.rank,
-        )
+        microbatches = len(part(numerics.microbatches, world.size, world.rank))
+        own = replace(numerics, microbatches=microbatches, seed=numerics.seed + world.rank)
         make_layout = replicated(alone, Mesh(), bucket_bytes=1)
         self._own = DataParallelEngine(problem, pushing, alone, own, Mesh(), make_layout)
         self._worked = True

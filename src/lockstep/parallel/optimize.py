@@ -12,10 +12,10 @@ from typing import Any, Final, cast
 import torch
 from torch.optim import Optimizer
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable
 from lockstep.common.names import choices, suggestion
 from lockstep.common.own_code import OwnCode
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
 from lockstep.parallel.optimizer_state import Named
@@ -89,9 +89,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
 def _find_own(path: str) -> Callable[..., Any]:
     """Return the user's class or function; UsageError where it is neither, or takes no rate."""
-    factory = import_object(path, "optimizer")
-    if not callable(factory):
-        raise UsageError(f"optimizer {path}: it is of type {type(factory).__name__}; name a class or a function")
+    factory = import_callable(path, "optimizer", "a class or a function")
     taken = _argument_names(factory)
     if taken is not None and "lr" not in taken:
         raise UsageError(f"optimizer {path}: it takes no lr; let it be (params, lr, ...) ({CONTRACT})")
@@ -150,10 +148,8 @@ def _timm_optimizer(name: str) -> Factory:
     if name.lower() not in optim.list_optimizers():
         hint = suggestion(name, [*_torch_optimizers(), *optim.list_optimizers()])
         raise UsageError(f"optimizer {name}: neither torch.optim nor timm.optim has it{hint}")
-    try:
+    with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: it cannot be used here"):
         factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
-    except (AssertionError, ImportError) as error:
-        raise UsageError(f"optimizer {name}: it cannot be used here: {error}") from error
     return factory
 
 

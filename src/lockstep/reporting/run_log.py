@@ -288,15 +288,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
-    return RunStart(
-        step=step,
-        seconds=seconds,
-        again=count(event, "again") or 0,
-        processes=count(event, "processes"),
-        strategy=text(event, "strategy"),
-        device=text(event, "device"),
-        resumed=event.get("resumed_from") is not None,
-    )
+    again, processes = count(event, "again") or 0, count(event, "processes")
+    strategy, device, resumed = text(event, "strategy"), text(event, "device"), event.get("resumed_from") is not None
+    return RunStart(step, seconds, again, processes, strategy, device, resumed)
 
 
 def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:

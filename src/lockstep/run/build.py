@@ -97,20 +97,11 @@ class Setup:
         self, world: World, data_rank: DataRank, workers: int, beside: Callable[[Step], int | None] | None = None
     ) -> Loader:
         """Return the loader of this process, which is `data_rank`; for `beside` see there."""
-        recipe, task = self.recipe, self.task
-        change = transforms_of(recipe, self.data, world.device)
+        recipe, task, device = self.recipe, self.task, world.device
+        change = transforms_of(recipe, self.data, device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
-            self.data,
-            self.steps,
-            recipe.microbatches,
-            change,
-            world.device,
-            recipe.seed,
-            data_rank,
-            workers,
-            beside,
-            weigh,
+            self.data, self.steps, recipe.microbatches, change, device, recipe.seed, data_rank, workers, beside, weigh
         )
 
 
@@ -142,13 +133,8 @@ def over_ranks(world: World, number: int) -> int:
 
 def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
     """Return what builds the recipe's model for data with these facts: without first weights, adapters or chunks."""
-    return partial(
-        build_model,
-        name=recipe.model.name,
-        source=recipe.model.source,
-        options=recipe.model.options,
-        facts=facts,
-    )
+    model = recipe.model
+    return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
 
 
 def tuning_of(recipe: Recipe) -> Tuning:
@@ -231,13 +217,10 @@ def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
     """Try a model and the task on the samples of the smallest micro-batch, and on two in evaluation."""
-    return check_model(
-        build,
-        name=recipe.model.name,
-        evaluation=task.inputs(repeat_samples(evaluation, 2)),
-        training=task.inputs(repeat_samples(example, fewest_samples(recipe, steps))),
-        check=partial(_check_task, task, example),
-    )
+    seen = task.inputs(repeat_samples(evaluation, 2))
+    learned = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
+    check = partial(_check_task, task, example)
+    return check_model(build, name=recipe.model.name, evaluation=seen, training=learned, check=check)
 
 
 def _check_computing(

@@ -20,7 +20,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe, StartingPoint, WeightsConfig
 from lockstep.config.run import RunConfig, StartFromConfig
 from lockstep.core.shard import local_tensor
-from lockstep.errors import ConfigError, TrainingError, UsageError
+from lockstep.errors import ConfigError, TrainingError, UsageError, error_as
 from lockstep.models.adapters import has_adapters
 from lockstep.models.match_state import Fit, fit
 from lockstep.models.statefiles import read_tensors, strip_prefix
@@ -173,10 +173,8 @@ def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
 
 
 def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:
-    try:
+    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", "; save it in a common dtype"):
         return store.weights_sha256(tensors)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{path}: cannot be used: {error}; save it in a common dtype") from error
 
 
 def _previous_recipe(run: RunConfig) -> Recipe | None:

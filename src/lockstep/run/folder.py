@@ -34,15 +34,7 @@ from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
-from lockstep.errors import (
-    EXIT_FAILED,
-    EXIT_USAGE,
-    ConfigError,
-    LockstepError,
-    TrainingError,
-    UsageError,
-    os_error_as,
-)
+from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError, os_error_as
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.completed import completion_notice
 from lockstep.run.digest_file import DIGESTS

@@ -73,7 +73,8 @@ class Run:
         self._pass = own_sums.Pass()
         self._ended = False
         self._module_checked = False
-        member.rendezvous.status = self._status  # whose threads keep the run, until it is closed
+        # Its threads keep the run, until it is closed.
+        member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
 
     @property
@@ -344,9 +345,6 @@ class Run:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
         return {"recipe": {"loop": self._loop or placed.decisive(), "settings": placed.groups.changes()}, "data": {}}
-
-    def _status(self) -> RankStatus:
-        return RankStatus(self._rank.phase, self.step)
 
     def _finish(self, placed: Placed) -> None:
         kept, at = self._checkpoints, self._rank.progress

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.common.own_code import OwnCode
 from lockstep.core.shard import local_tensor
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 from lockstep.models.finetuning import build_finetuned
 from lockstep.run.build import plain_model, tuning_of
 from lockstep.run.resume import checkpoint_recipe
@@ -59,7 +59,5 @@ def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:
-    try:
+    with error_as(UsageError, RuntimeError, f"{path}: its weights do not fit {type(model).__name__}"):
         model.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        raise UsageError(f"{path}: its weights do not fit {type(model).__name__}: {error}") from error

@@ -208,7 +208,11 @@ class Groups:
     def changes(self) -> list[Settings]:
         """Return what is not as the optimizer was made, by group, ready for JSON."""
         return [
-            {name: value for name, value in group.items() if _may_change(value) and value != made.get(name)}
+            {
+                name: value
+                for name, value in group.items()
+                if (_is_number(value) or _is_pair(value)) and value != made.get(name)
+            }
             for group, made in zip(self._groups, self._made, strict=True)
         ]
 
@@ -230,10 +234,6 @@ def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "") -> Non
     pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
     if not numbers and not pairs:
         raise refusal(f"{at}{name} of a group of the optimizer was changed", _OTHER)
-
-
-def _may_change(value: Any) -> bool:
-    return _is_number(value) or _is_pair(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -99,13 +99,8 @@ class Rank:
             digest_file.begin(path, self.progress.step, self.warn)
         if none or every == "off":
             return
-        self.digests = StepDigests(
-            self.world,
-            engine.gradients,
-            partial(digest_file.append, path),
-            None if every == "auto" else every,
-            self.rendezvous.rank_log.note,
-        )
+        append, period = partial(digest_file.append, path), None if every == "auto" else every
+        self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)
 
     def last_step(self) -> int:
         """Return the last step that an earlier start has logged, 0 for none."""

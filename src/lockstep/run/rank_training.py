@@ -116,16 +116,17 @@ class RankTraining:
         yield start
         yield from self._warnings()
         rank.enter("training")
+        plan, at, digests = self._plan(), rank.progress, rank.digests
         for event in train(
             self.engine,
             self.world,
             self._batches,
-            self._plan(),
-            rank.progress,
+            plan,
+            at,
             self._evaluate,
             lambda _: checkpoints.save(),
             stop,
-            rank.digests,
+            digests,
         ):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()

@@ -178,10 +178,7 @@ def continuation_state(ready: Setup, now: State) -> State:
         model=dict(snapshot.model),
         optimizer=dict(snapshot.optimizer),
         ema=None if snapshot.ema is None or now.ema is None else dict(snapshot.ema),
-        scalars={
-            "optimizer": {"slots": dict(state.slots), "groups": groups},
-            "loss_scale": dict(scale),
-        },
+        scalars={"optimizer": {"slots": dict(state.slots), "groups": groups}, "loss_scale": dict(scale)},
     )
 
 

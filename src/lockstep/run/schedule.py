@@ -7,7 +7,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Final
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable
 from lockstep.common.own_code import OwnCode
 from lockstep.config import plan as planning
 from lockstep.config.recipe import Recipe
@@ -49,9 +49,7 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
 
 def _own(recipe: Recipe) -> Shape:
     path, options = recipe.schedule.name, recipe.schedule.options
-    function: Callable[..., object] = import_object(path, "schedule")
-    if not callable(function):
-        raise UsageError(f"schedule {path}: it is of type {type(function).__name__}; name a function ({_CONTRACT})")
+    function: Callable[..., object] = import_callable(path, "schedule", f"a function ({_CONTRACT})")
     code = OwnCode(f"schedule {path}")
 
     def factor(epoch: float, epochs: float) -> float:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Final
 
 from lockstep.common.own_code import is_own
+from lockstep.common.patterns import list_some
 
 _DIGITS: Final = 16  # of a hash, of which no two are alike by chance
 _NAMED: Final = 10
@@ -72,8 +73,7 @@ def source_changes(before: object, now: Mapping[str, str]) -> str:
     changed = [
         f"{name}{'' if name in before and name in now else ' (new)' if name in now else ' (gone)'}" for name in names
     ]
-    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-    return ", ".join(changed[:_NAMED]) + more
+    return list_some(changed, _NAMED)
 
 
 def _with_packages(name: str) -> list[str]:

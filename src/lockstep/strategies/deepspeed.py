@@ -106,11 +106,7 @@ class Strategy:
     def configuration(self, numerics: Numerics) -> dict[str, Any]:
         """Return what DeepSpeed is given; what is left out is at its default."""
         bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements: a multiple of 2, for alignment
-        zero: dict[str, Any] = {
-            "stage": self.stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        }
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if self.stage == 3:
             # The first would stay in torch for all that the process does later.
             zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}

@@ -137,14 +137,9 @@ class Strategy:
                 self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute
             )
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
+        spread = self.sequence_parallel
         return mesh_engine(
-            problem,
-            make_optimizer,
-            world,
-            numerics,
-            mesh,
-            bucket_mib=self.bucket_mib,
-            sequence_parallel=self.sequence_parallel,
+            problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread
         )
 
     def _per_rank(self) -> int:

@@ -79,13 +79,9 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
+        each = self._per_rank()
         pipe = PipelineShape(
-            self.schedule,
-            self.replicate,
-            self.shard,
-            stages_per_rank=self._per_rank(),
-            cut=self.cut,
-            recompute=self.recompute,
+            self.schedule, self.replicate, self.shard, stages_per_rank=each, cut=self.cut, recompute=self.recompute
         )
         return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 

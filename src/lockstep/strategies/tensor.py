@@ -65,12 +65,7 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
+        mesh, spread = self.mesh(world.size), self.sequence_parallel
         return mesh_engine(
-            problem,
-            make_optimizer,
-            world,
-            numerics,
-            self.mesh(world.size),
-            bucket_mib=self.bucket_mib,
-            sequence_parallel=self.sequence_parallel,
+            problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread
         )

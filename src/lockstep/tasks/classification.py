@@ -128,12 +128,8 @@ class Classification:
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
         targets = targets_of(batch)
-        check_outputs(
-            self.model_name.removeprefix("model "),
-            len(self.classes),
-            predictions(outputs, self.model_name),
-            len(targets),
-        )
+        found, name = predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
+        check_outputs(name, len(self.classes), found, len(targets))
         if self.own_loss is not None:
             check_loss(self.own_loss, len(self.classes), targets)
 
@@ -233,7 +229,11 @@ def cross_entropy_sum(
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     if targets.is_floating_point():
-        smooth = _smooth(targets.to(outputs.dtype), label_smoothing)
+        # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
+        targets = targets.to(outputs.dtype)
+        smooth = targets * (1 - label_smoothing) + targets.sum(dim=1, keepdim=True) * (
+            label_smoothing / targets.shape[1]
+        )
         return F.cross_entropy(outputs, smooth, weight=weights, reduction="sum")
     return F.cross_entropy(
         outputs, targets, weight=weights, ignore_index=SKIPPED, reduction="sum", label_smoothing=label_smoothing
@@ -251,8 +251,3 @@ def _format_target(target: Tensor) -> str:
     values = [f"{value:.6g}" for value in target.flatten()[:_SHOWN].tolist()]
     more = ", ..." if target.numel() > _SHOWN else ""
     return f"[{', '.join(values)}{more}]" if target.ndim else values[0]
-
-
-def _smooth(targets: Tensor, smoothing: float) -> Tensor:
-    # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
-    return targets * (1 - smoothing) + targets.sum(dim=1, keepdim=True) * (smoothing / targets.shape[1])

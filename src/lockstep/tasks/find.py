@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import ValidationError, validate_call
 from torch import Tensor
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable
 from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Batch
@@ -109,9 +109,7 @@ def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 
 def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
     """Return the user's task: what the class, or the function, of the path gives for the options."""
-    made = import_object(path, "task")
-    if not callable(made):
-        raise UsageError(f"task {path}: it is of type {type(made).__name__}; name a class")
+    made = import_callable(path, "task", "a class")
     with OwnCode(f"task {path}"):
         parameters = inspect.signature(made).parameters
         given = {**options, "facts": dict(facts)} if "facts" in parameters else dict(options)

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable
 from lockstep.common.own_code import OwnCode
 from lockstep.common.reserved_metrics import OF_TRAINING, first_taken
 from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
@@ -212,11 +212,7 @@ def with_metrics(task: Task, paths: Sequence[str]) -> Task:
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
     """Return the metrics of these import paths; UsageError where one is not there or no function."""
-    metrics = {path: import_object(path, "metric") for path in paths}
-    for path, metric in metrics.items():
-        if not callable(metric):
-            raise UsageError(f"metric {path}: it is of type {type(metric).__name__}; name a function ({_CONTRACT})")
-    return metrics
+    return {path: import_callable(path, "metric", f"a function ({_CONTRACT})") for path in paths}
 
 
 def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lockstep.common.importing import import_object
+from lockstep.common.importing import import_callable
 from lockstep.common.own_code import OwnCode
 from lockstep.errors import UsageError
 
@@ -19,9 +19,7 @@ OWN: Final = ":"  # in the name of a loss: it is an import path
 
 def find_own_loss(path: str) -> Loss:
     """Return the function that `package.module:function` names; what it raises is reported with its file and line."""
-    loss = import_object(path, "loss")
-    if not callable(loss):
-        raise UsageError(f"loss {path}: it is of type {type(loss).__name__}; name a function of outputs and targets")
+    loss = import_callable(path, "loss", "a function of outputs and targets")
     code = OwnCode(f"loss {path}")
 
     def call_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.core.order import Step
@@ -53,7 +51,7 @@ class NonFiniteCheck:
 
     def _verdict(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
         guilty = torch.zeros(self._world.size, dtype=torch.int64)
-        guilty[self._world.rank] = not _finite(sums.own_losses)
+        guilty[self._world.rank] = not all(bool(torch.isfinite(loss)) for loss in sums.own_losses)
         ranks = self._world.add_(guilty).nonzero().flatten().tolist()
         where = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
         return (
@@ -61,7 +59,3 @@ class NonFiniteCheck:
             f"at learning rate {lr:.6g}; "
             f"lower the rate, set recipe.clip_norm, or go on over such steps with recipe.nonfinite=skip"
         )
-
-
-def _finite(losses: Sequence[Tensor]) -> bool:
-    return all(bool(torch.isfinite(loss)) for loss in losses)

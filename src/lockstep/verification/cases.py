@@ -287,15 +287,9 @@ class _Comparison:
             # What the user cannot have here is not possible; anything else is a failure.
             verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
             return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness), None
-        row = VerdictRow(
-            case.strategy,
-            case.processes,
-            "identical",
-            exactness=case.exactness,
-            tolerance=self._case_tolerance(case),
-            seconds=max(seen.seconds for seen in outcome.seen),
-            peak_bytes=tuple(seen.peak_bytes for seen in outcome.seen),
-        )
+        seconds, peaks = max(seen.seconds for seen in outcome.seen), tuple(seen.peak_bytes for seen in outcome.seen)
+        row = VerdictRow(case.strategy, case.processes, "identical", exactness=case.exactness)
+        row = replace(row, tolerance=self._case_tolerance(case), seconds=seconds, peak_bytes=peaks)
         row = self._judge(row, case, outcome, "")
         if not row.good:
             shutil.rmtree(outcome.job.folder)
@@ -326,15 +320,9 @@ class _Comparison:
         measured = all(each is None or each.distance is not None for _, each in pairs)
         near = bound is not None and distance is not None and measured and distance <= bound
         verdict: Verdict = "within tolerance" if near else "differs"
-        departure = self._mismatch(case, first, dict(pairs)[first], after, again)
-        return replace(
-            row,
-            verdict=verdict,
-            largest=distance,
-            tolerance=bound,
-            departure=departure if verdict == "differs" else None,
-            differing=len(found),
-        )
+        departure = None if near else self._mismatch(case, first, dict(pairs)[first], after, again)
+        row = replace(row, verdict=verdict, largest=distance, tolerance=bound)
+        return replace(row, departure=departure, differing=len(found))
 
     def _hashes(self, case: VerifyCase) -> str | None:
         """Return another seed of hashes for the second run of the reference, where there is code of the user's own.

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from lockstep.common import plainfile
 from lockstep.common.hashing import other_seed
+from lockstep.common.patterns import list_some
 from lockstep.config.blame import with_places
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
@@ -279,8 +280,7 @@ def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:
             return f"step {number}: the loss is {float.fromhex(other_loss)!r}, not {float.fromhex(loss)!r}"
         names = [name for name in digests if digests[name] != others.get(name)]
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            return f"step {number}: after the same loss other weights: {', '.join(names[:_SHOWN])}{more}"
+            return f"step {number}: after the same loss other weights: {list_some(names, _SHOWN)}"
     if len(reference) != len(found):
         return f"{len(found)} steps, not {len(reference)}"
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
@@ -29,6 +29,7 @@ def network(keys: Translation) -> tuple[str, str]:
     """Return where a network of these keys can be had, and its name there; its options are set."""
     kind = keys["MODEL.TYPE"]
     found = None
+    by_numbers = {"regnet": _regnet, "effnet": _efficientnet, "vit": _vit}
     if kind == "resnet":
         groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
         depth = keys["MODEL.DEPTH"]
@@ -41,12 +42,8 @@ def network(keys: Translation) -> tuple[str, str]:
         names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
             found = _found(names.get(str(shape), ""))
-    elif kind == "regnet":
-        found = _regnet(keys)
-    elif kind == "effnet":
-        found = _efficientnet(keys)
-    elif kind == "vit":
-        found = _vit(keys)
+    elif kind in by_numbers:
+        found = by_numbers[kind](keys)
     if found is None:
         raise UsageError(
             f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "
@@ -96,17 +93,13 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
         return None
     if keys["VIT.HIDDEN_DIM"] < 1:
         raise UsageError(f"VIT.HIDDEN_DIM: {keys['VIT.HIDDEN_DIM']}; expected at least 1")
-    options: dict[str, tuple[Any, str]] = {
-        "img_size": (keys["TRAIN.IM_SIZE"], "TRAIN.IM_SIZE"),
-        "patch_size": (keys["VIT.PATCH_SIZE"], "VIT.PATCH_SIZE"),
-        "embed_dim": (keys["VIT.HIDDEN_DIM"], "VIT.HIDDEN_DIM"),
-        "depth": (keys["VIT.NUM_LAYERS"], "VIT.NUM_LAYERS"),
-        "num_heads": (keys["VIT.NUM_HEADS"], "VIT.NUM_HEADS"),
-        "mlp_ratio": (keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"], "VIT.MLP_DIM, VIT.HIDDEN_DIM"),
-    }
+    taken = {"img_size": "TRAIN.IM_SIZE", "patch_size": "VIT.PATCH_SIZE", "embed_dim": "VIT.HIDDEN_DIM"}
+    taken |= {"depth": "VIT.NUM_LAYERS", "num_heads": "VIT.NUM_HEADS"}
+    for name, key in taken.items():
+        keys.take(key, f"recipe.model.options.{name}")
+    ratio = keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"]
+    keys.set("recipe.model.options.mlp_ratio", ratio, "VIT.MLP_DIM, VIT.HIDDEN_DIM")
     if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean of what the last norm gave, without a token for the class
-        pooled = {"class_token": False, "global_pool": "avg", "fc_norm": False}
-        options |= {name: (value, "VIT.CLASSIFIER_TYPE") for name, value in pooled.items()}
-    for name, (value, origin) in options.items():
-        keys.set(f"recipe.model.options.{name}", value, origin)
+        for name, value in {"class_token": False, "global_pool": "avg", "fc_norm": False}.items():
+            keys.set(f"recipe.model.options.{name}", value, "VIT.CLASSIFIER_TYPE")
     return "timm", "vit_base_patch16_224"

@@ -179,7 +179,8 @@ def mix(
     1 - lambda and corrects lambda to the box as cut. With both, each has probability 1/2. All draws follow from `key`.
     """
     generator = np.random.Generator(np.random.Philox(key=key))
-    weights = _one_hot(targets, classes)
+    # Not by F.one_hot, which looks at the targets first. SKIPPED is no class's number, so its row is zeros.
+    weights = (targets[:, None] == torch.arange(classes, device=targets.device)).float()
     acts, second = generator.random() < probability, generator.random() < 0.5
     cuts = cutmix > 0 and (mixup == 0 or second)
     beta = cutmix if cuts else mixup
@@ -214,8 +215,3 @@ def _cut(inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[
 def _span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
     centre, half = generator.integers(length), int(length * side) // 2
     return max(int(centre) - half, 0), min(int(centre) + half, length)
-
-
-def _one_hot(targets: Tensor, classes: int) -> Tensor:
-    # Not by F.one_hot, which looks at the targets first. SKIPPED is no class's number, so its row is zeros.
-    return (targets[:, None] == torch.arange(classes, device=targets.device)).float()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from lockstep.common.patterns import list_some
 from lockstep.data.shares import in_share
 from lockstep.errors import UsageError
 
@@ -104,9 +105,8 @@ def _empty(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
 
 
 def _format_classes(names: list[str]) -> str:
-    shown = ", ".join(f"'{each}'" for each in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {shown}{more}"
+    shown = list_some([f"'{each}'" for each in names], _SHOWN)
+    return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {shown}"
 
 
 def _label_files(found: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:

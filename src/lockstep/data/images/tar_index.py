@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.data.images.scan import IMAGE_SUFFIXES
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 
 _VERSION: Final = 1
 _MOST_CLASSES: Final = 1 << 24  # each has a name
@@ -36,21 +36,20 @@ def load_index(file: Path, label: str) -> TarIndex:
 
     Nothing is ever unpacked, so a member's name leads nowhere; members that are no plain files are passed over.
     """
-    try:
-        with plainfile.reader(file, links=True) as stream:
-            found = os.fstat(stream.fileno())
-            mark = np.array([_VERSION, found.st_size, found.st_mtime_ns])
-            kept = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
-            index = None if kept is None else _read_cached(kept, file, mark)
-            if index is None:
-                with tarfile.open(fileobj=stream, mode="r:") as archive:
-                    index = _scan_archive(archive, file, label)
-                    _check_end(stream, archive.offset, file)
-                if kept is not None:
-                    _write_cache(kept, index, mark)
-            return index
-    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # of numbers that no file can have
-        raise UsageError(f"data set webdataset: {file} cannot be read as a tar archive: {error}") from error
+    wrong = (OSError, ValueError, OverflowError, tarfile.TarError)  # OverflowError: of numbers that no file can have
+    unread = error_as(UsageError, wrong, f"data set webdataset: {file} cannot be read as a tar archive")
+    with unread, plainfile.reader(file, links=True) as stream:
+        found = os.fstat(stream.fileno())
+        mark = np.array([_VERSION, found.st_size, found.st_mtime_ns])
+        kept = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
+        index = None if kept is None else _read_cached(kept, file, mark)
+        if index is None:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                index = _scan_archive(archive, file, label)
+                _check_end(stream, archive.offset, file)
+            if kept is not None:
+                _write_cache(kept, index, mark)
+        return index
 
 
 def _read_cached(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:

@@ -44,15 +44,10 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 def text_data(name: str, train: str, validation: str, options: Options) -> DataSet:
     """Return the windows of two texts; without the second there is no validation."""
     tokenizer = _tokenizer(train, validation, options)
-    return build_windows(
-        name,
-        TokenArray(tokenizer.encode(train)),
-        TokenArray(tokenizer.encode(validation)) if validation else None,
-        options.context,
-        options.stride,
-        {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts},
-        tokenizer.decode,
-    )
+    first = TokenArray(tokenizer.encode(train))
+    second = TokenArray(tokenizer.encode(validation)) if validation else None
+    facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts}
+    return build_windows(name, first, second, options.context, options.stride, facts, tokenizer.decode)
 
 
 def cut(text: str, share: float) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import build_windows
-from lockstep.errors import TrainingError, UsageError, os_error_as
+from lockstep.errors import TrainingError, UsageError, error_as, os_error_as
 
 _LARGEST: Final = 1 << 26  # bytes of meta.json
 _PLACES: Final = 16  # of a file that are looked at before a run,
@@ -93,10 +93,8 @@ class TokenFile:
         """Raise UsageError where one of some tokens, all over the file, is none: then it is of another dtype."""
         length = min(_LOOKED_AT, self._length)
         starts = np.linspace(0, self._length - length, min(_PLACES, self._length)).astype(np.int64)
-        try:
+        with error_as(UsageError, TrainingError, "data set tokens"):
             self.windows(np.unique(starts), length)
-        except TrainingError as error:
-            raise UsageError(f"data set tokens: {error}") from error
 
     def __len__(self) -> int:
         return self._length

@@ -29,18 +29,13 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
         cut = {getattr(each.module, key) for each in cut_layers(model).values() for key in each.parameters}
-        trained = trainable_parameters(model)
-        of_whole, of_cut = (
-            Gradients(
-                [(name, each) for name, each in trained if (each in cut) == is_cut],
-                world.canonical(over, "replicate", "context", chunks=chunks),
-                stream,
-                False,
-                bucket_bytes,
-            )
-            for is_cut, over in ((False, mesh.spread), (True, mesh))
-        )
-        return weights, SequenceParallelGradients(of_whole, of_cut)
+
+        def adding(over: Mesh, is_cut: bool) -> Gradients:
+            own = [(name, each) for name, each in trainable_parameters(model) if (each in cut) == is_cut]
+            among = world.canonical(over, "replicate", "context", chunks=chunks)
+            return Gradients(own, among, stream, False, bucket_bytes)
+
+        return weights, SequenceParallelGradients(adding(mesh.spread, is_cut=False), adding(mesh, is_cut=True))
 
     return make
 

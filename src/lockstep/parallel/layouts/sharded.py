@@ -79,29 +79,16 @@ class ShardedLayout:
         units = find_units(model)
         paths = {module: path for path, module in model.named_modules()}
         names = [*(paths[unit] for unit in units), "what is in no block"]
-        dealt = _ShardSums(
-            rank,
-            partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members),
-            world.canonical(mesh, "replicate", "context", chunks=chunks),
-            stream,
-            names,
-            chunks,
-        )
+        exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
+        across = world.canonical(mesh, "replicate", "context", chunks=chunks)
+        dealt = _ShardSums(rank, exchange, across, stream, names, chunks)
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
         narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
-        self._sharded = Sharded(
-            model,
-            units,
-            names,
-            world.device_mesh(mesh, "shard"),
-            dealt.receive,
-            _UNDER_WAY // 2,  # a unit has up to two exchanges in a row, among members and among replicas
-            keep_gathered,
-            offload,
-            narrow,
-        )
+        members = world.device_mesh(mesh, "shard")
+        patience = _UNDER_WAY // 2  # a unit has up to two exchanges in a row, among members and among replicas
+        self._sharded = Sharded(model, units, names, members, dealt.receive, patience, keep_gathered, offload, narrow)
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from lockstep.common.patterns import list_some
 from lockstep.reporting.verification import CodeFinding
 from lockstep.run.probe.state import CACHE
 from lockstep.run.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
@@ -36,7 +37,6 @@ OF_FORWARD: Final = (
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
 _CLOSE: Final = 1e-3  # sums of a loss over a micro-batch agree much better, and a mean is off by its whole size
-_NAMED: Final = 8  # names that a sentence lists
 
 
 class RandomSample(NamedTuple):
@@ -104,7 +104,7 @@ def _all_findings(probed: ProbeResult) -> list[CodeFinding]:
     found += _of_evaluation(probed)
     if probed.unused:
         text = (
-            f"the loss of the micro-batches tried depends on none of these parameters: {_name_list(probed.unused)}; "
+            f"the loss of the micro-batches tried depends on none of these parameters: {list_some(probed.unused)}; "
             f"they get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
             f"(requires_grad=False)"
         )
@@ -194,7 +194,7 @@ def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.changed_weights:
         placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
         text = (
-            f"the forward pass changes weights: {_name_list(placed)}{_consequence(probed.alone)}; each process would "
+            f"the forward pass changes weights: {list_some(placed)}{_consequence(probed.alone)}; each process would "
             f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
         )
         yield CodeFinding(WEIGHTS, True, text, tuple(probed.changed_weights))
@@ -229,7 +229,7 @@ def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
     for name, change in changed.items():
         place = probed.places.get(name)
         found.append(f"{name} ({change}{f', {place}' if place else ''})")
-    return _name_list(found)
+    return list_some(found)
 
 
 def _consequence(alone: str) -> str:
@@ -245,7 +245,7 @@ def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
     if spectral:
         text = (
             f"torch's spectral_norm{probed.at('model')} moves its buffers at each forward pass in training: "
-            f"{_name_list(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
+            f"{list_some(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
             f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
         yield CodeFinding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
@@ -253,14 +253,14 @@ def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
             f"{kinds}{probed.at(*norms, 'model')} moves running statistics itself, not by torch's BatchNorm: "
-            f"{_name_list(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
+            f"{list_some(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
             f"BatchNorm and call its forward, whose statistics Lockstep moves once a step"
         )
         yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
     if others:
         placed = [f"{name}{probed.at(name)}" for name in others]
         text = (
-            f"this model updates buffers outside BatchNorm: {_name_list(placed)}; each process would update them by "
+            f"this model updates buffers outside BatchNorm: {list_some(placed)}; each process would update them by "
             f"its own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
         )
         yield CodeFinding(BUFFERS, _counts(probed, others), text, tuple(others))
@@ -315,8 +315,3 @@ def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 def _alike(one: float, other: float) -> bool:
     return abs(one - other) <= _CLOSE * max(abs(one), abs(other))
-
-
-def _name_list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

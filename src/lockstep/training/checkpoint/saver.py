@@ -82,13 +82,8 @@ class Saver:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         elif self._world.rank == 0:
             store.save(self.folder, step, snapshot, self.keep, best, self.key)
-        return Saved(
-            **at,
-            path=str(self.folder / store.step_name(step)),
-            weights_sha256=weights,
-            best=best,
-            seconds=time.perf_counter() - began,
-        )
+        path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - began
+        return Saved(**at, path=path, weights_sha256=weights, best=best, seconds=seconds)
 
 
 def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:

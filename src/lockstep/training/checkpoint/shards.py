@@ -45,7 +45,7 @@ def save(
 
     def publish(temporary: Path) -> str:
         files = {name: durable.hash_file(temporary / name) for name in frames}
-        weights = _weights_sha256(temporary / store.MODEL)
+        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # mapped: read one by one
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
@@ -72,7 +72,3 @@ def _all_succeed(world: World, action: Callable[[], T]) -> T:
     if ranks:
         raise OSError(int(failed[ranks[0]]), f"rank {', '.join(map(str, ranks))} could not write")
     return result
-
-
-def _weights_sha256(path: Path) -> str:
-    return store.weights_sha256(safetensors.torch.load_file(path))  # mapped: read one tensor after the other

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lockstep.common import plainfile
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, error_as
 from lockstep.training.checkpoint import durable, signing, tensorfile
 from lockstep.training.checkpoint.durable import Written
 
@@ -238,13 +238,12 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
     expected = manifest(path, key)
     for name, written in expected.files.items():
         _verify(path / name, written)
-    try:
+    wrong = (SafetensorError, ValueError, OSError)
+    with error_as(TrainingError, wrong, f"{path}: cannot be read, though its hashes are right"):
         # Mapped, so that whoever wants but some rows reads no more than those.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _mapping(path / STATE, _LARGEST_STATE)
         snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK))
-    except (SafetensorError, ValueError, OSError) as error:
-        raise TrainingError(f"{path}: cannot be read, though its hashes are right: {error}") from error
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
         raise TrainingError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
     return snapshot
