@@ -36,8 +36,7 @@ class Block(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.norm(self.linear(inputs) * self.frozen).tanh()
-        result: Tensor = x * self.scale[1] * self.frozen.detach().view(1, 8)
-        return result
+        return x * self.scale[1] * self.frozen.detach().view(1, 8)
 
 
 class Stacked(nn.Sequential):

@@ -24,8 +24,7 @@ class Sequences(nn.Module):
         self.head = nn.Linear(WIDTH, toys.CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.through(images.reshape(len(images), TOKENS, WIDTH)))
-        return logits
+        return self.head(self.through(images.reshape(len(images), TOKENS, WIDTH)))
 
     def through(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -68,7 +67,6 @@ class Cells(Sequences):
         for token in x[:, :4].unbind(1):
             state = lstm(token, state)
             gated = gru(token, gated)
-        assert state is not None
         return state[0] + gated
 
 
@@ -109,8 +107,7 @@ class Layers(Sequences):
     def through(self, x: Tensor) -> Tensor:
         x, _ = self.blocks[0](x)
         x = self.blocks[1](x).relu()
-        mixed: Tensor = self.blocks[2](x[:, 0], x[:, 1])
-        return mixed
+        return self.blocks[2](x[:, 0], x[:, 1])
 
 
 @pytest.mark.worlds

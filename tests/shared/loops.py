@@ -116,8 +116,7 @@ def in_bf16(epochs: int = 1) -> None:
         outputs = model(inputs, scale=torch.tensor(0.5), numbers=targets)
         assert outputs["logits"].dtype == outputs["hidden"][0].dtype == torch.float32
         assert outputs["numbers"] is targets
-        found: Tensor = outputs["logits"]
-        return found
+        return outputs["logits"]
 
     for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
         for inputs, targets in step:
@@ -179,8 +178,7 @@ class OfNames(nn.Module):
         self.parts = nn.ModuleDict({f"part{number}": nn.Linear(6, 3) for number in range(9)})
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = sum(self.parts[name](inputs) for name in set(self.parts))  # type: ignore[assignment]
-        return outputs
+        return sum(self.parts[name](inputs) for name in set(self.parts))  # type: ignore[assignment]
 
 
 def in_order_of_names() -> None:

@@ -53,14 +53,12 @@ def data(samples: int = 40) -> TensorDataset:
 
 def steps(run: Any, epochs: int = 1) -> Iterator[Any]:
     """Steps of 16, 16 and 8 samples, in four micro-batches: one of three ranks has two."""
-    found: Iterator[Any] = run.steps(data(), batch=16, microbatches=4, epochs=epochs)
-    return found
+    return run.steps(data(), batch=16, microbatches=4, epochs=epochs)
 
 
 def even(run: Any, epochs: int = 1) -> Iterator[Any]:
     """Steps in which each of one to three ranks has as many micro-batches, so that all are refused at once."""
-    found: Iterator[Any] = run.steps(data(36), batch=18, microbatches=6, epochs=epochs)
-    return found
+    return run.steps(data(36), batch=18, microbatches=6, epochs=epochs)
 
 
 def micro_batches(steps: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
@@ -81,8 +79,7 @@ def adam(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
 
 def placed(run: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
     model = model or net()
-    found: tuple[Any, Any] = run.place(model, adam(model))
-    return found
+    return run.place(model, adam(model))
 
 
 def summed(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -382,8 +379,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = F.normalize(self.backbone(x), dim=-1)
-        found: Tensor = self.last_layer(features)
-        return found
+        return self.last_layer(features)
 
 
 def cosine(first: float, last: float, share: float) -> float:
@@ -421,8 +417,7 @@ def dino(run):
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a parameter whole, where a strategy has cut it."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
-    return found
+    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
 
 
 @refused("the gradient of last_layer.weight was removed")
@@ -601,8 +596,7 @@ class Residual(nn.Module):
         for block in self.blocks:
             if not self.training or self.draw() > 0.4:
                 x = x + block(x).relu()
-        found: Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def drawn_by_torch() -> float:
@@ -820,8 +814,7 @@ def recomputed(run):
             self.body, self.head = nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Dropout(0.2)), nn.Linear(13, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
-            return found
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
 
     trained(run, Recomputed(), lambda model, x, y: summed(model(x), y))
 
@@ -1151,8 +1144,7 @@ def recurrent(run):
             self.cell, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.head(self.cell(x.view(len(x), 3, 2))[0][:, -1])
-            return found
+            return self.head(self.cell(x.view(len(x), 3, 2))[0][:, -1])
 
     model, _ = placed(run, Reader())
     for step in steps(run):

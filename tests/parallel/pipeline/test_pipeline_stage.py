@@ -91,8 +91,7 @@ def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor
     stage = stage_of(model, recompute)
 
     def compute(values: Values) -> Sequence[Tensor]:
-        outputs: list[Tensor] = model(*values)
-        return outputs
+        return model(*values)
 
     for number in range(2):
         inputs: Values = [torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_(), torch.tensor(number)]
@@ -161,7 +160,6 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
 
     def compute(values: Values) -> Sequence[Tensor]:
         (x,) = values
-        assert x is not None
         return [x + model.added]
 
     given = []

@@ -100,8 +100,7 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm(x))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        fed: Tensor = self.down(F.dropout(F.silu(self.gate(x)), self.dropout, self.training) * self.up(x))
-        return fed
+        return self.down(F.dropout(F.silu(self.gate(x)), self.dropout, self.training) * self.up(x))
 
 
 class Tail(nn.Module):
@@ -118,8 +117,7 @@ class Tail(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.before(x), self.dropout, self.training)
-        after: Tensor = self.after(self.last(F.gelu(self.first(x))))
-        return after
+        return self.after(self.last(F.gelu(self.first(x))))
 
 
 class Net(nn.Module):
@@ -139,8 +137,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x + self.mixture(x)
-        head: Tensor = self.head(self.tail(x).mean(1))
-        return head
+        return self.head(self.tail(x).mean(1))
 
 
 class Still(Net):
