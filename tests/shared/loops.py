@@ -14,12 +14,12 @@ import lockstep
 SAMPLES = 40  # in batches of 16: the last is short
 
 
-def data() -> TensorDataset:
+def data(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.arange(SAMPLES) % 3)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 3)
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3))
 
 
