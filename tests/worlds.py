@@ -126,7 +126,6 @@ def _collect(pool: list[_Worker], timeout: float) -> tuple[dict[int, Any], list[
         if not ready:
             break
         for connection in ready:
-            assert isinstance(connection, Connection)
             rank = ranks.pop(connection)
             done, value = _answer(connection)
             if done:

@@ -32,7 +32,6 @@ class Block(nn.Module):
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("scale", torch.full((2, 8), 0.5))
-        self.scale: Tensor
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.norm(self.linear(inputs) * self.frozen).tanh()

@@ -39,8 +39,7 @@ class Padded(Sequences):
 
     def through(self, x: Tensor) -> Tensor:
         padding = torch.arange(TOKENS).expand(len(x), TOKENS) >= TOKENS - 3
-        encoded: Tensor = self.blocks[0](x, src_key_padding_mask=padding)
-        return encoded[:, 0]
+        return self.blocks[0](x, src_key_padding_mask=padding)[:, 0]
 
 
 class Attention(Sequences):
@@ -90,8 +89,7 @@ class View(nn.Module):
         self.linear = nn.Linear(WIDTH, 2 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y[..., WIDTH:]
+        return self.linear(x)[..., WIDTH:]
 
 
 class Layers(Sequences):

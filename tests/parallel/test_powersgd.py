@@ -109,7 +109,6 @@ def over_ranks(world: World) -> tuple[Tensor, Tensor]:
     steps = []
     for step in range(3):
         own = sum(drawn(10 * step + part) for part in range(world.rank, 12, world.size))
-        assert isinstance(own, Tensor)
         steps.append(sent(power, own, rank))
         power.settle(True, 1.0)
     return torch.stack(steps), world.add_(errors(power))

@@ -281,7 +281,6 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
         if failure.rank == 1:
             ended.set()
         threading.Event().wait()  # a process would not go on
-        raise AssertionError
 
     def work(rendezvous: Rendezvous) -> bool:
         rendezvous._end = note

@@ -78,8 +78,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         weights, numbers = self.router(rows).float().softmax(-1).topk(2)
-        mixed: Tensor = self.experts(rows, numbers, weights.to(x.dtype))
-        return mixed.view_as(x)
+        return self.experts(rows, numbers, weights.to(x.dtype)).view_as(x)
 
 
 class Block(nn.Module):
