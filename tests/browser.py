@@ -26,8 +26,7 @@ class Tab:
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         answer = await self._tab.send_command(method, params=parameters)
         assert "error" not in answer, answer
-        found: dict[str, Any] = answer["result"]
-        return found
+        return answer["result"]
 
     async def value(self, expression: str) -> Any:
         """Return what an expression is in the page."""

@@ -66,7 +66,6 @@ def script(name: str) -> ModuleType:
     """Return a program of scripts/ as a module."""
     loader = SourceFileLoader(name.replace("-", "_"), str(Path(__file__).parents[1] / "scripts" / name))
     spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
     module = module_from_spec(spec)
     loader.exec_module(module)
     return module

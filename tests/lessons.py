@@ -68,7 +68,6 @@ def shown(text: str) -> list[Shown]:
 def on_top(script: Path) -> list[str]:
     """Return the commands in the comment that a script starts with."""
     comment = re.match(r"(?:#.*\n)*", script.read_text(encoding="utf-8"))
-    assert comment is not None
     return _COMMAND.findall(re.sub(r"^# ", "", comment[0], flags=re.MULTILINE))
 
 

@@ -1,11 +1,10 @@
 """The reference of the Python API: it is what its script writes, which refuses names that it lacks."""
 
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import component
 import pytest
 
 import lockstep
@@ -16,11 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    loader = SourceFileLoader("api_reference", str(ROOT / "scripts/api-reference"))
-    spec = spec_from_loader("api_reference", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
+    module = component.script("api-reference")
     monkeypatch.setattr(module.sys, "argv", ["api-reference", "--check"])
     return module
 

@@ -124,7 +124,6 @@ def _start_session(folder: Path, after: str) -> "subprocess.Popen[str]":
 
 
 def _announced(session: "subprocess.Popen[str]") -> list[int]:
-    assert session.stdout is not None
     for line in session.stdout:
         if line.startswith("PIDS"):
             return [int(word) for word in line.split()[1:]]

@@ -126,7 +126,6 @@ def _collect(pool: list[_Worker], timeout: float) -> tuple[dict[int, Any], list[
         if not ready:
             break
         for connection in ready:
-            assert isinstance(connection, Connection)
             rank = ranks.pop(connection)
             done, value = _answer(connection)
             if done:
@@ -157,7 +156,6 @@ def _pool(size: int) -> list[_Worker]:
 
 def _start(size: int) -> list[_Worker]:
     assert _session.nursery is not None, "mark the test with @pytest.mark.worlds"
-    assert _session.folder is not None
     folder = Path(tempfile.mkdtemp(dir=_session.folder.name))
     with Listener(str(folder / "calls"), "AF_UNIX", backlog=size) as listener:
         _session.nursery.send((size, str(folder)))

@@ -1,7 +1,5 @@
 """Who trains on the whole batch by hand, which BatchNorm over a step is measured beside, does the same work."""
 
-from typing import Any
-
 import pytest
 import worlds
 
@@ -19,7 +17,7 @@ def losses(world: World) -> tuple[list[float], list[float]]:
     for _ in range(2):
         ours.append(engine.forward_backward(own, step).loss.item())
         engine.update(LR, None)
-    do: Any = by_hand(WORK, world)
+    do = by_hand(WORK, world)
     return ours, [do().item() for _ in range(2)]
 
 

@@ -23,5 +23,4 @@ class Net(nn.Module):
         x = self.into(images.flatten(1))
         for block in self.blocks:
             x = x + block(x)
-        scores: Tensor = self.out(x)
-        return scores
+        return self.out(x)

@@ -15,8 +15,7 @@ class Mix(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, wide: Tensor, narrow: Tensor) -> Tensor:
-        mixed: Tensor = self.head(self.dropout(torch.relu(self.left(wide) + self.right(narrow))))
-        return mixed
+        return self.head(self.dropout(torch.relu(self.left(wide) + self.right(narrow))))
 
 
 class Numbers:

@@ -34,8 +34,7 @@ class Mean(nn.Module):
         self.output = nn.Linear(8, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = self.output(self.table(ids).mean(1))
-        return value
+        return self.output(self.table(ids).mean(1))
 
 
 def mean() -> nn.Module:

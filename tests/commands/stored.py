@@ -118,8 +118,7 @@ class Embedding(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         old, town = inputs["categories"].unbind(1)
-        scores: Tensor = self.head(torch.cat([inputs["numbers"], self.old(old), self.town(town)], dim=1))
-        return scores
+        return self.head(torch.cat([inputs["numbers"], self.old(old), self.town(town)], dim=1))
 
 
 def _below(here: Path, name: str) -> Path:

@@ -16,8 +16,7 @@ QUICK = (*QUICK, "run.tensorboard=false", "run.probe=off", "run.log_every=1")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["rows"]
-    return found
+    return json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["rows"]
 
 
 def test_placements_side_by_side_and_again(run):

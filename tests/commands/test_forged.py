@@ -95,7 +95,6 @@ def everything(training: Engine, progress: Progress) -> tuple[Any, ...]:
 def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:
     """Do what a start does in a folder with this checkpoint."""
     found = store.newest(path.parent)
-    assert found is not None
     state = resume_state(found.path, found.snapshot, ready)
     training, _ = engine(ready, loaded)
     training.load(engine_state(found.snapshot))

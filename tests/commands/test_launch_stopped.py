@@ -40,7 +40,6 @@ def code(folder: Path, number: int, at_the_end: str, *, words: tuple[str, ...] =
     with subprocess.Popen([*line, *words], cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as process:
         until((folder / "began").exists, 20)
         process.send_signal(number)
-        assert process.stderr is not None
         assert process.stderr.readline() == f"{signal.Signals(number).name}; ending a\n"
         return process.wait(20)
 

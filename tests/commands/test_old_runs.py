@@ -7,7 +7,6 @@ an order that is another changes the loss of every step by more than that.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def old(name: str) -> Path:
 
 def losses(log: Path) -> dict[int, float]:
     """Return the loss of each step; of what stands there twice the later one."""
-    found: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
+    found = map(json.loads, log.read_text().splitlines())
     return {event["step"]: event["loss"] for event in found if event["event"] == "step"}
 
 

@@ -65,7 +65,6 @@ def rows(command):
 def test_all_validation_pictures_are_told_as_an_evaluation_tells_them(run, trained, tmp_path):
     (tmp_path / "pictures").mkdir()
     validation = digits().validation
-    assert validation is not None
     for number in range(360):
         Image.fromarray(validation.images[number, 0].numpy()).save(tmp_path / f"pictures/{number:03}.png")
     for weights, place in (("ema", "run"), ("model", "run/checkpoints/step-00000023")):

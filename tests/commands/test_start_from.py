@@ -45,7 +45,6 @@ def test_a_run_from_the_weights_of_another_has_one_hash(run, a: Command, what: s
         placed = run(*words, f"run.dir=b{number}", f"placement.processes={count}", f"placement.strategy={strategy}")
         assert placed.sha256 == alone.sha256, strategy
     recorded = load(str(alone.folder / "alone" / "config.yaml")).config.recipe.start
-    assert recorded is not None
     assert (recorded.weights_sha256, recorded.updates) == (a.sha256, 23 if what == "optimizer" else None)
     assert f"weights_sha256: {a.sha256}" in (alone.folder / "alone" / "config.yaml").read_text().replace('"', "")
 

@@ -46,7 +46,6 @@ def test_a_job_is_written_submitted_and_job_of(folder: Path) -> None:
     srun = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
     assert f"{srun} py -m lockstep train digits run.dir=runs/a placement.processes=2\n" in text
     submitted = job_of(folder / "runs" / "a")
-    assert submitted is not None
     assert submitted.job == 12
 
 

@@ -20,8 +20,7 @@ PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "place
 
 def found(command: Command) -> dict[str, Any]:
     """Return the JSON that a verification wrote."""
-    content: dict[str, Any] = json.loads((command.folder / "found").read_text(encoding="utf-8"))
-    return content
+    return json.loads((command.folder / "found").read_text(encoding="utf-8"))
 
 
 def test_placements_that_agree(run):

@@ -35,7 +35,6 @@ time.sleep(60)
 
 def _start(*words: str) -> tuple["subprocess.Popen[str]", int]:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *words], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     return parent, int(parent.stdout.readline())
 
 
@@ -136,7 +135,6 @@ time.sleep(60)
     env = {**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     line = [sys.executable, "-c", script, *words]
     with subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
         child = int(launcher.stdout.readline())
         launcher.kill()
     assert _ends(child, 0.5)

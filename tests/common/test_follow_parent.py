@@ -61,7 +61,6 @@ def test_the_command_gets_the_secret_that_is_the_first_line_of_stdin() -> None:
     ]
     for line, code in ((b"a b\n", 0), (b"other\n", 1)):
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-            assert process.stdin is not None
             process.stdin.write(line)
             process.stdin.flush()
             assert process.wait(20) == code
@@ -75,7 +74,6 @@ def test_a_host_whose_name_is_not_known_ends_it_in_a_line() -> None:
         command = [sys.executable, "-m", "lockstep.common.follow_parent", "--knows", host, "sh", "-c", "exit 7"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.wait(30) == code
-            assert process.stderr is not None
             said = process.stderr.read()
         assert said.count("\n") == (code == 2)
         assert (f" does not know the host {host}, where the agents of torchrun are to meet (" in said) == (code == 2)
@@ -83,7 +81,6 @@ def test_a_host_whose_name_is_not_known_ends_it_in_a_line() -> None:
 
 def test_the_command_is_asked_to_end_when_stdin_does(start: Start, tmp_path: Path) -> None:
     process = start(SAVES)
-    assert process.stdin is not None
     process.stdin.close()
     assert process.wait(10) == 75
     assert (tmp_path / "it.saved").exists()
@@ -92,7 +89,6 @@ def test_the_command_is_asked_to_end_when_stdin_does(start: Start, tmp_path: Pat
 
 def test_a_command_that_stays_is_killed_with_all_of_its_own(start: Start, tmp_path: Path) -> None:
     process = start(STAYS, 0.2)
-    assert process.stdin is not None
     process.stdin.close()
     assert process.wait(10) == 137
     until(lambda: gone(tmp_path / "it.pid") and gone(tmp_path / "it.child"))

@@ -64,7 +64,6 @@ def task(tmp_path: Path) -> Iterator[Task]:
                 line, env={**os.environ, **told, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-        assert started[-1].stdout is not None
         assert started[-1].stdout.readline() == "began\n"
         return started[-1]
 
@@ -98,7 +97,6 @@ def test_a_task_that_comes_too_late_ends(srun: subprocess.Popen[bytes], task: Ta
 
 def test_a_task_that_cannot_reach_it_says_so_and_goes_on(srun: subprocess.Popen[bytes], task: Task) -> None:
     process = task("saves", SLURM_SRUN_COMM_HOST="no-such-host.invalid")
-    assert process.stderr is not None
     assert "srun at no-such-host.invalid:" in process.stderr.readline()
     os.killpg(srun.pid, signal.SIGKILL)
     time.sleep(0.3)

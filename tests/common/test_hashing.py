@@ -63,5 +63,4 @@ def test_what_ssh_starts_on_another_host_has_a_fixed_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     line = [sys.executable, "-m", "lockstep.common.follow_parent", sys.executable, "-c", TOLD]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as there:
-        assert there.stdout is not None
         assert there.stdout.read().strip() == "0"

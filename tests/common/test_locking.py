@@ -76,7 +76,6 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
         "with exclusive(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         assert not _is_free(path)
         holder.kill()

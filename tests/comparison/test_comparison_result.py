@@ -30,8 +30,7 @@ def a_history(seconds: float, weights: str = SHA, ranks: int = 1) -> History:
         peak_bytes_by_rank=[(rank + 1) << 20 for rank in range(ranks)],
     )
     events = [(started(), 0.0), (stepped(), 1.0), (evaluated(), 2.0), (end, seconds)]
-    lines: list[dict[str, Any]] = [figures(event, time) for event, time in events]
-    return history(lines)
+    return history([figures(event, time) for event, time in events])
 
 
 def a_row(

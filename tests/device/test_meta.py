@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.device.meta import on_meta
 
@@ -22,8 +22,7 @@ def _loud() -> nn.Module:
 
 
 def devices(model: nn.Module) -> set[torch.device]:
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return {each.device for each in tensors}
+    return {each.device for each in [*model.parameters(), *model.buffers()]}
 
 
 def test_a_model_of_terabytes_needs_no_memory_and_warns_nobody() -> None:

@@ -30,7 +30,6 @@ def other() -> Iterator[tuple[int, int]]:
     command = [sys.executable, "-c", LISTEN, "127.0.0.2"]
     while True:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             port = int(process.stdout.readline())
             if alone := _free_at("127.0.0.1", port):  # other tests' ranks listen there, on ports of the same range
                 yield process.pid, port
@@ -93,7 +92,6 @@ def test_the_holder_of_a_port_is_named(other: tuple[int, int]) -> None:
 def test_a_long_command_is_cut() -> None:
     command = [sys.executable, "-c", LISTEN, "127.0.0.1", "x" * 300]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         found = ports.holder(int(process.stdout.readline()))
         process.kill()
     assert found.endswith("...)")

@@ -129,8 +129,7 @@ STARTS = pytest.mark.parametrize(
 def fixed(before: str, fix: str) -> dict[str, Any]:
     """Return the settings of a process which has begun with the code `before` and then fixed its kernels."""
     done = subprocess.run([sys.executable, "-c", READ, before, fix], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.commands

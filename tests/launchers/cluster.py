@@ -36,8 +36,6 @@ def slurm(folder: Path) -> Iterator[Run]:
     with subprocess.Popen(
         line, cwd=folder, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as inside:
-        assert inside.stdin is not None
-        assert inside.stdout is not None
 
         def run(*command: str, code: int = 0) -> str:
             inside.stdin.write(json.dumps(command) + "\n")

@@ -68,7 +68,6 @@ def losses(folder: Path, run: str) -> dict[int, float]:
 
 
 def write(shell: subprocess.Popen[str], line: str) -> None:
-    assert shell.stdin is not None
     shell.stdin.write(f"{line}\n")
     shell.stdin.flush()
 

@@ -116,7 +116,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[float, str], subprocess.Popen[st
     for process in started:
         process.kill()
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 
@@ -135,7 +134,6 @@ def test_the_second_interrupt_kills(start: Callable[..., subprocess.Popen[str]],
     process = start(60, "stays")
     pids = [pid(tmp_path / name) for name in "ab"]
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
     assert process.stdout.readline() == "SIGINT; ending a, b\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 137

@@ -47,7 +47,6 @@ def card(monkeypatch):
 @pytest.mark.parametrize("launcher", STARTED)
 def test_the_device_of_a_rank_under_each_launcher(card, launcher) -> None:
     info = detect(STARTED[launcher])
-    assert info is not None
     assert (info.launcher, info.rank, info.local_rank, info.local_size) == (launcher, 5, 1, 4)
     assert card(info, 4, None) == torch.device("cuda", 1)  # all of the host
     assert card(info, 4, "0,1,2,3") == torch.device("cuda", 1)

@@ -59,8 +59,7 @@ def test_summary_has_the_form_of_each_tensor() -> None:
             self.again = self.into
 
         def forward(self, x: Tensor) -> Tensor:
-            outputs: Tensor = self.frozen(self.into(x.double()).float())
-            return outputs
+            return self.frozen(self.into(x.double()).float())
 
     summary = check(Tied, torch.zeros(1, 4), 3)
     assert {name: str(form) for name, form in summary.trained.items()} == {
@@ -128,8 +127,7 @@ class _Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.max().item() == 8
-        outputs: Tensor = self.head(self.embed(x).flatten(1))
-        return outputs
+        return self.head(self.embed(x).flatten(1))
 
 
 def test_inputs_have_the_values_of_the_data_on_the_cpu() -> None:

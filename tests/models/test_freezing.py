@@ -21,8 +21,7 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.plain(self.norm(self.embedding(tokens)))) * self.scale
-        return logits
+        return self.head(self.plain(self.norm(self.embedding(tokens)))) * self.scale
 
 
 def test_only_what_fits_is_frozen() -> None:

@@ -34,8 +34,7 @@ class Branched(nn.Module):
         x = self.plain(x.sum(0).mean((2, 3)))
         x = self.twice(self.dropout(self.into(x)))
         x = self.twice(self.back(x).relu()) + self.kept
-        head: Tensor = self.head(self.memory(x[None])[0][0])
-        return head
+        return self.head(self.memory(x[None])[0][0])
 
 
 class Straying(nn.Module):
@@ -49,5 +48,4 @@ class Straying(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.norm(images) if images[0, 0, 0, 0] > 0 else self.sometimes(images)
-        head: Tensor = self.head(x.mean((2, 3)))
-        return head
+        return self.head(x.mean((2, 3)))

@@ -32,12 +32,10 @@ class Block(nn.Module):
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("scale", torch.full((2, 8), 0.5))
-        self.scale: Tensor
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.norm(self.linear(inputs) * self.frozen).tanh()
-        result: Tensor = x * self.scale[1] * self.frozen.detach().view(1, 8)
-        return result
+        return x * self.scale[1] * self.frozen.detach().view(1, 8)
 
 
 class Stacked(nn.Sequential):

@@ -94,8 +94,7 @@ class Branches(nn.Module):
             self.left_out.running_var.uniform_(0, 3)  # type: ignore[union-attr]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.used(inputs)
-        return outputs
+        return self.used(inputs)
 
 
 def test_a_layer_that_takes_no_part_does_not_move_by_a_bit() -> None:

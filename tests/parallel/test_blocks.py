@@ -34,8 +34,7 @@ class Block(nn.Module):
         self.scale = shared if shared is not None else nn.Parameter(torch.ones(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.parts(inputs) * self.scale
-        return outputs
+        return self.parts(inputs) * self.scale
 
 
 class Tied(nn.Module):

@@ -43,8 +43,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(14, toys.CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.stem(images.flatten(1))).tanh())
-        return logits
+        return self.head(self.blocks(self.stem(images.flatten(1))).tanh())
 
 
 # Two shapes of micro-batches, and one of evaluations: each is some seconds of a compiler's work.

@@ -27,8 +27,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _passed(given: Sequence[Tensor]) -> Sequence[Tensor]:
-    outputs: Sequence[Tensor] = _Pass.apply(*given)
-    return outputs
+    return _Pass.apply(*given)
 
 
 def _run(functions: Sequence[Callable[[], Any]], together: Cooperative) -> list[Any]:
@@ -60,8 +59,7 @@ def test_one_alone_runs_where_it_is_called() -> None:
 
     def function() -> str:
         assert threading.current_thread() is own
-        given: str = together.exchange("middle", lambda given: [f"{each}!" for each in given], "alone")
-        return given
+        return together.exchange("middle", lambda given: [f"{each}!" for each in given], "alone")
 
     assert _run([function], together) == ["alone!"]
 

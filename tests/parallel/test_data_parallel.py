@@ -257,7 +257,6 @@ def test_every_micro_batch_of_every_step_draws_numbers_of_its_own() -> None:
     assert isinstance(engine, DataParallelEngine)
 
     def drawn(step: Step, index: int) -> float:
-        assert isinstance(engine, DataParallelEngine)
         with engine.forward(toys.fetch(case, step, index), step):
             return float(torch.rand(1))
 

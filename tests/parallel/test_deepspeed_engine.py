@@ -31,8 +31,7 @@ class Steady(toys.Toy):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.second(self.frozen(self.first(self.stem(images)).relu())).mean((2, 3))
-        head: Tensor = self.head(self.back(self.into(self.dropout(x)).relu()))
-        return head
+        return self.head(self.back(self.into(self.dropout(x)).relu()))
 
 
 PLAIN: Final = Case(model=Steady, strategy="deepspeed", alone="deepspeed")

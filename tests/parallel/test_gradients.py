@@ -108,8 +108,6 @@ def test_the_sum_of_all_micro_batches_is_left(alone: bool) -> None:
             (used * factor).sum().backward()
             gradients.after_backward(microbatches(3)[leaf])
         gradients.finish()
-        assert used.grad is not None
-        assert unused.grad is not None
         assert (used.grad.item(), unused.grad.item()) == (111.0, 0.0)
         used.grad = unused.grad = None
 
@@ -153,7 +151,6 @@ def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:
     (shared * 2 + (shared * 5).sin()).sum().backward()
     gradients.after_backward(microbatches(1)[0])
     gradients.finish()
-    assert shared.grad is not None
     assert shared.grad.item() == pytest.approx(2 + 5 * torch.tensor(15.0).cos().item())
 
 

@@ -24,8 +24,7 @@ class Sequences(nn.Module):
         self.head = nn.Linear(WIDTH, toys.CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.through(images.reshape(len(images), TOKENS, WIDTH)))
-        return logits
+        return self.head(self.through(images.reshape(len(images), TOKENS, WIDTH)))
 
     def through(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -40,8 +39,7 @@ class Padded(Sequences):
 
     def through(self, x: Tensor) -> Tensor:
         padding = torch.arange(TOKENS).expand(len(x), TOKENS) >= TOKENS - 3
-        encoded: Tensor = self.blocks[0](x, src_key_padding_mask=padding)
-        return encoded[:, 0]
+        return self.blocks[0](x, src_key_padding_mask=padding)[:, 0]
 
 
 class Attention(Sequences):
@@ -68,7 +66,6 @@ class Cells(Sequences):
         for token in x[:, :4].unbind(1):
             state = lstm(token, state)
             gated = gru(token, gated)
-        assert state is not None
         return state[0] + gated
 
 
@@ -92,8 +89,7 @@ class View(nn.Module):
         self.linear = nn.Linear(WIDTH, 2 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y[..., WIDTH:]
+        return self.linear(x)[..., WIDTH:]
 
 
 class Layers(Sequences):
@@ -109,8 +105,7 @@ class Layers(Sequences):
     def through(self, x: Tensor) -> Tensor:
         x, _ = self.blocks[0](x)
         x = self.blocks[1](x).relu()
-        mixed: Tensor = self.blocks[2](x[:, 0], x[:, 1])
-        return mixed
+        return self.blocks[2](x[:, 0], x[:, 1])
 
 
 @pytest.mark.worlds

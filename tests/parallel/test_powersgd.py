@@ -109,7 +109,6 @@ def over_ranks(world: World) -> tuple[Tensor, Tensor]:
     steps = []
     for step in range(3):
         own = sum(drawn(10 * step + part) for part in range(world.rank, 12, world.size))
-        assert isinstance(own, Tensor)
         steps.append(sent(power, own, rank))
         power.settle(True, 1.0)
     return torch.stack(steps), world.add_(errors(power))
@@ -140,7 +139,6 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
     # On other ranks the errors of all are on the first, and nothing is lost.
     fewer, _ = worlds.run(2, toys.states, case, len(case.samples), whole)[0]
     kept = whole.feedback or {}
-    assert fewer.feedback is not None
     assert fewer.feedback.keys() == kept.keys()
     for slot, held in fewer.feedback.items():
         own, before = local_tensor(held), local_tensor(kept[slot])

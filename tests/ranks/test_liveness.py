@@ -15,7 +15,6 @@ SAY = "from lockstep.ranks import liveness; print(liveness.identity(), flush=Tru
 
 def test_a_process_is_seen_to_run_to_be_stopped_and_to_be_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", SAY], stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
         said = process.stdout.readline().rstrip("\n")
         assert liveness.state(said) == "runs"
         process.send_signal(signal.SIGSTOP)

@@ -89,7 +89,6 @@ def trainer() -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> None:
-    assert trainer.stdout is not None
     assert trainer.stdout.readline() == "ready\n"
     trainer.send_signal(signal.SIGTERM)
     assert trainer.stdout.readline() == "level 3\n"

@@ -60,7 +60,6 @@ def be_rank(rank: int, folder: Path) -> None:
 def trained(rank: int, stage: int, recipe: Recipe) -> dict[str, torch.Tensor]:
     """Train and return the weights, whole, on each rank."""
     model = build()
-    engine: Any
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=recipe.make(model.parameters()), config=config(stage, recipe)
     )

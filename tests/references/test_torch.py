@@ -1,7 +1,6 @@
 """Torch used by hand, on the same network and data, ends with our weights but for rounding."""
 
 from collections.abc import Callable
-from typing import Any
 
 import ours
 import pytest
@@ -30,7 +29,7 @@ def ddp(world: World, recipe: Recipe) -> Weights:
 def zero_redundancy(world: World, recipe: Recipe) -> Weights:
     model = build()
     wrapped = DistributedDataParallel(model)
-    kind: Any = getattr(torch.optim, recipe.optimizer)
+    kind = getattr(torch.optim, recipe.optimizer)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, lr=recipe.lr, foreach=True, **recipe.options)
     steps(world, wrapped, optimizer, recipe)
     return weights(model)

@@ -29,7 +29,6 @@ SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
 def test_what_is_told_of_an_event(event: Event, kind: str, words: str) -> None:
     [line] = logged((7.0, event))
     found = notice(line, frozenset({"top1", "top5"}))
-    assert found is not None
     assert (found.time, found.kind) == (7.0, kind)
     assert found.words.startswith(words)
 
@@ -43,6 +42,5 @@ def test_of_a_step_nothing_is_told() -> None:
 def test_events_of_others_are_told_as_text(kind: str, value: object) -> None:
     names = ("time", "step", "text", "files", "path", "strategy", "processes", "reason", "again", "loss", "weights")
     found = notice({"event": kind, **dict.fromkeys(names, value)})
-    assert found is not None
     assert "\x1b" not in found.words
     assert found.time is None or found.time >= 0

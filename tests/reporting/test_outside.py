@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from component import require_package
-from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
+from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped, write
 
 from lockstep.errors import TrainingError, UsageError
 from lockstep.reporting.outside import Outside
 from lockstep.reporting.tracker_id import read_id
-from lockstep.training.events import Event
 
 RECIPE = {"recipe.seed": 0, "recipe.data.mean": [0.5, 0.5], "recipe.optimizer.lr.value": 0.1}
 
@@ -24,13 +23,6 @@ def open_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return lambda name, **options: Outside(name, tmp_path, options, RECIPE, tmp_path / "logs" / f"{name}.log")
-
-
-def write(sink: Outside, *events: Event) -> None:
-    for number, event in enumerate(events):
-        sink.write(event, 1000.0 + number)
-    sink.close()
-    sink.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*noload")  # mlflow's use of SQLAlchemy, in this process to read it back

@@ -2,28 +2,21 @@
 
 from pathlib import Path
 
-from event_examples import saved
+from event_examples import saved, write
 
 from lockstep.reporting.skipped import SkippedFiles
-from lockstep.training.events import Event, Skipped
-
-
-def written(path: Path, *events: Event) -> None:
-    sink = SkippedFiles(path)
-    for event in events:
-        sink.write(event, 0.0)
-    sink.close()
+from lockstep.training.events import Skipped
 
 
 def test_without_a_skipped_file_there_is_none(tmp_path: Path) -> None:
-    written(tmp_path / "skipped.txt", saved())
+    write(SkippedFiles(tmp_path / "skipped.txt"), saved())
     assert not (tmp_path / "skipped.txt").exists()
 
 
 def test_each_file_is_one_line_over_all_starts(tmp_path: Path) -> None:
     path = tmp_path / "skipped.txt"
-    written(path, skipped("a.png", "b\nc.png"), skipped("a.png", "d.png"))
-    written(path, skipped("d.png", "e.png"))
+    write(SkippedFiles(path), skipped("a.png", "b\nc.png"), skipped("a.png", "d.png"))
+    write(SkippedFiles(path), skipped("d.png", "e.png"))
     assert path.read_bytes().splitlines() == [b"a.png", b"b\\nc.png", b"d.png", b"e.png"]
 
 

@@ -3,24 +3,14 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from event_examples import RESUMED_FROM, evaluated, every, started, stepped
+from event_examples import RESUMED_FROM, evaluated, every, started, stepped, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.reporting.tensorboard import TensorBoard
-from lockstep.training.events import Event
-
-
-def write(folder: Path, events: Sequence[Event]) -> None:
-    sink = TensorBoard(folder)
-    for number, event in enumerate(events):
-        sink.write(event, 1000.0 + number)
-    sink.close()
-    sink.close()
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -31,7 +21,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_figures_stand_against_the_step(tmp_path: Path) -> None:
-    write(tmp_path, every())
+    write(TensorBoard(tmp_path), *every())
     found = curves(tmp_path)
     expected = {"loss/train": 0.43214, "lr": 0.09511, "samples_per_s": 1234.4, "norm": 1.5}
     expected |= {"loss/validation": 0.1023, "top1": 355 / 360, "top5": 1.0}
@@ -41,20 +31,20 @@ def test_figures_stand_against_the_step(tmp_path: Path) -> None:
 
 
 def test_flops_have_curves_where_they_are_known(tmp_path: Path) -> None:
-    write(tmp_path, [started(), replace(stepped(), flops_per_s=4e14, mfu=0.4)])
+    write(TensorBoard(tmp_path), started(), replace(stepped(), flops_per_s=4e14, mfu=0.4))
     found = curves(tmp_path)
     assert found["flops_per_s"] == [(69, pytest.approx(4e14))]
     assert found["mfu"] == [(69, pytest.approx(0.4))]
 
 
 def test_a_resumed_run_takes_up_the_curve_where_it_goes_on(tmp_path: Path) -> None:
-    write(tmp_path, [started(), *(stepped(step) for step in (23, 46, 69, 92))])
-    write(tmp_path, [started(46, RESUMED_FROM), stepped(69)])
+    write(TensorBoard(tmp_path), started(), *(stepped(step) for step in (23, 46, 69, 92)))
+    write(TensorBoard(tmp_path), started(46, RESUMED_FROM), stepped(69))
     assert [step for step, _ in curves(tmp_path)["loss/train"]] == [23, 46, 69]
 
 
 def test_before_the_start_nothing_is_written(tmp_path: Path) -> None:
-    write(tmp_path / "tensorboard", [evaluated()])
+    write(TensorBoard(tmp_path / "tensorboard"), evaluated())
     assert not (tmp_path / "tensorboard").exists()
 
 

@@ -36,8 +36,7 @@ def verification(*rows: VerdictRow, findings: tuple[CodeFinding, ...] = ()) -> V
 def drawn(found: Verification) -> list[str]:
     console = Console(file=io.StringIO(), width=80)
     draw(found, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return [line.rstrip() for line in text.splitlines()]
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
 def test_a_row_for_each_placement_that_is_possible():

@@ -31,9 +31,7 @@ def loaded(*overrides: str) -> Loaded:
 def test_what_they_are_becomes_part_of_the_recipe_and_where_they_lie_does_not() -> None:
     found, first = load_first_weights(loaded("recipe.model.weights=file.safetensors"))
     weights = found.config.recipe.model.weights
-    assert weights is not None
     assert (weights.sha256, weights.path) == (SHA256, "file.safetensors")
-    assert first is not None
     assert first.tensors.keys() == TENSORS.keys()
     Path("file.safetensors").rename("moved.safetensors")
     moved, _ = load_first_weights(loaded("recipe.model.weights=moved.safetensors"))

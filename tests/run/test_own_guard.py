@@ -21,8 +21,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
 def own(run: Any) -> Iterator[Any]:
-    found: Iterator[Any] = run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
-    return found
+    return run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
 
 
 def nothing(step: Any) -> None:

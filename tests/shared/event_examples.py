@@ -1,5 +1,7 @@
 """One event of each kind, for the tests of the sinks."""
 
+from typing import Any
+
 from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stepped, Stopped
 
 SHA = "0123456789abcdef" * 4
@@ -77,6 +79,14 @@ def done() -> Done:
         skipped_samples=2,
         seconds=43.11,
     )
+
+
+def write(sink: Any, *events: Event) -> None:
+    """Write events a second apart, and close the sink, which may be done twice."""
+    for number, event in enumerate(events):
+        sink.write(event, 1000.0 + number)
+    sink.close()
+    sink.close()
 
 
 def every() -> list[Event]:

@@ -14,12 +14,12 @@ import lockstep
 SAMPLES = 40  # in batches of 16: the last is short
 
 
-def data() -> TensorDataset:
+def data(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.arange(SAMPLES) % 3)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 3)
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3))
 
 
@@ -116,8 +116,7 @@ def in_bf16(epochs: int = 1) -> None:
         outputs = model(inputs, scale=torch.tensor(0.5), numbers=targets)
         assert outputs["logits"].dtype == outputs["hidden"][0].dtype == torch.float32
         assert outputs["numbers"] is targets
-        found: Tensor = outputs["logits"]
-        return found
+        return outputs["logits"]
 
     for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
         for inputs, targets in step:
@@ -179,8 +178,7 @@ class OfNames(nn.Module):
         self.parts = nn.ModuleDict({f"part{number}": nn.Linear(6, 3) for number in range(9)})
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = sum(self.parts[name](inputs) for name in set(self.parts))  # type: ignore[assignment]
-        return outputs
+        return sum(self.parts[name](inputs) for name in set(self.parts))  # type: ignore[assignment]
 
 
 def in_order_of_names() -> None:

@@ -30,8 +30,7 @@ class Doubled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x += self.frozen
-        result: Tensor = self.again(self.once(x).relu()) * self.scale
-        return result
+        return self.again(self.once(x).relu()) * self.scale
 
 
 class Skipping(nn.Module):
@@ -55,8 +54,7 @@ class Skipping(nn.Module):
         start = self.norm(self.stem(images)) + self.position
         x = self.act(self.late(self.mix(self.drop(start) * scale)))
         x = (x + start).mean((2, 3))
-        head: Tensor = self.head(self.last(self.twice(x)) / rows)
-        return head
+        return self.head(self.last(self.twice(x)) / rows)
 
 
 def mlp() -> nn.Module:
@@ -69,8 +67,7 @@ def mlp() -> nn.Module:
 def resnet18() -> nn.Module:
     import timm
 
-    model: nn.Module = timm.create_model("resnet18", num_classes=CLASSES)
-    return model
+    return timm.create_model("resnet18", num_classes=CLASSES)
 
 
 def vit() -> nn.Module:

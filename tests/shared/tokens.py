@@ -119,8 +119,7 @@ def engine(world: World, case: Case) -> Engine:
     task = NextToken(case.named)
     [(_, batch), *_] = steps(replace(case, samples=(2,)))
     example = batches.map_tensors(lambda tensor: tensor.to("meta"), task.inputs(batch))
-    started: Engine = toys.started(world, case, task, build, example, recompute=case.recompute)
-    return started
+    return toys.started(world, case, task, build, example, recompute=case.recompute)
 
 
 def steps(case: Case) -> Iterator[tuple[Step, dict[str, Tensor]]]:

@@ -15,8 +15,7 @@ class _Body(nn.Module):
         self.head = nn.Linear(WIDTH, toys.CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        head: Tensor = self.head(self.through(self.stem(images).relu().mean((2, 3)), images))
-        return head
+        return self.head(self.through(self.stem(images).relu().mean((2, 3)), images))
 
     def through(self, x: Tensor, images: Tensor) -> Tensor:
         raise NotImplementedError

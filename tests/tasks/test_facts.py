@@ -68,7 +68,6 @@ def test_targets_beside_the_classes_are_told_with_their_sample() -> None:
 
 def test_only_pairs_with_names_are_skipped_by_their_targets() -> None:
     skipped = skipping(WHOLE, ["a"])
-    assert skipped is not None
     assert skipped((INPUTS, torch.tensor([-100, 1]))).tolist() == [True, False]
     assert skipping(WHOLE, []) is None
     assert skipping({"x": INPUTS}, ["a"]) is None

@@ -40,14 +40,12 @@ def holder(script: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def end(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert process.stdout is not None
     process.stdout.close()
 
 

@@ -33,7 +33,6 @@ def test_a_right_plan_agrees(plan: dict[str, str]) -> None:
 
 def test_heads_that_were_forgotten_are_found_where_they_are() -> None:
     found = feature_departure(*_gpt({"blocks.1.attention": "whole"}), (IDS[:, :8],))
-    assert found is not None
     assert found[0] == "blocks.1.attention"
     assert found[1] > 1e-3
 
@@ -50,8 +49,7 @@ class OnlySingle(nn.Module):
         if x.dtype == torch.float64:
             raise RuntimeError("not in float64")
         x = self.up(x)
-        down: torch.Tensor = self.down(x / x.norm(dim=-1, keepdim=True) if self.normed else x.relu())
-        return down
+        return self.down(x / x.norm(dim=-1, keepdim=True) if self.normed else x.relu())
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -90,8 +88,7 @@ class Mixing(nn.Module):
             x = x + before - before.detach()
         q, k, v = self.all(x).view(n, t, 3, 2, 8).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        logits: Tensor = self.head(x + y.transpose(1, 2).reshape(n, t, -1))
-        return logits
+        return self.head(x + y.transpose(1, 2).reshape(n, t, -1))
 
 
 def _model(fault: str, narrow: bool = False) -> nn.Module:
@@ -125,6 +122,5 @@ def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, wha
 )
 def test_what_mixes_positions_is_found(fault: str, what: str, narrow: bool) -> None:
     found = sequence_departure(_model(fault, narrow), Language(), IDS, 2)
-    assert found is not None
     assert found[0] == what
     assert found[1] > 1e-3

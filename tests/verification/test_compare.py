@@ -106,7 +106,6 @@ def test_the_pair_that_lies_farthest_apart():
     one = torch.tensor([[1.0, 2.0], [-4.0, 0.0]])
     other = torch.tensor([[1.0, 2.5], [-4.25, 0.0]])
     found = farthest(one, other)
-    assert found is not None
     assert (found.index, found.reference, found.found) == ((0, 1), "2", "2.5")
     assert (found.distance, found.scale) == (0.5, 4.0)
     assert farthest(one, one.clone()) is None

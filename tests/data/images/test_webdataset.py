@@ -56,7 +56,6 @@ def _open(root: Path, **options: object) -> DataSet:
 
 def test_pictures_of_all_archives_by_number(root: Path) -> None:
     data = _open(root)
-    assert data.validation is not None
     assert (len(data.train), len(data.validation)) == (9, 3)
     assert data.facts["classes"] == ["0", "1", "2"]
     images, targets = data.train.fetch(np.array([7, 0, 4]), None)
@@ -126,7 +125,6 @@ def test_labels_from_json_and_names_of_classes(tmp_path: Path) -> None:
 def test_a_share_is_validation_s(root: Path) -> None:
     (root / "val-0.tar").unlink()
     data = _open(root, validation=0.5)
-    assert data.validation is not None
     assert len(data.train) + len(data.validation) == 9
     seen = [split.fetch(np.arange(len(split)), None)[0][:, 0, 0, 0].tolist() for split in (data.train, data.validation)]
     assert sorted(seen[0] + seen[1]) == [*range(9)]

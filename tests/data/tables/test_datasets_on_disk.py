@@ -38,7 +38,6 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_pair_of_one_column_and_a_class(root: Path) -> None:
     data = _open(root, inputs="x", target="label")
-    assert data.validation is not None
     assert (len(data.train), len(data.validation)) == (10, 4)
     assert data.facts == {"classes": ["even", "odd"], "shape": [2]}
     inputs, targets = data.train.fetch(np.array([3, 0]), None)
@@ -49,7 +48,6 @@ def test_a_pair_of_one_column_and_a_class(root: Path) -> None:
 def test_all_columns_as_a_dict_and_a_share_of_the_rows(tmp_path: Path) -> None:
     _rows(100).save_to_disk(tmp_path / "one")
     data = _open(tmp_path / "one", validation=0.2)
-    assert data.validation is not None
     assert len(data.train) + len(data.validation) == 100
     batches = [split.fetch(np.arange(len(split)), None) for split in (data.train, data.validation)]
     assert sorted(batches[0]["n"].tolist() + batches[1]["n"].tolist()) == [*range(100)]

@@ -30,7 +30,6 @@ def root(tmp_path: Path) -> Path:
 
 
 def _all(data: DataSet) -> list[torch.Tensor]:
-    assert data.validation is not None
     return [tensor for split in (data.train, data.validation) for tensor in split.fetch(np.arange(len(split)), None)]
 
 

@@ -23,7 +23,6 @@ def _open(root: Path, name: str = "text", **options: object) -> DataSet:
 def _read(data: DataSet, file: str = "") -> tuple[str, str]:
     """Return the text of all inputs of training and of all targets of validation that count."""
     tokenizer = tokenizer_of(data.facts["tokenizer"], file)
-    assert data.validation is not None
     inputs, _ = data.train.fetch(np.arange(len(data.train)), None)
     _, targets = data.validation.fetch(np.arange(len(data.validation)), None)
     return tokenizer.decode(inputs.flatten().numpy()), tokenizer.decode(targets[targets >= 0].numpy())
@@ -86,7 +85,6 @@ def test_parts_that_are_there_are_taken(tmp_path: Path, names: tuple[str, str]) 
 
 def test_shakespeare_as_nanogpt_cuts_it() -> None:
     data = open_data(DataRequest("shakespeare", options={"context": 64, "stride": 1}))
-    assert data.validation is not None
     assert (len(data.train), len(data.validation)) == (1_003_854 - 64, 1743)
     assert (data.facts["vocabulary"], data.facts["context"]) == (65, 64)
     inputs, targets = data.train.fetch(np.array([0, 5]), None)

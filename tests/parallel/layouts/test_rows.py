@@ -18,8 +18,7 @@ class Wide(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.middle(self.stem(images).relu()).relu().mean((2, 3))
-        head: Tensor = self.head(self.into(x).relu())
-        return head
+        return self.head(self.into(x).relu())
 
 
 @pytest.mark.worlds

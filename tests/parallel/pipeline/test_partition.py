@@ -44,7 +44,6 @@ def test_no_other_cut_is_better(items: list[tuple[int, bool, bool]], parts: int)
     if not possible:
         assert found is None
     else:
-        assert found is not None
         assert _value(costs, needed, tuple(found)) == min(possible)
 
 

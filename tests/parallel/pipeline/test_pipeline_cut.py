@@ -107,8 +107,7 @@ class Wrapped(nn.Module):
         self.inner = inner
 
     def forward(self, images: Tensor) -> Tensor:
-        outputs: Tensor = self.inner(images)
-        return outputs
+        return self.inner(images)
 
 
 def test_modules_are_entered_where_they_must_be() -> None:
@@ -134,8 +133,7 @@ class Straight(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.between(self, self.first(self.flat(images)))
-        outputs: Tensor = self.third(x)
-        return outputs
+        return self.third(x)
 
 
 def by_value(model: nn.Module, x: Tensor) -> Tensor:

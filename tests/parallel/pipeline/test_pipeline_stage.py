@@ -91,8 +91,7 @@ def stepped(split: bool, recompute: bool, alone: bool) -> tuple[list[list[Tensor
     stage = stage_of(model, recompute)
 
     def compute(values: Values) -> Sequence[Tensor]:
-        outputs: list[Tensor] = model(*values)
-        return outputs
+        return model(*values)
 
     for number in range(2):
         inputs: Values = [torch.randn(3, 4).requires_grad_(), torch.randn(3, 4).requires_grad_(), torch.tensor(number)]
@@ -161,7 +160,6 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
 
     def compute(values: Values) -> Sequence[Tensor]:
         (x,) = values
-        assert x is not None
         return [x + model.added]
 
     given = []
@@ -198,7 +196,6 @@ def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute:
     def compute(number: int, values: Values) -> Sequence[Tensor]:
         generator.manual_seed(number)
         [x] = values
-        assert isinstance(x, Tensor)
         return [model(x, lambda given: together.exchange("here", lambda both: both[::-1], given))]
 
     inputs, gradients = torch.randn(2, 3, 4), torch.randn(2, 3, 4)

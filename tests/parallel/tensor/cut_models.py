@@ -78,8 +78,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         weights, numbers = self.router(rows).float().softmax(-1).topk(2)
-        mixed: Tensor = self.experts(rows, numbers, weights.to(x.dtype))
-        return mixed.view_as(x)
+        return self.experts(rows, numbers, weights.to(x.dtype)).view_as(x)
 
 
 class Block(nn.Module):
@@ -100,8 +99,7 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm(x))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        fed: Tensor = self.down(F.dropout(F.silu(self.gate(x)), self.dropout, self.training) * self.up(x))
-        return fed
+        return self.down(F.dropout(F.silu(self.gate(x)), self.dropout, self.training) * self.up(x))
 
 
 class Tail(nn.Module):
@@ -118,8 +116,7 @@ class Tail(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(self.before(x), self.dropout, self.training)
-        after: Tensor = self.after(self.last(F.gelu(self.first(x))))
-        return after
+        return self.after(self.last(F.gelu(self.first(x))))
 
 
 class Net(nn.Module):
@@ -139,8 +136,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x + self.mixture(x)
-        head: Tensor = self.head(self.tail(x).mean(1))
-        return head
+        return self.head(self.tail(x).mean(1))
 
 
 class Still(Net):

@@ -61,8 +61,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, int]]] = {
 
 def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
     given = model.double().eval()(inputs.double() if inputs.is_floating_point() else inputs)
-    found: Tensor = given if isinstance(given, Tensor) else given.logits
-    return found
+    return given if isinstance(given, Tensor) else given.logits
 
 
 @pytest.mark.parametrize("name", MODELS)

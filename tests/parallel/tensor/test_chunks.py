@@ -22,8 +22,7 @@ class Region(nn.Module):
         self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:
-        ended: Tensor = self.last(self.inside(self.first(x)))
-        return ended
+        return self.last(self.inside(self.first(x)))
 
 
 def cut(region: nn.Module, count: int) -> nn.Module:
@@ -140,8 +139,7 @@ def test_a_region_that_failed_can_be_called_again() -> None:
 def test_a_region_whose_last_layer_is_not_called_says_so() -> None:
     class Left(Region):
         def forward(self, x: Tensor) -> Tensor:
-            first: Tensor = self.first(x)
-            return first
+            return self.first(x)
 
     with pytest.raises(RuntimeError, match="the model was called and its rowwise layer was not: it cannot be cut"):
         cut(Left(), 2)(torch.ones(2, 6))

@@ -72,8 +72,7 @@ def _trained(spread: bool) -> list[Tensor]:
 
     def forward(number: int) -> Tensor:
         torch.manual_seed(number)
-        outputs: Tensor = net(given[number], torch.full((), 1.0 + number))
-        return outputs
+        return net(given[number], torch.full((), 1.0 + number))
 
     outputs = together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)
     torch.stack([each.sin().sum() for each in outputs]).sum().backward()

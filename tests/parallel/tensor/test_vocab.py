@@ -89,8 +89,7 @@ class Untied(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.feed(self.table((4 * images[:, 0, 0]).long().remainder(6)))
-        head: Tensor = self.head(self.norm(x).mean(1))
-        return head
+        return self.head(self.norm(x).mean(1))
 
 
 class Tied(Untied):

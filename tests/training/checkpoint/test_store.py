@@ -48,7 +48,6 @@ def names(folder: Path) -> list[str]:
 
 
 def step_of(found: store.FoundCheckpoint | None) -> int:
-    assert found is not None
     step: int = found.snapshot.state["step"]
     assert found.snapshot.model["layer.weight"].equal(snapshot(step).model["layer.weight"])
     return step
@@ -69,10 +68,6 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert names(path) == sorted([*FILES, "manifest.json"])
     read, sent = store.read(path), snapshot(12)
     assert read.state == sent.state
-    assert read.ema is not None
-    assert sent.ema is not None
-    assert read.feedback is not None
-    assert sent.feedback is not None
     files = [(read.model, sent.model), (read.optimizer, sent.optimizer), (read.ema, sent.ema)]
     for kept, given in [*files, (read.feedback, sent.feedback)]:
         assert kept.keys() == given.keys()
@@ -186,7 +181,6 @@ def test_one_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
     after = hashlib.sha256(damaged.read_bytes()).hexdigest()
     found = store.newest(tmp_path)
     assert step_of(found) == 1
-    assert found is not None
     assert found.path == tmp_path / "step-00000001"
     [problem] = found.problems
     assert problem == f"{damaged}: damaged after it was written: sha256 expected {before}, found {after}"
@@ -247,7 +241,6 @@ def test_half_a_checkpoint_is_named_and_the_previous_one_used(
     damage(tmp_path / "step-00000002" / name)
     found = store.newest(tmp_path)
     assert step_of(found) == 1
-    assert found is not None
     [problem] = found.problems
     with pytest.raises(TrainingError, match=words):
         raise TrainingError(problem)
@@ -350,7 +343,6 @@ def test_a_full_disk_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, cal
         failures += [] if words is None else [words]
         found = store.newest(tmp_path)
         assert step_of(found) == 2
-        assert found is not None
         assert found.problems == []
     start = "step-00000002: checkpoint not written: No space left on device; step-0000000"
     assert failures
@@ -419,7 +411,6 @@ def test_what_is_no_file_is_named_and_the_previous_checkpoint_used(tmp_path: Pat
     put(doomed)
     found = store.newest(tmp_path)
     assert step_of(found) == 1
-    assert found is not None
     [problem] = found.problems
     assert problem.startswith(str(tmp_path / "step-00000002"))
 
