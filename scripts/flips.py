@@ -95,11 +95,13 @@ def run(world: World, case: toys.Case, flip: Flip, wanted: int = 0) -> tuple[str
                 stored(engine, flip)
             watched = Results(flip, wanted) if here and flip.kind == "result" else None
             undo = arriving(flip) if here and flip.kind == "message" else None
-            with watched or nullcontext():
-                engine.forward_backward(toys.share(world, case, step), step)
+            try:
+                with watched or nullcontext():
+                    engine.forward_backward(toys.share(world, case, step), step)
+            finally:
+                if undo:
+                    undo()
             seen = watched.seen if watched else seen
-            if undo:
-                undo()
             engine.update(toys.rate(step), case.clip)
     except TrainingError as error:
         said = str(error).replace(world.host, "host")
