@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 from lockstep.comm.world import World
 from lockstep.common import plainfile
+from lockstep.common.patterns import list_some
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.digest import Digests
 from lockstep.core.majority import odd_ones
@@ -107,12 +108,8 @@ class AuditedEngine:
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
         """Raise TrainingError on all ranks where what one sent is not what another one received."""
         noted = [{peer: hash_of(each) for peer, each in by_peer(messages, way).items()} for way in (SENT, RECEIVED)]
-        told = [
-            plainfile.parse_json(each)
-            for each in self._world.all_tell(
-                json.dumps({"host": self._world.host, "links": [[*map(list, each.items())] for each in noted]})
-            )
-        ]
+        links = [[*map(list, each.items())] for each in noted]
+        told = told_by_all(self._world, {"host": self._world.host, "links": links})
         sent, received = ([dict(each["links"][way]) for each in told] for way in (0, 1))
         if found := changed_on_the_way(sent, received):
             raise TrainingError(link_verdict(step, *found, told))
@@ -148,8 +145,8 @@ class AuditedEngine:
         """Return what the ranks do not agree on. All ranks call it."""
         own = [[*subject, hash_of(digests)] for subject, digests in findings]
         opinions: Opinions = {}
-        for rank, text in enumerate(self._world.all_tell(json.dumps(own))):
-            for kind, rows, found in plainfile.parse_json(text):
+        for rank, every in enumerate(told_by_all(self._world, own)):
+            for kind, rows, found in every:
                 opinions.setdefault(Subject(kind, rows), []).append((rank, found))
         return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
 
@@ -167,8 +164,7 @@ class AuditedEngine:
         # What the fewest ranks have wrong is nearest to the fault: rows of a weight, not what a replica makes of them.
         subject = min(decided or disputed, key=lambda each: len(named[each]))
         told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
-        ranks = [plainfile.parse_json(text) for text in self._world.all_tell(json.dumps(told))]
-        return _verdict(step, subject, disputed[subject], ranks)
+        return _verdict(step, subject, disputed[subject], told_by_all(self._world, told))
 
     def _new_notes(self) -> _DigestNotes:
         return _DigestNotes(self._digests)
@@ -210,6 +206,11 @@ def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str
     )
 
 
+def told_by_all(world: World, value: Any) -> list[Any]:
+    """Return what each rank tells, by rank: what JSON can hold. All ranks call it."""
+    return [plainfile.parse_json(each) for each in world.all_tell(json.dumps(value))]
+
+
 def hash_of(value: Any) -> str:
     """Return a short hash of what JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -219,8 +220,7 @@ def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], 
     """Return who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
     found = [digests for rank in told for digests in rank["found"]]
     names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    what = f"{subject.kind} ({', '.join(names[:_SHOWN])}{more})"
+    what = f"{subject.kind} ({list_some(names, _SHOWN)})"
     start = f"audit at step {step.number + 1}"
     odd = odd_ones(opinions)
     results: dict[int, list[str]] = {}

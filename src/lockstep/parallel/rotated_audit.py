@@ -7,7 +7,6 @@ with each rank in the place of another. It has the same bits. Where it has not, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -15,7 +14,6 @@ from typing import Final, NamedTuple, final
 
 from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 from lockstep.comm.world import World
-from lockstep.common import plainfile
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
@@ -28,6 +26,7 @@ from lockstep.parallel.audited import (
     hash_of,
     link_verdict,
     name_ranks,
+    told_by_all,
 )
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.layouts.base import gather_whole
@@ -125,15 +124,14 @@ class RotatedAudit:
     def _differ(self, *played: Played) -> bool:
         """Return whether two ranks did not do the same in a place. All ranks call it."""
         found: dict[int, set[str]] = {}
-        for text in self._world.all_tell(json.dumps([(each.place, hash_of(each.messages)) for each in played])):
-            for place, messages in plainfile.parse_json(text):
+        for every in told_by_all(self._world, [(each.place, hash_of(each.messages)) for each in played]):
+            for place, messages in every:
                 found.setdefault(place, set()).add(messages)
         return any(len(each) > 1 for each in found.values())
 
     def _verdict(self, step: Step, played: Sequence[Played]) -> str:
         """Return who is wrong about what. All ranks call it, and get the same."""
-        told = self._world.all_tell(json.dumps({"host": self._world.host, "played": played}))
-        ranks = [plainfile.parse_json(each) for each in told]
+        ranks = told_by_all(self._world, {"host": self._world.host, "played": played})
         every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
         start = f"audit at step {step.number + 1}"
         for at_once in zip(*every, strict=True):

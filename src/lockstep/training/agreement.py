@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.comm.world import World
+from lockstep.common.patterns import list_some
 from lockstep.core.majority import odd_ones
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor, whole_tensors
 from lockstep.training.checkpoint import store, tensorfile
@@ -34,8 +35,7 @@ class Disagreement:
     @property
     def listed(self) -> str:
         """The names, or the first of them."""
-        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
-        return ", ".join(self.names[:_NAMED]) + more
+        return list_some(self.names, _NAMED)
 
     @property
     def who(self) -> str:
