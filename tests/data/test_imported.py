@@ -260,7 +260,8 @@ def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytes
     assert torch.equal(batch["noise"], again["noise"])
     assert not torch.equal(batch["noise"], data.train.fetch(np.array([0, 2]), 6)["noise"])
     objects = {"mine:data": lambda: (Listed(["a", "abc"]), None), "mine:pad": _padded, "mine:no": 7}
-    monkeypatch.setattr("lockstep.data.imported.import_object", lambda path, what: objects[path])
+    for place in ("data.imported", "common.importing"):
+        monkeypatch.setattr(f"lockstep.{place}.import_object", lambda path, what: objects[path])
     assert import_dataset("mine:data", {}, "mine:pad").train.fetch(np.array([0, 1]), None)["tokens"].shape == (2, 3)
     with pytest.raises(UsageError, match=r"^collate mine:no: it is of type int; name a function of samples$"):
         import_dataset("mine:data", {}, "mine:no")

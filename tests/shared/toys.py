@@ -178,8 +178,7 @@ def engine(world: World, case: Case) -> Engine:
     if rotates(world, case):
         started: Any = RotatedAudit(start, world, case.numerics(), rota(world, case), partial(fetch, case))
     elif case.audit_every:
-        own = lambda world: start(world, case.numerics())  # noqa: E731
-        started = AuditedEngine(own, world, rota(world, case), partial(fetch, case))
+        started = AuditedEngine(lambda to: start(to, case.numerics()), world, rota(world, case), partial(fetch, case))
     else:
         started = start(world, case.numerics())
     if case.chunks > 1:
