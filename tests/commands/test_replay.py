@@ -113,7 +113,7 @@ def test_two_traces_name_the_first_tensor_that_differs(run, folder):
     differ = run("bisect", "a", "c", code=3).out
     assert "threads: 1 before, 2 now" in differ
     assert re.search(r"first difference, after \d\d+ tensors that agree: micro-batch \d, (for|back)ward: \w+ ", differ)
-    assert "x: is no trace" in run("bisect", "a", "run/config.json", code=2).err.replace("run/config.json", "x")
+    assert "x: is no trace" in run("bisect", "a", "run/events.jsonl", code=2).err.replace("run/events.jsonl", "x")
     for words in (["--step", "15", "--samples"], ["--steps", "1:3"]):
         refused = run("replay", "run", "--trust", *words, "--trace", "d", code=2)
         assert "--trace: is of one step; give --step N without --samples" in refused.err
