@@ -12,7 +12,7 @@ from typing import Any
 
 Browse = Callable[[Path | str, Callable[["Tab"], Awaitable[None]]], None]
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 
 
 class Tab:

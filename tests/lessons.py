@@ -18,7 +18,7 @@ from component import require, require_etcd, require_package, require_slurm
 ROOT: Final = Path(__file__).parent.parent
 TUTORIAL: Final = ROOT / "tutorial"
 LESSONS: Final = sorted(path.parent for path in TUTORIAL.glob("*/README.md"))
-TIMEOUT_S: Final = 240
+TIMEOUT_S: Final = 600
 WHOLE_LINES: Final = Path(__file__).parent / "whole_lines"
 
 # A word in the commands of a lesson, and what such a lesson needs that not every machine has.

@@ -9,7 +9,6 @@ import pytest
 
 import lockstep
 
-pytestmark = pytest.mark.timeout(300)  # the first of them imports torchvision and all that it imports
 ROOT = Path(__file__).parent.parent
 
 

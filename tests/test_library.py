@@ -66,14 +66,12 @@ VERIFIED = pytest.mark.extended("verification/test_own_loop.py verifies a loop, 
 
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=VERIFIED), *range(2, len(examples()))])
-@pytest.mark.timeout(300)  # processes that each import torch
 def test_the_examples_of_the_docs_run(number: int, first: Path, tmp_path: Path) -> None:
     """Each by itself, in a folder of which the first has left a run."""
     shutil.copytree(first, tmp_path, symlinks=True, dirs_exist_ok=True)
     execute(tmp_path / "example.py", examples()[number])
 
 
-@pytest.mark.timeout(300)
 def test_the_loops_of_the_readme_run(tmp_path: Path) -> None:
     shortest, sharded = examples(ROOT / "README.md")
     execute(tmp_path / "shortest.py", THEIRS + shortest)

@@ -27,7 +27,6 @@ _RUN = re.compile(r"\bruns/[\w-]+")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("lesson", "ours"), lessons(*(each for each in LESSONS if not needs(each))))
 def test_a_lesson_prints_what_its_page_shows(lesson: Path, ours: bool, tmp_path: Path) -> None:
     check_what_is_printed(lesson, ours, tmp_path)

@@ -8,7 +8,6 @@ import pytest
 from lessons import LESSONS, check_what_is_printed, lessons, needs
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("lesson", "ours"), lessons(*(each for each in LESSONS if needs(each))))
 def test_a_lesson_prints_what_its_page_shows(lesson: Path, ours: bool, tmp_path: Path) -> None:
     for require in needs(lesson):

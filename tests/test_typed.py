@@ -6,8 +6,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import lockstep
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +61,6 @@ SEEN = [
 ]
 
 
-@pytest.mark.timeout(900)
 def test_a_script_of_the_users_is_checked(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "mine.py")]

@@ -29,7 +29,7 @@ QUICK: Final = Timing(
 )
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition, and fail where it does not come true in time."""
     end = time.monotonic() + seconds
     while not condition():

@@ -37,7 +37,7 @@ from lockstep.ranks.external import join_ranks
 
 LARGEST_BYTES = 350 << 20  # of a worker's own memory, of which DeepSpeed takes 300 MiB: a larger pool is ended
 GRACE_S = 1.0  # for the other ranks, once one has failed: most of them wait in vain in an exchange
-START_S = 60.0
+START_S = 120.0
 
 
 class WorldError(Exception):
@@ -69,7 +69,7 @@ class _Session:
 _session = _Session()
 
 
-def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `function(world, *args)` on every rank of a world of `size` and return the results by rank.
 
     `function` stands at the top of a test module. What it raises comes back in a WorldError with the traceback's

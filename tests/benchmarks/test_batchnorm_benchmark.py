@@ -23,6 +23,6 @@ def losses(world: World) -> tuple[list[float], list[float]]:
 
 @pytest.mark.worlds
 def test_both_learn_the_same() -> None:
-    [(ours, theirs)] = worlds.run(1, losses, timeout=60.0)
+    [(ours, theirs)] = worlds.run(1, losses)
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[0] != pytest.approx(ours[1], rel=1e-2)

@@ -24,7 +24,6 @@ def test_all_sides_do_the_same_step() -> None:
     assert whole[1] < whole[0]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.worlds
 def test_all_figures_are_measured() -> None:
     figures = json.loads(json.dumps(as_json(list(context.results(quick=True)), load_before=0.0, quick=True)))["results"]

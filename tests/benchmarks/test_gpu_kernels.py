@@ -22,7 +22,7 @@ on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def test_the_tables_are_those_of_the_code() -> None:
     script = ROOT / "scripts" / "kernel-table"
-    checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -8,7 +8,6 @@ from benchmarks import harm
 
 
 @pytest.mark.worlds
-@pytest.mark.timeout(300)
 def test_more_processes_change_the_usual_script_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = harm.rows([1, 2], 1, [3], tmp_path)
     assert (one.processes, two.processes) == (1, 2)

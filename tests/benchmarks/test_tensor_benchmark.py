@@ -57,7 +57,6 @@ def test_chunks_compute_the_gradients_of_the_whole() -> None:
         assert cut[name].norm().item() == pytest.approx(each.norm().item(), rel=1e-3), name
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.worlds
 def test_all_figures_are_measured() -> None:
     found = list(tensor.results(quick=True))

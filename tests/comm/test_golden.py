@@ -49,7 +49,7 @@ def barrier_that_does_not_wait(world: World) -> list[str]:
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_collectives_are_right_on_gloo(size: int) -> None:
-    for found, steps in worlds.run(size, tried, timeout=60):
+    for found, steps in worlds.run(size, tried):
         assert found["wrong"] == []
         assert {text.partition(" of ")[0] for text in found["refused"]} <= {"all_to_all"}  # before torch 2.13
         assert found["tried"]["all_reduce"] == 2 * len(DTYPES) + 1
@@ -71,7 +71,7 @@ def test_all_collectives_are_right_on_gloo(size: int) -> None:
     ],
 )
 def test_a_broken_collective_is_named_on_its_rank(function: str, named: str) -> None:
-    first, second, third = worlds.run(3, tried_with_a_broken, function, 1, timeout=60)
+    first, second, third = worlds.run(3, tried_with_a_broken, function, 1)
     assert first == third == []
     assert {text.partition(" of ")[0] for text in second} == {named}
     assert "1 of " in second[0]
@@ -80,7 +80,7 @@ def test_a_broken_collective_is_named_on_its_rank(function: str, named: str) -> 
 
 @pytest.mark.worlds
 def test_a_barrier_that_does_not_wait_is_found() -> None:
-    found = worlds.run(3, barrier_that_does_not_wait, timeout=60)
+    found = worlds.run(3, barrier_that_does_not_wait)
     assert any(text.startswith("barrier: left when ") for texts in found for text in texts)
 
 

@@ -64,14 +64,14 @@ def measured_with_a_slow_rank(world: World, slow_rank: int) -> list[dict[str, An
 
 @pytest.mark.worlds
 def test_all_links_are_measured_in_both_directions() -> None:
-    found = [link for each in worlds.run(3, measured, timeout=60) for link in each]
+    found = [link for each in worlds.run(3, measured) for link in each]
     assert {(link["source"], link["target"]) for link in found} == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}
     assert all(0 < link["latency_s"] < 1 and link["mb_s"] > 0.1 for link in found)
 
 
 @pytest.mark.worlds
 def test_the_way_to_a_slow_rank_is_slow() -> None:
-    found = [link for each in worlds.run(3, measured_with_a_slow_rank, 2, timeout=60) for link in each]
+    found = [link for each in worlds.run(3, measured_with_a_slow_rank, 2) for link in each]
     to_it = [link["mb_s"] for link in found if link["target"] == 2]
     others = [link["mb_s"] for link in found if link["target"] != 2]
     assert max(to_it) < 1.1 < 3.5 < min(others)

@@ -18,7 +18,6 @@ from lockstep.run.adapters import export_adapters
 LORA = 'recipe.model.lora={target_modules: [convolutions.0, "5.convolutions.3"], r: 4, dropout: 0.1, train: "9.*"}'
 
 
-@pytest.mark.timeout(300)
 def test_one_hash_and_pefts_files(server: Server, run, a) -> None:  # noqa: F811
     import peft
 

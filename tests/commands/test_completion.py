@@ -103,7 +103,7 @@ def test_in_bash(folder: Path) -> None:
         offer lockstep train run.dir = ru
     """
     env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=env, cwd=folder)
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, cwd=folder)
     assert found.stderr == ""
     assert [line.split() for line in found.stdout.splitlines()] == [
         ["digital.yaml", "digits", "filenames"],

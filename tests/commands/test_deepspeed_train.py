@@ -27,7 +27,6 @@ def losses(command):
     return [event["loss"] for event in events(command.folder / "run", "step")]
 
 
-@pytest.mark.timeout(300)
 def test_an_interrupted_run_goes_on_under_another_strategy(start, run, finished):
     stopped = stop(start, MICRO, *PLACED, number=signal.SIGINT)
     (end,) = events(stopped.folder / "run", "stopped")

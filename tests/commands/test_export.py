@@ -30,7 +30,6 @@ LLAMA = (
 )
 LORA = f"{LLAMA}, lora: {{target_modules: [q_proj, down_proj], r: 2}}}}"
 # Each export starts a process that imports what loads it, and some tests have several.
-pytestmark = pytest.mark.timeout(300)
 EQUAL = "the outputs are equal, bit for bit"
 
 

@@ -56,7 +56,6 @@ def rows(command: Command, name: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.worlds
-@pytest.mark.timeout(600)
 def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None:
     sinks = "['csv', 'mine:Sink']"
     killed = start(*on(1, sinks))
@@ -81,7 +80,6 @@ def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None
 
 
 @pytest.mark.worlds
-@pytest.mark.timeout(600)
 def test_one_that_does_not_open_ends_the_start_and_one_that_fails_later_is_off(run) -> None:
     refused = run(*on(2, "[{'name': 'mine:Sink', 'fails_at': 'opening'}]"), code=2)
     assert "sink mine:Sink: RuntimeError: no room (mine.py:8)" in refused.err
@@ -91,7 +89,6 @@ def test_one_that_does_not_open_ends_the_start_and_one_that_fails_later_is_off(r
 
 
 @pytest.mark.worlds
-@pytest.mark.timeout(600)
 def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
     refused = run(*on(2, "['cvs']", "fp23"), code=2)
     assert refused.err.count("loop.py:11  run.sinks.0.name: no such sink; did you mean 'csv'?") == 1
@@ -101,7 +98,6 @@ def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", ["wandb", pytest.param("mlflow", marks=pytest.mark.extended("reporting/test_outside.py resumes its runs"))]
 )

@@ -54,7 +54,6 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 
-@pytest.mark.timeout(300)
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _weights([*RECIPE, *PLACEMENT, f"run.dir={tmp_path}/cpu"])
     _pretend(monkeypatch)

@@ -42,7 +42,7 @@ MAIN = "\nfrom lockstep.cli import main; main()"
 def run(folder: Path, system: str, *words: str, body: str = MAIN) -> "subprocess.CompletedProcess[str]":
     """Run a command of Lockstep, or `body`, on a system that is pretended."""
     line = [sys.executable, "-c", system + body, *words]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.extended("2 processes do more of it")), 2])
@@ -116,5 +116,5 @@ die_with_parent()
 time.sleep(60)
 """
     # The child has the pipe: it is closed once both have ended.
-    found = subprocess.run([sys.executable, "-c", MACOS + parent], capture_output=True, timeout=50)
+    found = subprocess.run([sys.executable, "-c", MACOS + parent], capture_output=True)
     assert found.returncode == 0

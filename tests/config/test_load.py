@@ -494,6 +494,6 @@ def test_a_broken_recipe_is_told_without_torch(recipe):
         "try:\n    main(['show', 'recipe.yaml'])\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["2", "False", "False"]
     assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch' or 'batchnorm'?" in found.stderr

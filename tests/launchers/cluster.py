@@ -47,6 +47,6 @@ def slurm(folder: Path) -> Iterator[Run]:
         try:
             yield run
             inside.stdin.close()
-            assert inside.wait(30) == 0
+            assert inside.wait(60) == 0
         finally:
             inside.terminate()  # and with it all that is inside

@@ -147,7 +147,7 @@ def run(
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
         (folder / "bin" / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    return subprocess.run(["bash"], input=text, cwd=folder, env=env, capture_output=True, text=True, timeout=20)
+    return subprocess.run(["bash"], input=text, cwd=folder, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,6 @@ wait $first; kill -9 $second; exit $code
 """
 
 
-pytestmark = pytest.mark.timeout(300)
-
-
 @pytest.fixture(autouse=True)
 def _hosts() -> None:
     require_hosts()
@@ -48,7 +45,7 @@ def _hosts() -> None:
 
 def on_hosts(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     text = RANKS.replace("PYTHON", sys.executable) + script
-    return subprocess.run([WITH_HOSTS, "3", "sh", "-c", text], capture_output=True, text=True, timeout=280, cwd=folder)
+    return subprocess.run([WITH_HOSTS, "3", "sh", "-c", text], capture_output=True, text=True, cwd=folder)
 
 
 def findings(done: subprocess.CompletedProcess[str], level: str) -> dict[str, str]:

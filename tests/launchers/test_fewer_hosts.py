@@ -49,9 +49,7 @@ def test_the_command_sees_what_started_it(tmp_path: Path) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}
     # A shell that has the words of an agent and stays the parent.
     words = ["sh", "-c", f"{sys.executable} -m lockstep train digits run.dir=run; exit $?", "agent", "--nnodes=2"]
-    done = subprocess.run(
-        words, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
-    )
+    done = subprocess.run(words, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "torchrun: --nnodes asks for 2 hosts, and it began with 1, as GROUP_WORLD_SIZE=1 says" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -86,7 +84,7 @@ def test_torchrun_says_what_the_check_and_the_warning_go_by(tmp_path: Path) -> N
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-conf=last_call_timeout=1"]
     words = ["-m", "lockstep", "train", "digits"]
     env = {key: value for key, value in os.environ.items() if key != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-    done = subprocess.run([*torchrun, *words], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*torchrun, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert "run.dir: left out, but torchrun may start the run again (--nnodes=1:2)" in done.stderr
     assert "warning: torchrun --nnodes=1:2 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr

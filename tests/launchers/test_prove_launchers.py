@@ -26,7 +26,7 @@ def test_weights_are_those_of_one_process_or_others_and_a_launcher_is_missing(tm
     python = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": python}  # there is no mpiexec in it
     line = [sys.executable, str(SCRIPT), *words, "recipe.steps=2", "--json", str(tmp_path / "rows.json")]
-    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     results = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
     first, _, titles, same, differs, missing, _, _, last = done.stdout.splitlines()

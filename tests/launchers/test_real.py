@@ -46,7 +46,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

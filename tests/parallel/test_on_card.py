@@ -110,9 +110,7 @@ def test_no_step_waits_for_a_real_card() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_two_processes(strategy: str) -> None:
     small = ["placement.strategy.bucket_mib=0.01"]  # so that some travel while backward makes others
-    for cpu, card in zip(
-        run(2, on_cpu, strategy, small, timeout=60), run(2, on_card, strategy, small, timeout=60), strict=True
-    ):
+    for cpu, card in zip(run(2, on_cpu, strategy, small), run(2, on_card, strategy, small), strict=True):
         _check(cpu, *card)
 
 

@@ -126,6 +126,6 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
 )
 def test_the_rank_that_is_wrong_is_named(case: Case, placed: Placed, fault: Any, found: str) -> None:
     strategy, size, options = placed
-    texts = worlds.run(size, audited, replace(case, strategy=strategy, options=options), fault, timeout=60)
+    texts = worlds.run(size, audited, replace(case, strategy=strategy, options=options), fault)
     assert len(set(texts)) == 1
     assert re.search(found.replace("(host)", re.escape("(host)")), texts[0]), texts[0]

@@ -175,7 +175,7 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
         rendezvous.status = lambda: RankStatus("training")  # where a device may wait for the other rank
         stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), hidden=True)
         with Heartbeat(rendezvous, 30.0), stall:
-            assert reported.wait(20)
+            assert reported.wait(60)
             until(lambda: stall._question > 0)
         rendezvous.fail(Failure(rank, 2, "a", "error: disk full"))
         rendezvous.leave()

@@ -18,7 +18,7 @@ def test_a_process_is_seen_to_run_to_be_stopped_and_to_be_gone() -> None:
         said = process.stdout.readline().rstrip("\n")
         assert liveness.state(said) == "runs"
         process.send_signal(signal.SIGSTOP)
-        until(lambda: liveness.state(said) == "unknown", 10)
+        until(lambda: liveness.state(said) == "unknown")
         process.kill()
         until(lambda: liveness.state(said) == "gone", 10)  # a zombie
     assert liveness.state(said) == "gone"

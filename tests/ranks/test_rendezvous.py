@@ -189,7 +189,7 @@ def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> N
             assert isinstance(error, UsageError)
             assert re.search(r"one of 3 ranks, .* one of 4; .*; if another run meets there, choose ", str(error))
             refused.set()
-        assert refused.wait(15)
+        assert refused.wait(60)
         rendezvous.compare({})
         return rendezvous.first_failure()
 
@@ -376,7 +376,7 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after
             with Heartbeat(rendezvous, lost_after_s) as heartbeat:
                 if answer := work(rendezvous, heartbeat):
                     return ends.get(info.rank, answer)
-                assert ended.wait(15)
+                assert ended.wait(60)
                 raise Ended(ends[info.rank])  # leaves as a process does that is ended: without a word to the others
         except Ended as error:
             return error.failure
@@ -387,7 +387,7 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after
 
 def silence(heartbeat: Heartbeat) -> None:
     """Let a rank that was heard once say nothing more, as if it were stopped."""
-    until(lambda: heartbeat._looks > 0, 10)
+    until(lambda: heartbeat._looks > 0)
     heartbeat._over.set()
 
 

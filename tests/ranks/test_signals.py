@@ -96,4 +96,4 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.stdout.readline() == "level 4\n"
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
-    assert trainer.wait(10) == EXIT_INTERRUPTED
+    assert trainer.wait(60) == EXIT_INTERRUPTED

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from small_run import PROCESSES, RECIPES, TOLERANCE, furthest, wrong
 
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
-LIMIT_S = 240.0  # of 15 on two free cores: each process imports DeepSpeed for some 4 s
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, str(PROGRAM), str(folder)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder
 
@@ -32,7 +31,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "test_torch.py has torch's ZeRO beside ours, parallel/test_deepspeed_engine.py DeepSpeed's beside one"
 )
 @pytest.mark.worlds
-@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_comes_to_our_weights(stage: int, name: str, weights: Path) -> None:

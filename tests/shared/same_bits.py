@@ -16,11 +16,11 @@ Placed = tuple[str, int, tuple[tuple[str, Any], ...]]
 _KNOWN: dict[str, Trace] = {}  # a case need not be hashable
 
 
-def alone(case: Any, run: Callable[..., Trace] = toys.whole_trace, timeout: float = 60.0) -> Trace:
+def alone(case: Any, run: Callable[..., Trace] = toys.whole_trace) -> Trace:
     """Return all there is to compare of a case on one process; it is run once in a session."""
     key = f"{run} {case}"
     if key not in _KNOWN:
-        [_KNOWN[key]] = worlds.run(1, run, case, timeout=timeout)
+        [_KNOWN[key]] = worlds.run(1, run, case)
     return _KNOWN[key]
 
 
@@ -29,12 +29,10 @@ def placed_as(case: Any, placed: Placed, **changes: Any) -> Any:
     return replace(case, strategy=placed[0], options=placed[2], **changes)
 
 
-def assert_same_bits(
-    case: Any, placed: Placed, run: Callable[..., Trace] = toys.whole_trace, timeout: float = 60.0, **changes: Any
-) -> None:
+def assert_same_bits(case: Any, placed: Placed, run: Callable[..., Trace] = toys.whole_trace, **changes: Any) -> None:
     """Run a case as it is placed: every rank must say what the process alone says."""
     expected = alone(case, run)
-    for rank, trace in enumerate(worlds.run(placed[1], run, placed_as(case, placed, **changes), timeout=timeout)):
+    for rank, trace in enumerate(worlds.run(placed[1], run, placed_as(case, placed, **changes))):
         differing = [key for key in {**expected, **trace} if trace.get(key) != expected.get(key)]
         assert not differing, f"rank {rank} of {placed}"
 

@@ -33,7 +33,7 @@ def test_training_may_go_on_before_anything_is_written(tmp_path: Path, monkeypat
     usual = durable.write
 
     def waiting(path: Path, chunks: object) -> object:
-        assert may_write.wait(20)
+        assert may_write.wait(60)
         return usual(path, chunks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(durable, "write", waiting)
