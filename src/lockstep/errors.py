@@ -5,6 +5,7 @@ LockstepError
 │   ├── ConfigError       2  every problem of a configuration at once, each with its place
 │   └── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
 ├── TrainingError         1  what went wrong while training: a loss that is not finite, a corrupt file
+│   └── CorruptionError   1  an audit: a rank, or a link, that changes bits
 ├── VerificationError     3  two runs that should agree do not
 └── PreflightError        4  the machine cannot do what the placement asks of it
 """
@@ -73,6 +74,14 @@ class TrainingError(LockstepError):
     """Training cannot go on: names the step, the rank and the file or figure that stopped it."""
 
     exit_code = EXIT_FAILED
+
+
+class CorruptionError(TrainingError):
+    """An audit found bits that are others than they should be. `ranks` are wrong, where a majority tells which."""
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = [*ranks]
 
 
 class VerificationError(LockstepError):

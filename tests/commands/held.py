@@ -79,7 +79,7 @@ def failing_on_rank_1(num_classes: int) -> nn.Module:
 
 class _FailingOnRank1(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
-        if os.environ.get("RANK") == "1" and self.training:
+        if os.environ.get("RANK") == self._rank and self.training:
             raise ZeroDivisionError("no such layer")
         return inputs
 
@@ -123,17 +123,26 @@ def _is_held() -> bool:
 
 def flipping_on_rank_1(num_classes: int) -> nn.Module:
     """A model whose 29th input in training has one bit flipped on rank 1."""
-    return nn.Sequential(_FlippingOnRank1(), linear(num_classes))
+    return nn.Sequential(_Flipping("1"), linear(num_classes))
 
 
-class _FlippingOnRank1(nn.Module):
-    def __init__(self) -> None:
+def broken_of_three(num_classes: int) -> nn.Module:
+    """The same, and so have all inputs after that; but only where there are three ranks."""
+    return nn.Sequential(
+        _Flipping("1" if os.environ.get("WORLD_SIZE") == "3" else "none", lasts=True), linear(num_classes)
+    )
+
+
+class _Flipping(nn.Module):
+    def __init__(self, rank: str, lasts: bool = False) -> None:
         super().__init__()
         self._forwards = 0
+        self._rank = rank
+        self._lasts = lasts
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self._forwards += os.environ.get("RANK") == "1" and self.training
-        if self._forwards != 29:
+        self._forwards += os.environ.get("RANK") == self._rank and self.training
+        if self._forwards < 29 or (self._forwards > 29 and not self._lasts):
             return inputs
         flipped = inputs.clone()
         flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 22)

@@ -1,6 +1,7 @@
 """`placement.audit_every`: the same run to the byte, and one that ends before a flipped bit reaches its weights."""
 
 import json
+import re
 
 import pytest
 from conftest import DIGITS
@@ -41,6 +42,27 @@ def test_a_flipped_bit_ends_the_run_and_nothing_of_its_step_is_saved(run):
     assert [event["step"] for event in events(failed.folder / "run", "saved")] == [4, 8]
     result = json.loads((failed.folder / "run/result.json").read_text(encoding="utf-8"))
     assert (result["event"], result["exit_code"]) == ("failed", 1)
+
+
+def test_a_run_goes_on_without_the_rank_that_is_wrong(run):
+    words = ["train", *DIGITS, "run.save_every={steps: 4}", "recipe.microbatches=6", "placement.audit_every=2"]
+    broken = ('recipe.model={name: "held:broken_of_three"}', "placement.on_corruption=go_on", "run.dir=run")
+    command = run(*words, *broken, "placement.processes=3")
+    assert re.findall(r"audit at step 12: rank \d|on_corruption: .*", command.err) == [
+        "audit at step 12: rank 1",
+        "on_corruption: going on without rank 1",
+    ]
+    first, second = events(command.folder / "run", "started")
+    assert (first["processes"], first["step"], second["processes"], second["step"]) == (3, 0, 2, 8)
+    alone = run(*words, 'recipe.model={name: "held:broken_of_three"}', "placement.processes=1", "run.dir=alone")
+    assert command.sha256 == alone.sha256
+
+
+def test_it_ends_where_it_cannot_go_on(run):
+    broken = ('recipe.model={name: "held:broken_of_three"}', "placement.audit_every=2", "placement.on_corruption=go_on")
+    placed = ("placement.strategy={name: mesh, replicate: 3}", "placement.processes=3", "run.dir=run")
+    ended = run("train", *DIGITS, "recipe.microbatches=6", *broken, *placed, code=1)
+    assert "error: placement.on_corruption: cannot go on without rank 1: strategy mesh" in ended.err
 
 
 def test_verify_audits_as_training_does(run):

@@ -5,6 +5,7 @@ Each start of workers takes seconds, most of them to import torch.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,23 @@ AGENT = (
     "--rdzv-id=it --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
     "-m lockstep train small.yaml run.dir=run"
 )
+# As a chip that goes bad some steps after the start does, on each host whose environment has BROKEN.
+BROKEN = """
+import os
+import time
+from torch import nn
+
+class Chip(nn.Module):
+    forwards = 0
+
+    def forward(self, inputs):
+        time.sleep(0.02)
+        self.forwards += self.training and "BROKEN" in os.environ
+        return inputs * 1.0001 if self.forwards > 40 else inputs
+
+def linear(num_classes):
+    return nn.Sequential(Chip(), nn.Flatten(), nn.Linear(64, num_classes))
+"""
 
 
 @pytest.fixture
@@ -36,10 +54,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hosts(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Return a shell beside two hosts and an etcd, which does what is written to it."""
+    """Return a shell beside three hosts and an etcd, which does what is written to it."""
     require_hosts()
     require_etcd()
-    command = [SCRIPTS / "with-hosts", "2", SCRIPTS / "with-etcd", "--listen", "switch", "sh"]
+    command = [SCRIPTS / "with-hosts", "3", SCRIPTS / "with-etcd", "--listen", "switch", "sh"]
     # Without the last of these, torchrun of torch 2.15 tells the workers of h1 an old address when h0 comes again.
     env = {**os.environ, "PYTHONPATH": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (
@@ -88,9 +106,30 @@ def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], f
     assert [event["processes"] for event in events(folder, "started")] == [2, 1, 2]
     [stopped] = events(folder, "stopped")  # the one that was alone saved, and nothing was done again
     assert events(folder, "started")[2]["step"] == stopped["step"]
+    assert_as_alone(folder)
+
+
+def test_the_host_that_computes_wrongly_leaves(hosts: subprocess.Popen[str], folder: Path) -> None:
+    (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+    agent = f"{sys.executable} -m torch.distributed.run {AGENT.replace('1:2', '2:3')}"
+    words = "recipe.model.name=broken:linear recipe.microbatches=3"
+    audits = "placement.audit_every=1 placement.on_corruption=go_on"
+    for name, host in (("first", "h0"), ("bad", "h1 env BROKEN=1"), ("other", "h2")):
+        write(hosts, f"on {host} {agent} {words} {audits} & {name}=$!")
+    write(hosts, "wait $bad || wait $first && wait $other; exit")
+    assert hosts.wait(PATIENCE_S) == 0, (folder / "log").read_text(encoding="utf-8")
+    processes = [event["processes"] for event in events(folder, "started")]
+    assert processes.count(3) == 1  # begun with two, where the third is late
+    assert processes[-2:] == [3, 2]
+    assert re.search(r"rank \d \(h1\) got micro-batch \d .* wrong", (folder / "log").read_text(encoding="utf-8"))
+    assert_as_alone(folder, *words.split())
+
+
+def assert_as_alone(folder: Path, *words: str) -> None:
+    """Train once more on one process: the losses and the weights are the same."""
     alone = f"{sys.executable} -m lockstep train small.yaml run.dir=alone placement.processes=1"
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    subprocess.run(alone.split(), cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*alone.split(), *words], cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
     assert events(folder, "done")[0]["weights_sha256"] == events(folder, "done", "alone")[0]["weights_sha256"]
     assert losses(folder, "run") == losses(folder, "alone")
 

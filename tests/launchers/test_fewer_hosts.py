@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launchers.torchrun import check_hosts, check_restarts, warning
+from lockstep.launchers.torchrun import check_hosts, check_leaving, check_restarts, warning
 
 AGENT = ["python", "-m", "torch.distributed.run"]
 
@@ -67,6 +67,13 @@ def test_a_run_that_may_start_again_has_a_folder(words: list[str], env: dict[str
         check_restarts([*AGENT, *words], env, None)
     check_restarts([*AGENT, *words], env, "runs/a")
     check_restarts(AGENT, {"TORCHELASTIC_MAX_RESTARTS": "0"}, None)
+
+
+def test_a_host_that_is_to_leave_can(tmp_path: Path) -> None:
+    for words, restarts in (["--nnodes=3"], "3"), (["--nnodes=2:3"], "0"), ([], "3"):
+        with pytest.raises(UsageError, match=r"on_corruption: go_on: no host can leave a torchrun with --nnodes=\d"):
+            check_leaving([*AGENT, *words], {"TORCHELASTIC_MAX_RESTARTS": restarts})
+    check_leaving([*AGENT, "--nnodes=2:3"], {"TORCHELASTIC_MAX_RESTARTS": "3"})
 
 
 def test_who_may_wait_in_vain_is_warned(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def test_summary_counts_what_this_start_did() -> None:
 
 def test_a_run_of_no_time_has_no_speed() -> None:
     audited = dataclasses.replace(done(), audited=7)
-    assert dict(wording.summary(audited, started(), "runs/x"))["audited steps"] == "7"
+    expected = "7; a fault in 1 of 2 steps would have shown, with 95% probability"
+    assert dict(wording.summary(audited, started(), "runs/x"))["audited steps"] == expected
     rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, figures={}), started(), "runs/x"))
     assert "audited steps" not in rows
     assert "samples/s" not in rows

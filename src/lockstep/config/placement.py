@@ -48,6 +48,7 @@ class Placement(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # carries tensors between ranks
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes beside each training process
     audit_every: PositiveInt | None = None  # steps: another rank repeats a micro-batch, and bits are compared
+    on_corruption: Literal["end", "go_on"] = "end"  # with audit_every: go on without the ranks that are wrong
     rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits for others before it asks who is late

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -49,6 +51,21 @@ def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | N
             f"run.dir: left out, but torchrun may start the run again ({asked}), and without a folder to resume "
             f"each start would begin a run of its own; name one, such as run.dir=runs/a"
         )
+
+
+def check_leaving(agent: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise UsageError where a host could not leave the others, or they could not start again without it."""
+    fewest, most = _hosts(agent, env)
+    if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
+        raise UsageError(
+            f"placement.on_corruption: go_on: no host can leave a torchrun with --nnodes={fewest}, or that does not "
+            f"start again; give it --nnodes=FEWEST:MOST --max-restarts=N (lockstep launch: --nodes FEWEST:MOST)"
+        )
+
+
+def leave() -> None:
+    """Ask the agent of this rank to end, which takes its host out of the run."""
+    os.kill(os.getppid(), signal.SIGTERM)
 
 
 def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ from lockstep.core.digest import Digests
 from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
-from lockstep.errors import TrainingError
+from lockstep.errors import CorruptionError
 from lockstep.parallel.engine import Auditable, State, Sums
 from lockstep.tasks.base import MicroBatch
 
@@ -52,7 +52,7 @@ class AuditedEngine:
     """The engine that `start` makes, whose steps are audited when `schedule` says so, which changes no number.
 
     A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
-    results the ranks do not agree raises TrainingError on all of them. `audited` counts the others.
+    results the ranks do not agree raises CorruptionError on all of them. `audited` counts the others.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AuditedEngine:
         findings += computed
         disputed = self._find_disputes(findings)
         if disputed:
-            raise TrainingError(self._verdict(step, repeated, own, findings, disputed))
+            raise self._verdict(step, repeated, own, findings, disputed)
         self.audited += 1
         return sums
 
@@ -106,13 +106,13 @@ class AuditedEngine:
         return sums, findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
-        """Raise TrainingError on all ranks where what one sent is not what another one received."""
+        """Raise CorruptionError on all ranks where what one sent is not what another one received."""
         noted = [{peer: hash_of(each) for peer, each in by_peer(messages, way).items()} for way in (SENT, RECEIVED)]
         links = [[*map(list, each.items())] for each in noted]
         told = told_by_all(self._world, {"host": self._world.host, "links": links})
         sent, received = ([dict(each["links"][way]) for each in told] for way in (0, 1))
         if found := changed_on_the_way(sent, received):
-            raise TrainingError(link_verdict(step, *found, told))
+            raise link_verdict(step, *found, told)
 
     def _repeat(self, step: Step, microbatch: MicroBatch) -> tuple[Subject, dict[str, str]]:
         seen = self._new_notes()
@@ -152,7 +152,7 @@ class AuditedEngine:
 
     def _verdict(
         self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], findings: Findings, disputed: Opinions
-    ) -> str:
+    ) -> CorruptionError:
         """Get further opinions, and return who is wrong about what. All ranks call it, and get the same."""
         findings += self._compute(step, repeated, own)[1]
         for index in range(self._schedule.microbatches):
@@ -198,9 +198,9 @@ def changed_on_the_way(
     return next((link for link in links if sent[link[0]][link[1]] != received[link[1]].get(link[0])), None)
 
 
-def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str, Any]]) -> str:
-    """Return what a person reads of a link that changes messages; each rank has `told` its host."""
-    return (
+def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str, Any]]) -> CorruptionError:
+    """Return the error of a link that changes messages; each rank has `told` its host."""
+    return CorruptionError(
         f"audit at step {step.number + 1}: what {name_ranks([sender], told)} sent is not what "
         f"{name_ranks([receiver], told)} received. {NOT_APPLIED} Have the link between them looked at; {RESUME}"
     )
@@ -216,8 +216,10 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], told: Sequence[dict[str, Any]]) -> str:
-    """Return who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
+def _verdict(
+    step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], told: Sequence[dict[str, Any]]
+) -> CorruptionError:
+    """Return the error of who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
     found = [digests for rank in told for digests in rank["found"]]
     names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
     what = f"{subject.kind} ({list_some(names, _SHOWN)})"
@@ -228,16 +230,17 @@ def _verdict(step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], 
         results.setdefault(rank, []).append(result)
     if not odd:
         enough = "" if len(results) > 2 else " (three ranks can tell)"
-        return (
+        return CorruptionError(
             f"{start}: {name_ranks(sorted(results), told)} found different results for {what}, and no majority tells "
             f"who is right{enough}. {OTHER_HOSTS}"
         )
     most = Counter(result for _, result in opinions).most_common(1)[0][1]
     lasting = all(len(set(results[rank])) == 1 for rank in odd)
     repeated = f"; the fault was {'there again' if lasting else 'gone'} when the step was done again"
-    return (
+    return CorruptionError(
         f"{start}: {name_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
-        f"{repeated if len(opinions) > len(results) else ''}. {NOT_APPLIED} Take the host out; {RESUME}"
+        f"{repeated if len(opinions) > len(results) else ''}. {NOT_APPLIED} Take the host out; {RESUME}",
+        odd,
     )
 
 

@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
-from lockstep.errors import TrainingError
+from lockstep.errors import CorruptionError
 from lockstep.parallel.audited import (
     NOT_APPLIED,
     OTHER_HOSTS,
@@ -49,7 +49,7 @@ class RotatedAudit:
     """The engine that `start` makes of `numerics`, whose steps are audited when `schedule` says so, which changes none.
 
     Another one is made for another order of the ranks; `fetch` gives any micro-batch. A step on which the two do not
-    agree raises TrainingError on all ranks. `audited` counts the others.
+    agree raises CorruptionError on all ranks. `audited` counts the others.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RotatedAudit:
         played, sums = self._play(*self._rotated[0], microbatches, step, observe)
         if self._differ(moved, played):
             again = [self._again(distance, step) for distance in range(min(_MOST, self._places))]
-            raise TrainingError(self._verdict(step, [moved, played, *again]))
+            raise self._verdict(step, [moved, played, *again])
         self.audited += 1
         return sums
 
@@ -129,7 +129,7 @@ class RotatedAudit:
                 found.setdefault(place, set()).add(messages)
         return any(len(each) > 1 for each in found.values())
 
-    def _verdict(self, step: Step, played: Sequence[Played]) -> str:
+    def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
         """Return who is wrong about what. All ranks call it, and get the same."""
         ranks = told_by_all(self._world, {"host": self._world.host, "played": played})
         every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
@@ -145,15 +145,16 @@ class RotatedAudit:
         if len(odd) != 1:
             named = sorted({rank for one, other, _ in conflicts for rank in (one, other)}) or [*range(len(ranks))]
             enough = "" if self._places > 2 else " (three in a place can tell)"
-            return (
+            return CorruptionError(
                 f"{start}: {name_ranks(named, ranks)} did not do the same from the same, and no majority tells who is "
                 f"right{enough}. {OTHER_HOSTS}"
             )
         lasting = all(one != other for one, other, _ in conflicts)
-        return (
+        return CorruptionError(
             f"{start}: {name_ranks(odd, ranks)} got {conflicts[0][2]} wrong, which others in its place, with the same "
             f"messages before, found otherwise; the fault was {'there again' if lasting else 'gone'} when the step was "
-            f"done again. {NOT_APPLIED} Take the host out; {RESUME}"
+            f"done again. {NOT_APPLIED} Take the host out; {RESUME}",
+            odd,
         )
 
 

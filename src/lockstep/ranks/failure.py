@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Final, final
 
@@ -15,7 +15,7 @@ from lockstep.common.own_code import own_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
 from lockstep.device.ulimits import too_many_files
-from lockstep.errors import EXIT_FAILED, LockstepError, TrainingError, UsageError
+from lockstep.errors import EXIT_FAILED, CorruptionError, LockstepError, TrainingError, UsageError
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, with_rank
 
@@ -26,7 +26,8 @@ _LONGEST: Final = 8_000  # characters, of which JSON makes six each at most: a p
 class Failure:
     """The end of a rank by an error. `secondary`: only because of another rank. `log` is its file, if it has one.
 
-    Its text is fit to print, and the middle of a long one is left out.
+    `wrong` are the ranks that an audit found to compute wrongly. Its text is fit to print, and the middle of a long
+    one is left out.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Failure:
     secondary: bool = False
     log: str = ""
     time: float = 0.0  # seconds since 1970
+    wrong: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         text = printable(self.text)
@@ -73,8 +75,10 @@ def from_json(text: str | bytes) -> Failure:
 def parse_failure(value: Any) -> Failure:
     """Return a failure from JSON; ValueError for anything else."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
-    failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float}))
+    failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float, "wrong": list}))
     whole(failure.rank, most=whole(failure.size, least=1) - 1)
+    for rank in failure.wrong:
+        whole(rank, most=failure.size - 1)
     whole(failure.exit_code, least=1, most=255)  # not 0: nobody may say of a failure that all went well
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
@@ -90,10 +94,11 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
+    wrong = error.ranks if isinstance(error, CorruptionError) else []
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
     # The message of an error: the text of ours, the traceback of any other.
     whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
-    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time())
+    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong)
 
 
 @final

@@ -69,13 +69,13 @@ def run_workers(
     method: Literal["fork", "spawn"],
     timeout_s: float,
     logs: Path | None = None,
-    failed: Callable[[str], None] | None = None,
+    failed: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
     """Run `worker` in so many processes, once all have joined, and return the exit code of the run.
 
     `logs` has the logs of the ranks, if they keep any, for the message of one that was killed. `failed` is called with
-    one line about the failure that ended the run.
+    the failure that ended the run.
 
     Signals that stop a run go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends.
     A second SIGINT kills them. The failure that came first is printed; the others, which only lost a peer, are not.
@@ -98,7 +98,7 @@ def run_workers(
     # All workers are gone by now: none prints after this.
     print(failure.words, file=sys.stderr)
     if failed:
-        failed(failure.line)
+        failed(failure)
     return failure.exit_code
 
 

@@ -41,6 +41,8 @@ def check_placement(resolved: Resolved) -> None:
             f"placement.audit_every: under strategy {resolved.strategy_name}, with these options, no two ranks have "
             f"the same weights, so nothing can be compared; leave audit_every out"
         )
+    if placement.on_corruption == "go_on" and placement.audit_every is None:
+        raise UsageError("placement.on_corruption: go_on: only audits find who is wrong; set placement.audit_every too")
     check_compile(resolved)
     _check_batchnorm(resolved)
     _check_sequences(resolved)

@@ -27,6 +27,7 @@ def placement_handshake(placement: Placement, device: torch.device, compiled: bo
         "placement.affinity": placement.affinity,  # with auto, all ranks exchange where they run
         "placement.backend": placement.backend,
         "placement.audit_every": placement.audit_every,
+        "placement.on_corruption": placement.on_corruption,
         "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device, compiled=compiled),
     }

@@ -19,6 +19,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import alone, membership, refuse
+from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.strategy import find_strategy
@@ -49,7 +50,7 @@ def on_ranks(
     placement: Placement,
     count: int,
     logs: Path | None = None,
-    failed: Callable[[str], None] | None = None,
+    failed: Callable[[Failure], None] | None = None,
     *,
     in_subprocess: bool = False,
     hashes: str | None = None,

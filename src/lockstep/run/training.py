@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,9 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
-from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.errors import EXIT_DONE, CorruptionError, TrainingError, UsageError, error_as
 from lockstep.launchers import torchrun
+from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import StopRequest
@@ -54,27 +55,62 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     `also` is a sink in addition to those that the configuration names; it can be sent to a spawned process.
     """
     torch.set_num_threads(1)  # see run/start.py
+    failures: list[Failure] = []
     with with_places(loaded):
-        loaded, first = load_first_weights(loaded)
-        resolved = resolve(loaded)
+        complete, first = load_first_weights(loaded)
+        resolved = resolve(complete)
         check_sinks(resolved.run)
         check_placement(resolved)
         ready = open_and_check(resolved, first)
-    claim = run_folder.claim(loaded)
+    claim = run_folder.claim(complete)
     with claim.hold():
         for note in claim.notes:
             run_folder.say(note)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done), also)
-        return on_ranks_of(resolved, ready, work, claim.folder)
+        code = on_ranks_of(resolved, ready, work, claim.folder, failures)
+    wrong = [rank for failure in failures for rank in failure.wrong]
+    if not wrong or resolved.placement.on_corruption == "end":
+        return code
+    others = f"without rank {', '.join(map(str, wrong))}"
+    fewer = without(loaded, wrong, resolved.processes, claim.folder)
+    with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot go on {others}"):
+        check_placement(resolve(fewer))
+    run_folder.say(f"placement.on_corruption: going on {others}")
+    return train_here(fewer, also)
 
 
-def on_ranks_of(resolved: Resolved, ready: Setup, work: Callable[[Setup | None, Rendezvous], int], folder: Path) -> int:
-    """Do `work` on the ranks of a placement, and return the exit code; the run folder has their logs and the end."""
-    reasons: list[str] = []
-    code = on_ranks(work, ready, resolved.placement, resolved.processes, folder / run_folder.LOGS, reasons.append)
+def on_ranks_of(
+    resolved: Resolved,
+    ready: Setup,
+    work: Callable[[Setup | None, Rendezvous], int],
+    folder: Path,
+    failures: list[Failure] | None = None,
+) -> int:
+    """Do `work` on the ranks of a placement, and return the exit code; the run folder has their logs and the end.
+
+    The failure that ended the run is added to `failures`.
+    """
+    failures = [] if failures is None else failures
+    code = on_ranks(work, ready, resolved.placement, resolved.processes, folder / run_folder.LOGS, failures.append)
     if resolved.processes > 1:
-        run_folder.settle(folder, code, *reasons)
+        run_folder.settle(folder, code, *(failure.line for failure in failures))
     return code
+
+
+def without(loaded: Loaded, ranks: Sequence[int], count: int, folder: Path) -> Loaded:
+    """Return the configuration that goes on with the run in `folder` on all of `count` processes but these ranks.
+
+    Their CUDA devices are hidden from this process, and so from those that it starts, where each had one of its own.
+    """
+    devices = torch.cuda.device_count()
+    if loaded.config.placement.device != "cpu" and devices >= count:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+        seen = [name for number, name in enumerate(names.split(",")) if number not in ranks]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
+    placement = loaded.config.placement.model_copy(update={"processes": count - len(ranks)})
+    kept = {"dir": str(folder), "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume}
+    run = loaded.config.run.model_copy(update=kept)
+    return replace(loaded, config=loaded.config.model_copy(update={"placement": placement, "run": run}))
 
 
 def training_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
@@ -84,7 +120,18 @@ def training_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
         resolved = resolve(loaded, info.size)
         check_sinks(resolved.run)
         check_placement(resolved)
-    return resolved.placement, partial(run_rank, resolved, None, None, None)
+
+    def work(rendezvous: Rendezvous) -> int:
+        try:
+            return run_rank(resolved, None, None, None, rendezvous)
+        except CorruptionError as error:
+            first = info.rank - info.local_rank
+            of_this_agent = range(first, first + info.local_size)
+            if resolved.placement.on_corruption == "go_on" and not {*error.ranks}.isdisjoint(of_this_agent):
+                torchrun.leave()
+            raise
+
+    return resolved.placement, work
 
 
 def run_rank(
@@ -152,6 +199,7 @@ def open_and_check(resolved: Resolved, first: First | None, kernels: bool = True
 
 def _check_launch(config: Config, info: RankInfo) -> None:
     """Raise UsageError where the launcher started another run than the one that was asked for."""
+    goes_on = config.placement.on_corruption == "go_on"
     if info.launcher == "torchrun":
         agent = parent_command()
         torchrun.check_hosts(agent, os.environ)
@@ -159,6 +207,13 @@ def _check_launch(config: Config, info: RankInfo) -> None:
         if warning and info.rank == 0:
             run_folder.say(warning)
         torchrun.check_restarts(agent, os.environ, config.run.dir)
+        if goes_on:
+            torchrun.check_leaving(agent, os.environ)
+    elif goes_on:
+        raise UsageError(
+            f"placement.on_corruption: go_on: the launcher ({info.launcher}) starts nothing again; use torchrun, "
+            f"lockstep launch --nodes FEWEST:MOST or lockstep train, or end"
+        )
     asked = config.placement.processes
     if asked not in ("auto", info.size):
         raise UsageError(
