@@ -30,12 +30,18 @@ UNITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
+class _At:
+    """What all events have: how many steps, whole epochs and training samples were done."""
 
     step: int
     epoch: int
     samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_At):
+    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
+
     steps: int
     epochs: float
     steps_per_epoch: int
@@ -63,24 +69,18 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
+class Warned(_At):
     """The numbers of this run may depend on its placement: `culprit` is what does it, `text` says where and how."""
 
-    step: int
-    epoch: int
-    samples: int
     culprit: str
     text: str
     name: Literal["warning"] = "warning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
+class Stepped(_At):
     """Step number `step` (from 1) is done; figures are of this step alone, speed since the last report."""
 
-    step: int
-    epoch: int
-    samples: int
     loss: float
     lr: float
     norm: float | None
@@ -96,12 +96,9 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class Evaluated(_At):
     """The validation split was visited: each of its samples once."""
 
-    step: int
-    epoch: int
-    samples: int
     loss: float
     figures: dict[str, float]  # by their names, such as {"r2": 0.98}
     evaluated: int
@@ -113,34 +110,25 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
+class Logged(_At):
     """Figures that a loop of the user's own gave, by their names."""
 
-    step: int
-    epoch: int
-    samples: int
     figures: dict[str, float]
     name: Literal["logged"] = "logged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class Skipped(_At):
     """Files that could not be read, each reported once in a start; their samples count as nothing."""
 
-    step: int
-    epoch: int
-    samples: int
     files: tuple[str, ...]
     name: Literal["skipped"] = "skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(_At):
     """A checkpoint is on disk, synced and hashed."""
 
-    step: int
-    epoch: int
-    samples: int
     path: str
     weights_sha256: str
     best: bool
@@ -149,23 +137,17 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class Stopped(_At):
     """Training stopped early because of `reason`, and the work so far is saved."""
 
-    step: int
-    epoch: int
-    samples: int
     reason: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(_At):
     """The run is complete."""
 
-    step: int
-    epoch: int
-    samples: int
     weights_sha256: str
     figures: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
