@@ -76,9 +76,13 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 30
     text; then, and where a rank does not answer within `timeout` seconds, the pool of that size is built anew.
     """
     pool = _pool(size)
+    _signal(pool, signal.SIGCONT)
     for worker in pool:
         _send(worker.connection, (function, args))
     answers, failures = _collect(pool, timeout)
+    # Each group of gloo has a thread that wakes up 100 times a second, and a worker has a dozen: in 60 processes that
+    # waited for work they took half of two cores.
+    _signal(pool, signal.SIGSTOP)
     if failures or any(_own_bytes(worker.pid) > LARGEST_BYTES for worker in pool):
         _kill(size)
     if failures:
@@ -178,10 +182,16 @@ def _own_bytes(pid: int) -> int:
 
 
 def _kill(size: int) -> None:
-    for worker in _session.pools.pop(size):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
+    pool = _session.pools.pop(size)
+    _signal(pool, signal.SIGKILL)
+    for worker in pool:
         worker.connection.close()
+
+
+def _signal(pool: Sequence[_Worker], number: int) -> None:
+    for worker in pool:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, number)
 
 
 def _end_with(function: Callable[..., None], *args: Any) -> NoReturn:
@@ -231,8 +241,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
             function, args = _receive(connection)
         except EOFError:
             return
-        # What the last function has made is closed, now that no rank is in it any more. Each group of gloo has a thread
-        # that wakes up 110 times a second: 300 groups, in 40 processes that waited, took a quarter of two cores.
+        # What the last function has made is closed, now that no rank is in it any more.
         if "deepspeed" not in sys.modules:  # which keeps those that it has made
             for group in set(_world.pg_map) - kept - {*world._made.values()}:
                 dist.destroy_process_group(group)

@@ -56,11 +56,14 @@ def test_sections_share_the_time_and_leave_what_they_do_not_need(planted: Path) 
 
 
 def test_one_that_hangs_is_ended_with_what_it_started(planted: Path) -> None:
-    began = time.monotonic()
-    found = gpu.result("planted_hangs", "cpu", 20)
-    assert time.monotonic() - began < 40
-    assert not found["ok"]
-    assert found["failures"][0] == "planted_hangs was ended after 20 s, its share of the time"
+    for limit_s in (20, 300):  # on a busy machine the imports alone take longer than the first
+        began = time.monotonic()
+        found = gpu.result("planted_hangs", "cpu", limit_s)
+        assert time.monotonic() - began < limit_s + 60
+        assert not found["ok"]
+        assert found["failures"][0] == f"planted_hangs was ended after {limit_s} s, its share of the time"
+        if (planted / "child").exists():
+            break
     state = Path("/proc", (planted / "child").read_text(), "stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
