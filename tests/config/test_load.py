@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.commands.show import consequences
 from lockstep.config import across
-from lockstep.config.load import differences, load, split, to_yaml
+from lockstep.config.base import values
+from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.config.wording import section_at
@@ -341,6 +342,45 @@ def test_more_processes_than_micro_batches_are_told_with_the_rest():
         "override  recipe.epochs: expected a whole number; got 'many'",
     ]
     assert load("digits", ["placement.processes=4"]).config.placement.processes == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ([], 8),
+        (["recipe.batch=8192"], 256),
+        (["recipe.batch=8200"], 257),
+        (["recipe.batch=8"], 1),
+        (["recipe.microbatches=4"], 4),
+        (["recipe.microbatch=64"], 4),
+        (["recipe.microbatch="], 8),
+        (["recipe.batch=4", "recipe.microbatch="], 4),
+    ],
+)
+def test_micro_batches_by_their_size_are_more_in_a_larger_batch(words: list[str], count: int):
+    assert load("imagenet-resnet18", words).config.recipe.microbatches == count
+
+
+def test_a_recipe_by_the_size_of_micro_batches_is_that_by_their_number():
+    """Its run writes both down, and is read again; what decides the numbers is how many there are."""
+    by_size, by_number = load("imagenet-resnet18"), load("imagenet-resnet18", ["recipe.microbatches=8"])
+    assert by_number.notes == ["recipe.microbatches instead of recipe.microbatch=32 (imagenet.yaml:11:3)"]
+    assert comparable(values(by_size.config.recipe)) == comparable(values(by_number.config.recipe))
+    again = load_text(to_yaml(by_size), "config.yaml", "again")
+    assert again.config == by_size.config
+
+
+def test_size_and_number_of_micro_batches_agree():
+    words = ["recipe.microbatch=32", "recipe.microbatches=4"]
+    told = "recipe.microbatch: at most 32 of 256 samples are not 4 micro-batches; give either"
+    assert told in problems("imagenet-resnet18", *words)[0]
+    assert load("imagenet-resnet18", [words[0], "recipe.microbatches=8"]).config.recipe.microbatches == 8
+
+
+def test_the_batch_is_told_that_so_many_processes_fill():
+    [found] = problems("imagenet-resnet18", "placement.processes=64")
+    assert "64 processes but only 8 micro-batches; use at most 8 processes, or set recipe.batch=2048" in found
+    assert load("imagenet-resnet18", ["recipe.batch=2048", "placement.processes=64"]).config.recipe.microbatches == 64
 
 
 def test_contradictions_are_told_although_other_keys_are_wrong():

@@ -62,9 +62,9 @@ from lockstep.training.events import Done, Evaluated, Event, Logged, Started, St
 
 def as_seen(recipe: Recipe) -> Recipe:
     """Return a recipe without what the script passes over: two that are alike then have one row."""
-    passed_over = {"microbatches": 1, "ema": None, "memory_format": "contiguous", "compile": False, "nonfinite": "stop"}
+    passed_over = {"microbatch": None, "microbatches": 1, "ema": None, "memory_format": "contiguous", "compile": False}
     batchnorm = "local" if recipe.batchnorm == "sync" else recipe.batchnorm
-    return recipe.model_copy(update={**passed_over, "batchnorm": batchnorm})
+    return recipe.model_copy(update={**passed_over, "nonfinite": "stop", "batchnorm": batchnorm})
 
 
 def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:

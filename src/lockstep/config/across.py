@@ -63,8 +63,9 @@ def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tu
     if _name(placement) != "auto":  # what processes share is for the strategy to say, which needs torch
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
-    count = recipe.get("microbatches")
+    count, size = recipe.get("microbatches"), recipe.get("microbatch")
+    size = size if type(size) is int and size > 0 else None
     if count is None and type(batch) is int:
-        count = default_microbatches(batch)
+        count = default_microbatches(batch, size)
     if type(processes) is int and type(count) is int and processes > count > 0:
-        yield ("placement", "processes"), too_few(processes, count)
+        yield ("placement", "processes"), too_few(processes, count, size)

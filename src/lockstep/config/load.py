@@ -121,12 +121,15 @@ def differences(run: Recipe, now: Recipe) -> list[str]:
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without the locations of data and first weights, which may move."""
+    """Return a recipe's values without the locations of data and first weights, which may move.
+
+    What a micro-batch holds follows from how many there are.
+    """
     data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
     model = dict(recipe["model"])
     if "weights" in model:
         model["weights"] = {key: value for key, value in model["weights"].items() if key != "path"}
-    return {**recipe, "data": data, "model": model}
+    return {**{key: value for key, value in recipe.items() if key != "microbatch"}, "data": data, "model": model}
 
 
 def _find(source: str) -> FilePath:

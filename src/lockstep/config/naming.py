@@ -26,6 +26,7 @@ _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
 # Keys of which one is given.
 _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
+    (("recipe", "microbatch"), ("recipe", "microbatches")),
     (("recipe", "schedule", "warmup_epochs"), ("recipe", "schedule", "warmup_steps")),
     (("run", "save_every", "epochs"), ("run", "save_every", "steps")),
     (("run", "evaluate_every", "epochs"), ("run", "evaluate_every", "steps")),

@@ -266,9 +266,9 @@ class StartingPoint(Section):
     updates: NaturalInt | None = None  # that the optimizer had done by then
 
 
-def default_microbatches(batch: int) -> int:
-    """Follow from the batch alone, so that no machine and no number of processes decides what is computed."""
-    return min(_MICROBATCHES, batch)
+def default_microbatches(batch: int, microbatch: int | None = None) -> int:
+    """Follow from the batch and the samples of a micro-batch, so that no machine decides what is computed."""
+    return min(_MICROBATCHES, batch) if microbatch is None else -(-batch // microbatch)
 
 
 class Recipe(Section):
@@ -278,8 +278,9 @@ class Recipe(Section):
     model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
+    microbatch: PositiveInt | None = None  # the most samples of one, instead of how many there are
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        default_factory=lambda validated: default_microbatches(validated["batch"])
+        default_factory=lambda validated: default_microbatches(validated["batch"], validated.get("microbatch"))
     )
     evaluation_batch: PositiveInt | None = None  # samples evaluated at a time; as many as the largest micro-batch has
     epochs: PositiveInt | None = None
@@ -326,5 +327,11 @@ def contradictions(given: Mapping[str, object]) -> list[str]:
         found.append(
             f"batch: {batch} samples cannot fill {count} micro-batches; "
             f"use a batch of at least {count}, or at most {batch} micro-batches"
+        )
+    size = given.get("microbatch")
+    if type(batch) is int and type(size) is int and type(count) is int and size > 0 and count != -(-batch // size):
+        found.append(
+            f"microbatch: at most {size} of {batch} samples are not {count} micro-batches; give either microbatch, "
+            f"their size, or microbatches, their number; recipe.microbatches= unsets that"
         )
     return found

@@ -11,7 +11,10 @@ from lockstep.errors import UsageError
 def check_work(processes: int, microbatches: int) -> None:
     """Raise UsageError where some process would never have a micro-batch of its own."""
     if processes > microbatches:
-        raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
+        raise UsageError(
+            f"placement.processes: {too_few(processes, microbatches)}; where it has recipe.microbatch, a batch of "
+            f"{processes} times that will do too"
+        )
 
 
 def check_divides(key: str, number: int, processes: int) -> None:
@@ -34,8 +37,16 @@ def check_several(processes: int, strategy: str) -> None:
         )
 
 
-def too_few(processes: int, microbatches: int) -> str:
-    """Say that there are fewer micro-batches than processes, and what more of them would change."""
+def too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
+    """Say that there are fewer micro-batches than processes, and what more of them would change.
+
+    Where the recipe says how many samples a micro-batch has, a larger batch has more of them.
+    """
+    if microbatch is not None:
+        return (
+            f"{processes} processes but only {microbatches} micro-batches; use at most {microbatches} processes, or "
+            f"set recipe.batch={processes * microbatch}, which is another recipe: other bits"
+        )
     return (
         f"{processes} processes but only {microbatches} micro-batches; use at most {microbatches} processes, or set "
         f"recipe.microbatches={processes}, which is another recipe: other bits, and BatchNorm over fewer samples"

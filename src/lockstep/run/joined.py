@@ -149,6 +149,7 @@ class Run:
         *,
         batch: int,
         microbatches: int | None = None,
+        microbatch: int | None = None,
         epochs: int | None = None,
         steps: int | None = None,
         weight: Callable[[Batch], int] | None = None,
@@ -158,7 +159,8 @@ class Run:
         """Yield the remaining steps, up to so many `epochs` or `steps` counted from the beginning of the run.
 
         `dataset` has a length and items by number, on every rank alike. `batch` is the number of samples of a step over
-        all ranks, which is cut into `microbatches`, left out 8 or `batch` if that is smaller: both decide the bits.
+        all ranks, which is cut into `microbatches`, or into those of at most `microbatch` samples; left out 8, or
+        `batch` if that is smaller. Batch and number of micro-batches decide the bits.
         `weight` returns what a batch on the CPU counts for, a whole number; left out, its samples. `collate` makes a
         batch of a list of items. With `drop_last` an epoch has no smaller last step.
 
@@ -167,7 +169,7 @@ class Run:
         batch, number of micro-batches or optimizer.
         """
         placed = self._ready("run.steps")
-        plan = make_plan(Items(dataset, collate), batch, microbatches, epochs, steps, weight, drop_last)
+        plan = make_plan(Items(dataset, collate), batch, microbatches, microbatch, epochs, steps, weight, drop_last)
         check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         loop = {**placed.decisive(), **plan.decisive()}
         if (before := self._loop or self._resumed) is not None:

@@ -55,6 +55,7 @@ def make_plan(
     items: Items,
     batch: int,
     microbatches: int | None,
+    microbatch: int | None,
     epochs: int | None,
     steps: int | None,
     weight: Callable[[Batch], int] | None,
@@ -65,7 +66,12 @@ def make_plan(
         raise refusal("run.steps: give either epochs or steps", "give one of the two")
     if batch < 1 or (drop_last and batch > len(items)):
         raise refusal(f"run.steps: batch is {batch}, of {len(items)} samples", "take 1 or more, and at most those")
-    count = default_microbatches(batch) if microbatches is None else microbatches
+    if microbatch is not None and (microbatches is not None or microbatch < 1):
+        raise refusal(
+            f"run.steps: microbatch is {microbatch}, and microbatches {microbatches}",
+            "give either the number of micro-batches, or the samples of one, which are 1 or more",
+        )
+    count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
         raise refusal(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
     return OwnPlan(items, Steps(len(items), batch, drop_last, epochs, steps), count, weight)

@@ -60,7 +60,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     """Raise UsageError with the differing keys where the run at `place` has another recipe; data may have moved."""
     if comparable(values(before)) == comparable(values(now)):
         return
-    moved = ("data.root: ", "data.download: ", "model.weights.path: ")
+    moved = ("data.root: ", "data.download: ", "model.weights.path: ", "microbatch: ")
     lines = [line for line in loading.differences(before, now) if not line.startswith(moved)]
     if before.order != now.order and "order" not in now.model_fields_set:
         lines.append(f"recipe.order is not set; recipe.order={before.order} resumes this run")
