@@ -233,7 +233,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(str(folder / "calls"), "AF_UNIX")
     info = RankInfo(rank, size, rank, size, "pool")
-    world = open_world(join_ranks(info, f"file://{folder}/store", timeout_s=60.0), torch.device("cpu"))
+    world = open_world(join_ranks(info, f"file://{folder}/store", timeout_s=300.0), torch.device("cpu"))
     _send(connection, (rank, os.getpid()))
     kept: set[dist.ProcessGroup] = set(_world.pg_map)
     while True:

@@ -146,9 +146,11 @@ def test_while_they_train_their_progress_is_seen(seen: Seen) -> None:
 
 
 def test_stopped_they_are_queued_again_except_the_cancelled_one(seen: Seen) -> None:
-    for name in STOPS.keys() - {"cancelled"}:
-        assert (seen.stopped[name]["state"], seen.stopped[name]["slurm"].split()[0]) == ("queued", "PENDING"), name
-        assert 0 < seen.stopped[name]["step"] < STEPS
+    stopped = {name: each for name, each in seen.stopped.items() if name != "cancelled"}
+    states = {(each["state"], each["slurm"].split()[0]) for each in stopped.values()}
+    # Slurm may have begun one again by the time that it is looked at.
+    assert ("queued", "PENDING") in states <= {("queued", "PENDING"), ("running", "RUNNING")}
+    assert all(0 < each["step"] < STEPS for each in stopped.values())
     assert (seen.stopped["cancelled"]["state"], seen.stopped["cancelled"]["slurm"]) == ("saved", None)
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lockstep.strategies import zero3
-from lockstep.strategies.base import Traits
+from lockstep.core.work import check_several, check_work
+from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
 @final
 @dataclass(frozen=True)
-class Strategy(zero3.Strategy):
+class Strategy:
     """`offload`: what is cut is in the memory of the CPU but while a block computes with it; the CPU updates it."""
 
-    named: ClassVar[str] = "zero2"
-    keep_gathered: ClassVar[bool] = True
+    offload: bool = False
+
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; gradients and optimizer state, by rows",
         needs="at most as many processes as micro-batches; an optimizer that works element by element",
@@ -27,3 +28,17 @@ class Strategy(zero3.Strategy):
         cuts_rows=True,
         syncs_batchnorm=True,
     )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError where some process would never have work, or none would share with another."""
+        check_work(processes, microbatches)
+        check_several(processes, "zero2")
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(shard=processes)
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine."""
+        mesh = self.mesh(world.size)
+        return mesh_engine(problem, make_optimizer, world, numerics, mesh, keep_gathered=True, offload=self.offload)

@@ -7,21 +7,20 @@ fully_shard (FSDP2) does it block by block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 from lockstep.core.work import check_several, check_work
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
+@final
 @dataclass(frozen=True)
 class Strategy:
     """`offload`: what is cut is in the memory of the CPU but while a block computes with it; the CPU updates it."""
 
     offload: bool = False
 
-    named: ClassVar[str] = "zero3"
-    keep_gathered: ClassVar[bool] = False  # parameters from a forward to its backward
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
         needs="at most as many processes as micro-batches; an optimizer that works element by element",
@@ -33,7 +32,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where some process would never have work, or none would share with another."""
         check_work(processes, microbatches)
-        check_several(processes, self.named)
+        check_several(processes, "zero3")
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""
@@ -41,5 +40,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
-        mesh, keeps = self.mesh(world.size), self.keep_gathered
-        return mesh_engine(problem, make_optimizer, world, numerics, mesh, keep_gathered=keeps, offload=self.offload)
+        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)

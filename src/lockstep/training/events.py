@@ -30,18 +30,12 @@ UNITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _At:
-    """What all events have: how many steps, whole epochs and training samples were done."""
+class Started:
+    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
 
     step: int
     epoch: int
     samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started(_At):
-    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
-
     steps: int
     epochs: float
     steps_per_epoch: int
@@ -69,18 +63,24 @@ class Started(_At):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warned(_At):
+class Warned:
     """The numbers of this run may depend on its placement: `culprit` is what does it, `text` says where and how."""
 
+    step: int
+    epoch: int
+    samples: int
     culprit: str
     text: str
     name: Literal["warning"] = "warning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped(_At):
+class Stepped:
     """Step number `step` (from 1) is done; figures are of this step alone, speed since the last report."""
 
+    step: int
+    epoch: int
+    samples: int
     loss: float
     lr: float
     norm: float | None
@@ -96,9 +96,12 @@ class Stepped(_At):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated(_At):
+class Evaluated:
     """The validation split was visited: each of its samples once."""
 
+    step: int
+    epoch: int
+    samples: int
     loss: float
     figures: dict[str, float]  # by their names, such as {"r2": 0.98}
     evaluated: int
@@ -110,25 +113,34 @@ class Evaluated(_At):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged(_At):
+class Logged:
     """Figures that a loop of the user's own gave, by their names."""
 
+    step: int
+    epoch: int
+    samples: int
     figures: dict[str, float]
     name: Literal["logged"] = "logged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped(_At):
+class Skipped:
     """Files that could not be read, each reported once in a start; their samples count as nothing."""
 
+    step: int
+    epoch: int
+    samples: int
     files: tuple[str, ...]
     name: Literal["skipped"] = "skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved(_At):
+class Saved:
     """A checkpoint is on disk, synced and hashed."""
 
+    step: int
+    epoch: int
+    samples: int
     path: str
     weights_sha256: str
     best: bool
@@ -137,17 +149,23 @@ class Saved(_At):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped(_At):
+class Stopped:
     """Training stopped early because of `reason`, and the work so far is saved."""
 
+    step: int
+    epoch: int
+    samples: int
     reason: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done(_At):
+class Done:
     """The run is complete."""
 
+    step: int
+    epoch: int
+    samples: int
     weights_sha256: str
     figures: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
