@@ -30,19 +30,18 @@ AGENT = (
 # As a chip that goes bad some steps after the start does, on each host whose environment has BROKEN.
 BROKEN = """
 import os
-import time
+from paced import linear as paced
 from torch import nn
 
 class Chip(nn.Module):
     forwards = 0
 
     def forward(self, inputs):
-        time.sleep(0.02)
         self.forwards += self.training and "BROKEN" in os.environ
         return inputs * 1.0001 if self.forwards > 40 else inputs
 
 def linear(num_classes):
-    return nn.Sequential(Chip(), nn.Flatten(), nn.Linear(64, num_classes))
+    return nn.Sequential(Chip(), *paced(num_classes))
 """
 
 
@@ -111,11 +110,12 @@ def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], f
 
 def test_the_host_that_computes_wrongly_leaves(hosts: subprocess.Popen[str], folder: Path) -> None:
     (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+    pace(folder, 0.02)  # so that the third host is there before all is done
     agent = f"{sys.executable} -m torch.distributed.run {AGENT.replace('1:2', '2:3')}"
     words = "recipe.model.name=broken:linear recipe.microbatches=3"
-    audits = "placement.audit_every=1 placement.on_corruption=go_on"
+    agent += f" {words} placement.audit_every=1 placement.on_corruption=go_on"
     for name, host in (("first", "h0"), ("bad", "h1 env BROKEN=1"), ("other", "h2")):
-        write(hosts, f"on {host} {agent} {words} {audits} & {name}=$!")
+        write(hosts, f"on {host} {agent} & {name}=$!")
     write(hosts, "wait $bad || wait $first && wait $other; exit")
     assert hosts.wait(PATIENCE_S) == 0, (folder / "log").read_text(encoding="utf-8")
     processes = [event["processes"] for event in events(folder, "started")]

@@ -99,11 +99,11 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
 
         def seen_all() -> bool:
             time.sleep(0.1)
-            lines = run("squeue", "--noheader", "--format=%i|%T").splitlines()
-            queue = dict(line.split("|") for line in lines)
-            for name in set(names) - stopped.keys():
-                if queue.get(str(running[name]["job"])) == (None if name == "cancelled" else "PENDING"):
-                    stopped[name] = jobs(run)[name]
+            queue = dict(line.split("|") for line in run("squeue", "--noheader", "--format=%i|%T").splitlines())
+            left = {name: queue.get(str(running[name]["job"])) for name in set(names) - stopped.keys()}
+            noted = [name for name, state in left.items() if state == (None if name == "cancelled" else "PENDING")]
+            found = jobs(run) if noted else {}  # once for all of them: Slurm may begin one again meanwhile
+            stopped.update({name: found[name] for name in noted})
             return stopped.keys() >= set(names)
 
         until(seen_all, PATIENCE_S)

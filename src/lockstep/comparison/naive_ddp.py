@@ -96,7 +96,7 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
         (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")
-        return on_ranks_of(resolved, ready, partial(_on_rank, resolved, claim.folder, also), claim.folder)
+        return on_ranks_of(resolved, ready, partial(_on_rank, resolved, claim.folder, also), claim.folder, [])
 
 
 def _ready(loaded: Loaded) -> tuple[Resolved, Setup]:

@@ -329,7 +329,8 @@ def contradictions(given: Mapping[str, object]) -> list[str]:
             f"use a batch of at least {count}, or at most {batch} micro-batches"
         )
     size = given.get("microbatch")
-    if type(batch) is int and type(size) is int and type(count) is int and size > 0 and count != -(-batch // size):
+    sized = default_microbatches(batch, size) if type(batch) is int and type(size) is int and size > 0 else count
+    if type(count) is int and count != sized:
         found.append(
             f"microbatch: at most {size} of {batch} samples are not {count} micro-batches; give either microbatch, "
             f"their size, or microbatches, their number; recipe.microbatches= unsets that"

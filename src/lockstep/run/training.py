@@ -84,13 +84,12 @@ def on_ranks_of(
     ready: Setup,
     work: Callable[[Setup | None, Rendezvous], int],
     folder: Path,
-    failures: list[Failure] | None = None,
+    failures: list[Failure],
 ) -> int:
     """Do `work` on the ranks of a placement, and return the exit code; the run folder has their logs and the end.
 
     The failure that ended the run is added to `failures`.
     """
-    failures = [] if failures is None else failures
     code = on_ranks(work, ready, resolved.placement, resolved.processes, folder / run_folder.LOGS, failures.append)
     if resolved.processes > 1:
         run_folder.settle(folder, code, *(failure.line for failure in failures))
