@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 
 from lockstep.comm.world import World
@@ -56,6 +57,24 @@ def dying(world: World) -> str:
     return "alive"
 
 
+begun: list[tuple[dist.Work, torch.Tensor]] = []  # in a worker: what one job has begun, for the next
+
+
+def beginning(world: World) -> float:
+    if not world.rank:
+        own = torch.ones(1)
+        begun.append((dist.all_reduce(own, async_op=True), own))
+    return world.timeout_s
+
+
+def ending(world: World) -> float:
+    if world.rank:
+        return float(world.add_(torch.ones(1)))
+    work, own = begun.pop()
+    work.wait()
+    return own.item()
+
+
 def scheduling(_: World) -> int:
     return os.sched_getscheduler(0)
 
@@ -75,6 +94,12 @@ def test_workers_are_kept() -> None:
     before = worlds.pids(2)
     worlds.run(2, summed)
     assert worlds.pids(2) == before
+
+
+def test_an_exchange_goes_on_where_its_pool_was_stopped() -> None:
+    for timeout_s in worlds.run(2, beginning):
+        assert timeout_s > 3600  # the clock does not stop
+    assert worlds.run(2, ending) == [2.0, 2.0]
 
 
 def test_an_exception_names_its_rank_and_the_pool_heals() -> None:

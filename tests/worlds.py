@@ -38,6 +38,7 @@ from lockstep.ranks.external import join_ranks
 LARGEST_BYTES = 350 << 20  # of a worker's own memory, of which DeepSpeed takes 300 MiB: a larger pool is ended
 GRACE_S = 1.0  # for the other ranks, once one has failed: most of them wait in vain in an exchange
 START_S = 120.0
+ENDLESS_S = 86400.0  # of an exchange: one under way while its pool is stopped may not find its time over afterwards
 
 
 class WorldError(Exception):
@@ -233,7 +234,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(str(folder / "calls"), "AF_UNIX")
     info = RankInfo(rank, size, rank, size, "pool")
-    world = open_world(join_ranks(info, f"file://{folder}/store", timeout_s=300.0), torch.device("cpu"))
+    world = open_world(join_ranks(info, f"file://{folder}/store", timeout_s=ENDLESS_S), torch.device("cpu"))
     _send(connection, (rank, os.getpid()))
     kept: set[dist.ProcessGroup] = set(_world.pg_map)
     while True:
