@@ -163,6 +163,8 @@ def run(
         (75, STOPPED.replace("stopped", "saved"), "RUNNING N/A", False),
         (1, '{"event": "step"}', "RUNNING N/A", False),
         (138, "", "RUNNING N/A", False),  # the warning came before training began
+        (143, "", "RUNNING 2026-11-21T19:40:01", True),  # preempted before it
+        (137, '{"event": "step"}', "RUNNING N/A", False),
         (0, STOPPED, "RUNNING N/A", False),
     ],
 )

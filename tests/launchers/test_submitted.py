@@ -110,7 +110,8 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
 
     submit(run, {name: [*options, "--option=--hold"] for name, options in PLACES.items()})
     queued = jobs(run)
-    run("scontrol", "release", ",".join(str(queued[name]["job"]) for name in STOPS))
+    # That which gives way last: were it first, those that come after would take its place at once.
+    run("scontrol", "release", ",".join(str(queued[name]["job"]) for name in PLACES if name in STOPS))
     try:
         until(lambda: all(said(name).count('"event": "step"') > 1 for name in STOPS), PATIENCE_S)
     except AssertionError:

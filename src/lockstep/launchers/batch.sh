@@ -44,13 +44,15 @@ code=$?
 
 # The last event of this start shows whether it was stopped by a signal and is saved. The exit code is 75 then, but for
 # ranks that srun kills while they end, because others have ended. A saved run starts again by itself after the
-# warning, and where another job takes the nodes (Slurm sends SIGTERM then). Not after scancel, nor where somebody put
-# it back into the queue already: it does not count as running then, but asking for a new start would give it one.
+# warning. So does one whose nodes another job takes (Slurm sends SIGTERM then): also where that came before training
+# began, and killed it. Not after scancel, nor where somebody put it back into the queue already: it does not count as
+# running then, but asking for a new start would give it one.
 reason=
 if [ "$code" -ne 0 ] && [ "$(stat --format=%s {{ quote(batch.run ~ "/events.jsonl") }} 2> /dev/null)" != "$size" ]; then
     reason=$(tail -n 1 {{ quote(batch.run ~ "/events.jsonl") }} | sed -n 's/^{"event": "stopped",.*"reason": "\([A-Z0-9]*\)".*/\1/p')
 fi
-if [ "$reason" = SIGUSR1 ] || [ "$reason" = SIGTERM ]; then
+said="stopped by ${reason:-a signal}${reason:+ and saved}"
+if [ "$reason" = SIGUSR1 ] || [ "$reason" = SIGTERM ] || [ "$code" -gt 128 ]; then
     # A Slurm that moves many jobs at once may not answer.
     for pause in 0 5 10 20 30; do
         sleep "$pause"
@@ -58,12 +60,12 @@ if [ "$reason" = SIGUSR1 ] || [ "$reason" = SIGTERM ]; then
         read -r state preempted < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State,PreemptTime)
         if [ -z "$state" ]; then continue; fi
         if [ "$state" = RUNNING ] && { [ "$reason" = SIGUSR1 ] || [[ $preempted == [0-9]* ]]; }; then
-            echo "stopped by $reason and saved: back into the queue"
+            echo "$said: back into the queue"
             scontrol requeue "$SLURM_JOB_ID" || continue
         fi
         exit "$code"
     done
-    echo "stopped by $reason and saved, but Slurm has not put it back into the queue; to go on:"
+    echo "$said, but Slurm has not put it back into the queue; to go on:"
     echo "scontrol requeue $SLURM_JOB_ID"
 fi
 exit "$code"
