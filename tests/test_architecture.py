@@ -156,7 +156,7 @@ def test_the_modules_are_found() -> None:
     """Otherwise every test below would hold."""
     assert len(MODULES) > 50
     assert {module.partition("/")[0] for module in MODULES if "/" in module} - {"commands"} <= ALLOWED.keys()
-    assert {"core/tree", "core/order"} <= ours("comm/canonical")
+    assert {"core/tree", "core/reduction"} <= ours("comm/canonical")
     assert "torch.distributed" in imported("comm/carrier")
     assert "lockstep.config.load.load" in imported("commands/_recipe")
     assert "lockstep.config.load.load" not in imported("commands/_recipe", only_at_import=True)

@@ -1,19 +1,21 @@
 """The sum over the network has the bits of the sum in one process."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 import worlds
+from posted import Post
 from torch import Tensor
 
-from lockstep.comm import canonical
 from lockstep.comm.canonical import CanonicalSum, add_
-from lockstep.comm.carrier import Addressed, Carrier
+from lockstep.comm.carrier import Carrier
 from lockstep.comm.world import World
-from lockstep.core.mesh import DataRank, Mesh
+from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.core.order import cut
-from lockstep.core.tree import Counter, LeafBlock, blocks, total
+from lockstep.core.reduction import FAN_OUT
+from lockstep.core.tree import Counter, LeafBlock, total
 
 CASES = [
     *itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 12, 13), (0, 1, 2, 3, 7, 1000), (torch.float32, torch.float64)),
@@ -67,59 +69,59 @@ def test_the_values_tell_brackets_apart() -> None:
     assert not torch.equal(in_a_row, total(held(range(8), 1000, torch.float32), 8, add_))
 
 
+MESHES = [
+    *(Mesh(replicate=size) for size in range(2, 14)),
+    *(Mesh(shard=size) for size in (2, 3, 5)),
+    *(Mesh(context=size) for size in (2, 4)),
+    *(Mesh(replicate=2, shard=3), Mesh(replicate=3, context=2), Mesh(replicate=3, expert=2)),
+]
+
+
+def posted(mesh: Mesh, axes: tuple[Axis, ...], leaves: int, length: int, chunks: int = 1) -> tuple[list[Tensor], Post]:
+    """Return the sum as each rank has it, of ranks that are threads, and what they sent each other."""
+    places, order = mesh.added_along(*axes)
+    post = Post(len(order))
+
+    def added(rank: int, carrier: Carrier) -> Tensor:
+        own = CanonicalSum(order.index(rank), places, carrier, order, chunks)
+        blocks = places[order.index(rank)].own_blocks(leaves, chunks)
+        numbers = [range(block.first, block.first + block.size) for block in blocks]
+        pieces = {block: held(each, length, torch.float32)[block] for block, each in zip(blocks, numbers, strict=True)}
+        return own(pieces, leaves, torch.empty(length))
+
+    return post.run(added), post
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_of_any_number_and_mesh_have_the_bits_of_one_process(mesh: Mesh) -> None:
+    axes = tuple(axis for axis in get_args(Axis) if getattr(mesh, axis) > 1 and axis != "expert")
+    chunks = mesh.context
+    for microbatches, length in itertools.product((1, 2, 3, mesh.size, mesh.size + 1, 2 * mesh.size, 22), (1, 5, 997)):
+        leaves = microbatches * chunks
+        expected = total(held(range(leaves), length, torch.float32), leaves, add_)
+        for rank, found in enumerate(posted(mesh, axes, leaves, length, chunks)[0]):
+            assert torch.equal(found, expected), (microbatches, length, rank)
+
+
 @pytest.mark.parametrize(
-    ("leaves", "size", "fits"),
-    [
-        (1, 1, True),
-        (2, 2, True),
-        (4, 2, True),
-        (8, 4, True),
-        (16, 4, True),
-        (6, 2, False),  # three leaves a rank are two blocks
-        (3, 2, False),  # blocks of different sizes
-        (3, 3, False),  # no power of two
-        (8, 3, False),
-        (2, 4, False),  # ranks without a block
-    ],
+    ("size", "leaves"), [(4, 4), (3, 6), (5, 5), (7, 14), (12, 24), (33, 33), (64, 1), (64, 3), (65, 65)]
 )
-def test_halving_is_for_equal_blocks_on_a_power_of_two(leaves: int, size: int, fits: bool) -> None:
-    assert canonical._halving_fits([blocks(share) for share in cut(leaves, size)]) is fits
+def test_a_rank_sends_about_two_vectors_to_few_others(size: int, leaves: int) -> None:
+    length = 64 * size
+    _, post = posted(Mesh(size), ("replicate",), leaves, length)
+    assert max(*post.sent.values(), *post.received.values()) <= 2.1 * length
+    assert post.neighbours() <= min(size - 1, 2 * size.bit_length() + FAN_OUT)
 
 
-def _counted(world: World, leaves: int, length: int, patch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Return how many numbers this rank sends, and how many it receives."""
-    sent = received = 0
-    moves = canonical.move
-
-    def counting(carrier: Carrier, leaving: list[Addressed], arriving: list[Addressed]) -> None:
-        nonlocal sent, received
-        sent += sum(len(tensor) for tensor, _ in leaving)
-        received += sum(len(tensor) for tensor, _ in arriving)
-        moves(carrier, leaving, arriving)
-
-    patch.setattr(canonical, "move", counting)
-    summed(world, leaves, length, torch.float32)
-    return sent, received
+@pytest.mark.parametrize(("size", "leaves"), [(2, 2), (2, 4), (3, 3), (3, 4), (3, 6), (4, 4), (4, 8), (8, 8)])
+def test_of_one_block_a_rank_sends_what_it_would_in_a_ring(size: int, leaves: int) -> None:
+    _, post = posted(Mesh(size), ("replicate",), leaves, 120 * size)
+    assert post.sent == dict.fromkeys(range(size), 2 * (size - 1) * 120)
 
 
-def traffic(world: World, leaves: int, length: int) -> tuple[int, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        return _counted(world, leaves, length, patch)
-
-
-@pytest.mark.worlds
-@pytest.mark.parametrize(("size", "leaves"), [(2, 2), (2, 4), (4, 4), (4, 8)])
-def test_halving_and_doubling_sends_what_a_ring_would(size: int, leaves: int) -> None:
-    share = 2 * (size - 1) * 1024 // size
-    assert worlds.run(size, traffic, leaves, 1024) == [(share, share)] * size
-
-
-@pytest.mark.worlds
-def test_direct_exchange_sends_each_piece_once_and_each_sum_once() -> None:
-    # 3 ranks, 4 leaves: rank 0 holds (0, 1) as one piece, the others one leaf each; chunks of 300 numbers.
-    assert worlds.run(3, traffic, 4, 900) == [(1200, 1200)] * 3
-    # 3 ranks, 8 leaves: rank 0 holds (0, 1) and 2, rank 1 holds 3 and (4, 5), rank 2 holds (6, 7).
-    assert worlds.run(3, traffic, 8, 900) == [(1800, 1500), (1800, 1500), (1200, 1800)]
+def test_of_a_block_more_on_both_sides_half_is_sent_more() -> None:
+    # 6 leaves: rank 0 holds (0, 1) and 2, rank 1 holds 3 and (4, 5). Of each block one half moves, then of the sum.
+    assert posted(Mesh(2), ("replicate",), 6, 1200)[1].sent == {0: 1800, 1: 1800}
 
 
 def missing(world: World) -> str:

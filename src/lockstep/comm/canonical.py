@@ -1,20 +1,17 @@
 """The canonical tree between processes: the same brackets as in one process, over the network.
 
-Rank r of W holds the pieces that are its data rank's (core/mesh.py). Two ways lead to the same sum:
-
-*Halving and doubling*, where every rank holds one block and all blocks are of one size (W and M/W powers of two):
-level by level, rank r and its sibling r XOR 2^k swap halves of what they still own and add; then the way back without
-adding. Each rank sends 2 (W-1)/W of the vector, what a ring all-reduce sends.
-
-*Direct exchange* otherwise: the vector is cut into W chunks, each rank sends all its pieces of chunk j to rank j, which
-adds them by the tree and sends the sum to all. Ranks may hold no piece (fewer micro-batches than processes) or several.
+Each rank holds the pieces that are its data rank's (core/mesh.py): one, several, or none. Level by level of the tree
+the ranks deal out the vector further among each other, and add (core/reduction.py). Then each has one of W parts of the
+sum, and they gather the others in log2(W) rounds. With one piece each a rank sends about what it would in a ring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -22,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.carrier import Addressed, Carrier
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
-from lockstep.core.order import cut
+from lockstep.core.reduction import Move, Reduction, Shares, reduction
 from lockstep.core.tree import LeafBlock, total
 
 
@@ -64,6 +61,7 @@ class CanonicalSum:
     _chunks: int = 1
 
     def __post_init__(self) -> None:
+        self._data_ranks = tuple(self._data_ranks)
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank to add with
         self._carried = self._carried or range(self._size)
@@ -83,11 +81,21 @@ class CanonicalSum:
         """
         if self.alone:
             return total(pieces, leaves, add_)
-        held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
-        if _halving_fits(held):
-            (piece,) = pieces.values()
-            return self._halve_and_double(piece)
-        return self._exchange([pieces[block] for block in held[self._rank]], held, leaves, like)
+        held = self._data_ranks[self._rank].own_blocks(leaves, self._chunks)
+        values = {block.first: _Share(range(len(like)), pieces[block], came=False) for block in held}
+        rounds, shares = _reduction(self._rank, self._data_ranks, leaves, self._chunks)
+        for sums, moves in rounds:
+            for left, right, _ in sums:
+                # In memory that is there, where one of the two is: of two floats a + b is b + a.
+                own, other = sorted((values.pop(left), values.pop(right)), key=attrgetter("came"))
+                values[left] = own._replace(tensor=add_(own.tensor, other.tensor))
+            self._deal(moves, values, like)
+        # All that this rank held has been sent or added: its memory is free.
+        result = pieces[held[0]] if held else torch.empty_like(like)
+        part, share, _ = values[0]
+        result[part.start : part.stop].copy_(share)
+        self._gather(result, shares)
+        return result
 
     def of_ranks(self, own: Tensor) -> Tensor:
         """Return the sum of one flat vector of each rank, `own` of this one, on every rank: in the order of the ranks.
@@ -102,55 +110,38 @@ class CanonicalSum:
         """Return the tensors of all ranks, which have one shape, by rank along a new dim 0. Nothing is added."""
         if self.alone:
             return own.unsqueeze(0)
-        others = [rank for rank in range(self._size) if rank != self._rank]
         every = own.new_empty(self._size, *own.shape)
         every[self._rank] = own
-        self._move([(every[self._rank], rank) for rank in others], [(every[rank], rank) for rank in others])
+        self._gather(every.view(-1), Shares(tuple(range(self._size))))
         return every
 
-    def _halve_and_double(self, vector: Tensor) -> Tensor:
-        owned = (0, len(vector))
-        levels = []
-        distance = 1
-        # Down: at each level of the tree keep one half of what is owned, and add to it what the sibling has of it. Of
-        # two floats a + b is b + a, so it does not matter which of the two is the left child.
-        while distance < self._size:
-            peer = self._rank ^ distance
-            middle = sum(owned) // 2
-            halves = (owned[0], middle), (middle, owned[1])
-            kept, given = halves if not self._rank & distance else halves[::-1]
-            received = torch.empty_like(vector[slice(*kept)])
-            self._swap(vector[slice(*given)], received, peer)
-            vector[slice(*kept)].add_(received)
-            levels.append((peer, kept, given))
-            owned = kept
-            distance *= 2
-        # Up: the halves are complete, and go back the way they came.
-        for peer, kept, given in reversed(levels):
-            self._swap(vector[slice(*kept)], vector[slice(*given)], peer)
-        return vector
+    def _deal(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
+        """Move this rank's shares of blocks to where they go, and take those that come."""
+        sent: list[Addressed] = []
+        received: list[Addressed] = []
+        for move in moves:
+            given = values.pop(move.block, None)
+            if given is not None:
+                sent += [(given.at(part), rank) for rank, part in move.sent(self._rank, len(like))]
+            if self._rank not in move.target.places:
+                continue
+            wanted = move.target.of(self._rank, len(like))
+            taken = move.taken(self._rank, len(like))
+            if given is not None and all(rank == self._rank for rank, _ in taken):
+                values[move.block] = given.narrowed(wanted)
+                continue
+            values[move.block] = share = _Share(wanted, like.new_empty(len(wanted)), came=True)
+            for rank, part in taken:
+                if given is not None and rank == self._rank:
+                    share.at(part).copy_(given.at(part))
+                else:
+                    received.append((share.at(part), rank))
+        self._move(sent, received)
 
-    def _swap(self, sent: Tensor, received: Tensor, peer: int) -> None:
-        self._move([(sent, peer)], [(received, peer)])
-
-    def _exchange(self, mine: list[Tensor], held: list[list[LeafBlock]], leaves: int, like: Tensor) -> Tensor:
-        # Each rank adds one chunk: it needs that chunk of all pieces, and gives away the other chunks of its own.
-        chunks = [slice(part.start, part.stop) for part in cut(len(like), self._size)]
-        chunk = chunks[self._rank]
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        arriving = {rank: [torch.empty_like(like[chunk]) for _ in held[rank]] for rank in others}
-        self._move(
-            [(piece[chunks[rank]], rank) for rank in others for piece in mine],
-            [(piece, rank) for rank in others for piece in arriving[rank]],
-        )
-        # By their blocks the tree knows the brackets, whoever sent what, and in whatever order it came.
-        arriving[self._rank] = [piece[chunk] for piece in mine]
-        parts = {block: part for rank in arriving for block, part in zip(held[rank], arriving[rank], strict=True)}
-        # The sum goes into memory that is there: of a piece of which all other chunks are sent.
-        result = mine[0] if mine else torch.empty_like(like)
-        result[chunk] = total(parts, leaves, add_)
-        self._move([(result[chunk], rank) for rank in others], [(result[chunks[rank]], rank) for rank in others])
-        return result
+    def _gather(self, vector: Tensor, shares: Shares) -> None:
+        """Fill in the shares of all other ranks."""
+        for sent, received in shares.gathering(self._rank, len(vector)):
+            self._move(*([(vector[part.start : part.stop], rank) for rank, part in each] for each in (sent, received)))
 
     def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
         assert self._carrier is not None
@@ -201,9 +192,26 @@ def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor,
     return [arriving[each] for each in range(holders)]
 
 
-def _halving_fits(held: list[list[LeafBlock]]) -> bool:
-    size = len(held)
-    return size & (size - 1) == 0 and all(len(h) == 1 and h[0].size == held[0][0].size for h in held)
+class _Share(NamedTuple):
+    """What a rank has of a block: which part of the vector, and whether that came from others, in memory of its own."""
+
+    part: range
+    tensor: Tensor
+    came: bool
+
+    def at(self, part: range) -> Tensor:
+        """Return what it has of a part that it covers."""
+        return self.tensor[part.start - self.part.start : part.stop - self.part.start]
+
+    def narrowed(self, part: range) -> _Share:
+        """Return this part of it alone."""
+        return self._replace(part=part, tensor=self.at(part))
+
+
+@lru_cache(maxsize=64)
+def _reduction(rank: int, data_ranks: tuple[DataRank, ...], leaves: int, chunks: int) -> Reduction:
+    """Return how these ranks add, as far as `rank` has a part in it."""
+    return reduction([each.own_blocks(leaves, chunks) for each in data_ranks], leaves).of_rank(rank)
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:

@@ -16,7 +16,6 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
-from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
 import torch
@@ -32,7 +31,7 @@ from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStr
 from lockstep.common.rank import RankInfo
 from lockstep.core import random
 from lockstep.core.devices import SHARING, Backend, check_cuda, device_number, find_shared_devices, resolve_backend
-from lockstep.core.mesh import Axis, DataRank, Mesh
+from lockstep.core.mesh import Axis, Mesh
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
@@ -86,19 +85,10 @@ class World:
         With `side_stream` a side stream may use it, else this thread alone. Sequences are cut into so many `chunks`.
         All ranks call it alike.
         """
-        lengths = {axis: getattr(mesh, axis) for axis in axes}
-        shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; those of other axes have contiguous parts
-        context = lengths.pop("context", 1)
-        among = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
+        places, order = mesh.added_along(*axes)
         [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
-        places = [among.data_rank(number) for number in range(among.size)]
-        order = sorted(range(among.size), key=lambda number: places[number].seat)  # that of their leaves
-        if axes == ("replicate",) and mesh.expert > 1:  # what a rank adds here is of all ranks in step with it
-            count, step = among.size * mesh.expert, mesh.expert
-            places = [DataRank(first, count, spans=step) for first in range(0, count, step)]
-        carrier = self.carrier(mesh, *axes, side_stream=side_stream) if among.size > 1 else None
-        own = order.index(ranks.index(self.rank))
-        return CanonicalSum(own, [places[number] for number in order], carrier, order, chunks)
+        carrier = self.carrier(mesh, *axes, side_stream=side_stream) if len(order) > 1 else None
+        return CanonicalSum(order.index(ranks.index(self.rank)), places, carrier, order, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""

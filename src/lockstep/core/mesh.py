@@ -62,6 +62,19 @@ class Mesh(NamedTuple):
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
+    def added_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
+        """Return the data of ranks that differ along these axes alone, in the order of their leaves, and that order."""
+        lengths = {axis: getattr(self, axis) for axis in axes}
+        shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; those of other axes have contiguous parts
+        context = lengths.pop("context", 1)
+        among = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
+        places = [among.data_rank(number) for number in range(among.size)]
+        order = sorted(range(among.size), key=lambda number: places[number].seat)
+        if axes == ("replicate",) and self.expert > 1:  # what a rank adds here is of all ranks in step with it
+            count, step = among.size * self.expert, self.expert
+            places = [DataRank(first, count, spans=step) for first in range(0, count, step)]
+        return [places[number] for number in order], order
+
     @property
     def spread(self) -> Mesh:
         """This mesh where the ranks that share products share sequences, too: as they are outside of the products."""
