@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple, Protocol, final
 
@@ -61,17 +61,20 @@ class CanonicalSum:
     _chunks: int = 1
 
     def __post_init__(self) -> None:
-        self._data_ranks = tuple(self._data_ranks)
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank to add with
         self._carried = self._carried or range(self._size)
+        self._plans: dict[int, Reduction] = {}  # by how many leaves there are
+        self._holding: dict[int, CanonicalSum] = {}
 
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
-        holders = [rank for rank, each in enumerate(self._data_ranks) if each.own_blocks(leaves, self._chunks)]
-        data_ranks = [self._data_ranks[rank] for rank in holders]
-        carried = [self._carried[rank] for rank in holders]
-        return CanonicalSum(holders.index(self._rank), data_ranks, self._carrier, carried, self._chunks)
+        if leaves not in self._holding:
+            held = [bool(each.own_blocks(leaves, self._chunks)) for each in self._data_ranks]
+            data_ranks, carried = [*compress(self._data_ranks, held)], [*compress(self._carried, held)]
+            own = sum(held[: self._rank])
+            self._holding[leaves] = CanonicalSum(own, data_ranks, self._carrier, carried, self._chunks)
+        return self._holding[leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
@@ -81,9 +84,9 @@ class CanonicalSum:
         """
         if self.alone:
             return total(pieces, leaves, add_)
+        rounds, shares = self._plan(leaves)
         held = self._data_ranks[self._rank].own_blocks(leaves, self._chunks)
         values = {block.first: _Share(range(len(like)), pieces[block], came=False) for block in held}
-        rounds, shares = _reduction(self._rank, self._data_ranks, leaves, self._chunks)
         for sums, moves in rounds:
             for left, right, _ in sums:
                 # In memory that is there, where one of the two is: of two floats a + b is b + a.
@@ -114,6 +117,13 @@ class CanonicalSum:
         every[self._rank] = own
         self._gather(every.view(-1), Shares(tuple(range(self._size))))
         return every
+
+    def _plan(self, leaves: int) -> Reduction:
+        """Return how all add, as far as this rank has a part in it."""
+        if leaves not in self._plans:
+            held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
+            self._plans[leaves] = reduction(held, leaves).of_rank(self._rank)
+        return self._plans[leaves]
 
     def _deal(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
         """Move this rank's shares of blocks to where they go, and take those that come."""
@@ -206,12 +216,6 @@ class _Share(NamedTuple):
     def narrowed(self, part: range) -> _Share:
         """Return this part of it alone."""
         return self._replace(part=part, tensor=self.at(part))
-
-
-@lru_cache(maxsize=64)
-def _reduction(rank: int, data_ranks: tuple[DataRank, ...], leaves: int, chunks: int) -> Reduction:
-    """Return how these ranks add, as far as `rank` has a part in it."""
-    return reduction([each.own_blocks(leaves, chunks) for each in data_ranks], leaves).of_rank(rank)
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
