@@ -57,6 +57,7 @@ def test_what_is_gathered_is_the_whole(size: int, length: int) -> None:
         for rank, (sent, received) in enumerate(passes):
             for peer, part in sent:
                 assert Part(rank, part) in passes[peer][1]
+                assert 0 <= part.start <= part.stop <= length
                 assert before[rank] >= set(part)
             known[rank] |= {number for _, part in received for number in part}
     assert known == [set(range(length))] * size
