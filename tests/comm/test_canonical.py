@@ -1,30 +1,27 @@
 """The sum over the network has the bits of the sum in one process."""
 
 import itertools
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 import worlds
-from posted import Post
+from posted import Post, summed
+from posted import held as pieces_of
 from torch import Tensor
 
 from lockstep.comm.canonical import CanonicalSum, add_
-from lockstep.comm.carrier import Carrier
 from lockstep.comm.world import World
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.core.order import cut
 from lockstep.core.reduction import FAN_OUT
-from lockstep.core.tree import Counter, LeafBlock, total
+from lockstep.core.tree import LeafBlock, total
 
 CASES = [
     *itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 12, 13), (0, 1, 2, 3, 7, 1000), (torch.float32, torch.float64)),
     *itertools.product((4, 6), (100_003,), (torch.float32,)),
 ]
-
-
-def contiguous(size: int) -> list[DataRank]:
-    return [DataRank(rank, size) for rank in range(size)]
 
 
 def leaf(number: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -35,25 +32,22 @@ def leaf(number: int, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def held(numbers: range, length: int, dtype: torch.dtype) -> dict[LeafBlock, Tensor]:
-    counter = Counter(add_)
-    for number in numbers:
-        counter.push(number, leaf(number, length, dtype))
-    return counter.pieces()
+    return pieces_of(numbers, partial(leaf, length=length, dtype=dtype))
 
 
-def summed(world: World, leaves: int, length: int, dtype: torch.dtype) -> Tensor:
+def added(world: World, leaves: int, length: int, dtype: torch.dtype) -> Tensor:
     pieces = held(cut(leaves, world.size)[world.rank], length, dtype)
     return world.canonical(Mesh(world.size), "replicate")(pieces, leaves, torch.empty(length, dtype=dtype))
 
 
-def all_summed(world: World) -> list[Tensor]:
-    return [summed(world, *case) for case in CASES]
+def all_added(world: World) -> list[Tensor]:
+    return [added(world, *case) for case in CASES]
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_rank_has_the_bits_of_one_process(size: int) -> None:
-    found = worlds.run(size, all_summed)
+    found = worlds.run(size, all_added)
     for number, (leaves, length, dtype) in enumerate(CASES):
         expected = total(held(range(leaves), length, dtype), leaves, add_)
         for rank in range(size):
@@ -78,18 +72,7 @@ MESHES = [
 
 
 def posted(mesh: Mesh, axes: tuple[Axis, ...], leaves: int, length: int, chunks: int = 1) -> tuple[list[Tensor], Post]:
-    """Return the sum as each rank has it, of ranks that are threads, and what they sent each other."""
-    places, order = mesh.added_along(*axes)
-    post = Post(len(order))
-
-    def added(rank: int, carrier: Carrier) -> Tensor:
-        own = CanonicalSum(order.index(rank), places, carrier, order, chunks)
-        blocks = places[order.index(rank)].own_blocks(leaves, chunks)
-        numbers = [range(block.first, block.first + block.size) for block in blocks]
-        pieces = {block: held(each, length, torch.float32)[block] for block, each in zip(blocks, numbers, strict=True)}
-        return own(pieces, leaves, torch.empty(length))
-
-    return post.run(added), post
+    return summed(mesh, axes, leaves, partial(leaf, length=length, dtype=torch.float32), chunks)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -140,4 +123,4 @@ def test_a_rank_that_lacks_its_pieces_is_an_error_not_a_wrong_sum() -> None:
 
 def test_a_world_of_one_needs_no_group() -> None:
     pieces = {LeafBlock(0, 2): torch.tensor([1.0]), LeafBlock(2, 1): torch.tensor([2.0])}
-    assert CanonicalSum(0, contiguous(1), None)(pieces, 3, torch.empty(1)).item() == 3.0
+    assert CanonicalSum(0, [DataRank()], None)(pieces, 3, torch.empty(1)).item() == 3.0

@@ -1,16 +1,22 @@
 """Ranks as threads of one process, which send each other tensors through its memory: hundreds of them need no gloo."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.carrier import Addressed, Carrier
+from lockstep.core import tree
+from lockstep.core.mesh import Axis, Mesh
+from lockstep.core.tree import LeafBlock
 
 PATIENCE_S = 120.0
+Leaf = Callable[[int], Tensor]  # makes the value of a leaf, anew each time
 
 
 class Arriving(NamedTuple):
@@ -55,3 +61,25 @@ class Post:
 
     def _queue(self, source: int, target: int) -> "SimpleQueue[Tensor]":
         return self._queues.setdefault((source, target), SimpleQueue())
+
+
+def held(numbers: Iterable[int], leaf: Leaf) -> dict[LeafBlock, Tensor]:
+    """Return what a rank with these leaves is left with once it has added what it can."""
+    counter = tree.Counter(add_)
+    for number in numbers:
+        counter.push(number, leaf(number))
+    return counter.pieces()
+
+
+def summed(mesh: Mesh, axes: Sequence[Axis], leaves: int, leaf: Leaf, chunks: int = 1) -> tuple[list[Tensor], Post]:
+    """Return the sum along these axes as each rank has it, and what the ranks sent each other."""
+    places, order = mesh.added_along(*axes)
+    post = Post(len(order))
+
+    def added(rank: int, carrier: Carrier) -> Tensor:
+        place = order.index(rank)
+        blocks = places[place].own_blocks(leaves, chunks)
+        pieces = {block: held(range(block.first, block.first + block.size), leaf)[block] for block in blocks}
+        return CanonicalSum(place, places, carrier, order, chunks)(pieces, leaves, torch.empty_like(leaf(0)))
+
+    return post.run(added), post

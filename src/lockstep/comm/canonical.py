@@ -64,6 +64,7 @@ class CanonicalSum:
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank to add with
         self._carried = self._carried or range(self._size)
+        self._by_rank = Shares(tuple(range(self._size)))
         self._plans: dict[int, Reduction] = {}  # by how many leaves there are
         self._holding: dict[int, CanonicalSum] = {}
 
@@ -115,7 +116,7 @@ class CanonicalSum:
             return own.unsqueeze(0)
         every = own.new_empty(self._size, *own.shape)
         every[self._rank] = own
-        self._gather(every.view(-1), Shares(tuple(range(self._size))))
+        self._gather(every.view(-1), self._by_rank)
         return every
 
     def _plan(self, leaves: int) -> Reduction:

@@ -62,6 +62,7 @@ class Shares:
         parts = self._parts(place, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
+    # Not the parts of order.part: of these `over` knows at once which has a number.
     def _parts(self, place: int, count: int, length: int) -> range:
         size = len(self.ranks)
         return range(length * place // size, length * (place + count) // size)
