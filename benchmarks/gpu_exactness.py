@@ -1,9 +1,9 @@
 """One hash for each recipe, whatever its placement: `lockstep train` on one card, on several ranks that share it.
 
 A small net with BatchNorm in fp32, bf16 and fp16, and a small transformer, under every strategy on 1, 2 and 4 ranks;
-and a run of which a rank is killed, and which resumes elsewhere. Ranks on one card exchange by gloo; where there are
-several cards, by NCCL too, with one rank on each. What there is no time for is named; of the first recipe it is a
-failure.
+and a run of which a rank is killed, and which resumes elsewhere. Ranks on one card exchange by gloo, and by NCCL where
+it takes each for a rank of another host (NCCL_HOSTID), which it then reaches by a socket; where there are several
+cards, by NCCL with one rank on each. What there is no time for is named; of the first recipe it is a failure.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -73,7 +75,7 @@ ON_CPU: Final = {
     "digits fp32": ("single", "pipeline 2"),
     "transformer bf16": ("single", "zero2 2"),  # convolutions in bf16 take seconds a step on most CPUs
 }
-ON_CARDS: Final = ("ddp", "zero1", "zero3", "pipeline")  # by NCCL, a rank on each card
+BY_NCCL: Final = ("ddp", "zero1", "zero3", "pipeline")  # a rank on each card, or two on one
 KILLED_AT: Final = 12  # steps, of 23
 KILLED: Final = "killed on zero3, resumed on ddp"
 FIRST: Final = "digits fp32"  # the recipe for which there must be time
@@ -83,12 +85,26 @@ _CONTEXT_BYTES: Final = 1 << 30  # of the card, that a small rank takes
 
 @dataclass(frozen=True)
 class Job:
-    """A run of `recipe`, as `placement` says, the words for it, and which ranks are to share a device."""
+    """A run of `recipe`, as `placement` says, the words for it, and which ranks are to share a device.
+
+    Where each rank is started by itself, as on a host of its own, `apart` says how many there are.
+    """
 
     recipe: str
     placement: str
     words: tuple[str, ...]
     sharing: list[list[int]]
+    apart: int = 0
+
+    def environments(self) -> list[dict[str, str]]:
+        """Return what is set for each process that is to be started."""
+        if not self.apart:
+            return [{}]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        own |= {"WORLD_SIZE": str(self.apart), "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        return [{**own, "RANK": str(rank), "NCCL_HOSTID": f"host {rank}"} for rank in range(self.apart)]
 
 
 def run(device: torch.device, limit_s: float) -> dict[str, Any]:
@@ -124,11 +140,8 @@ def jobs(device: torch.device) -> list[Job]:
     tried = ON_CPU if device.type == "cpu" else ON_CARD
     made = [_job(recipe, name, *PLACEMENTS[name], device) for recipe, names in tried.items() for name in names]
     cards = torch.cuda.device_count() if device.type == "cuda" else 0
-    if cards > 1:
-        made += [
-            _job("digits fp32", f"{name} {min(cards, 8)} by NCCL", min(cards, 8), name, device, "nccl")
-            for name in ON_CARDS
-        ]
+    ranks = min(max(cards, 2), 8) if cards else 0
+    made += [_job(FIRST, f"{name} {ranks} by NCCL", ranks, name, device, "nccl") for name in BY_NCCL if ranks]
     return made
 
 
@@ -138,7 +151,8 @@ def _job(recipe: str, placement: str, ranks: int, strategy: str, device: torch.d
     cards = torch.cuda.device_count() if device.type == "cuda" else ranks
     sharing = [[*range(card, ranks, cards)] for card in range(cards)]
     words = (*words, *_placed(ranks, strategy, device, backend))
-    return Job(recipe, placement, words, [each for each in sharing if len(each) > 1])
+    sharing = [each for each in sharing if len(each) > 1]
+    return Job(recipe, placement, words, sharing, ranks if sharing and backend == "nccl" else 0)
 
 
 def _placed(ranks: int, strategy: str, device: torch.device, backend: str) -> tuple[str, ...]:
@@ -160,8 +174,10 @@ def _done(job: Job, folder: Path, end: float) -> dict[str, Any]:
     if began > end:
         return {"recipe": job.recipe, "placement": job.placement, "failed": NO_TIME}
     run_dir = folder / f"{job.recipe}, {job.placement}"
-    with _started(job.words, folder, run_dir) as process:
-        found = _told(job.recipe, job.placement, run_dir, _ended(process, end))
+    with ExitStack() as stack:
+        under_way = [stack.enter_context(_started(job.words, folder, run_dir, own)) for own in job.environments()]
+        said = [_ended(process, end) for process in under_way]
+    found = _told(job.recipe, job.placement, run_dir, said[0])
     if "sha256" in found and found["ranks with one device"] != job.sharing:
         found["failed"] = f"expected {job.sharing} to share devices, and {found['ranks with one device']} did"
     return {**found, "seconds": round(time.monotonic() - began, 1)}
@@ -192,10 +208,17 @@ def _killed(device: torch.device, folder: Path, end: float) -> dict[str, Any]:
     return {**found, "resumed_at": resumed[-1:], "seconds": round(time.monotonic() - began, 1)}
 
 
-def _started(words: Sequence[str], folder: Path, run_dir: Path) -> subprocess.Popen[str]:
-    line = [*TRAIN, *words, *COMMON, f"run.dir={run_dir}"]
+def _started(
+    words: Sequence[str], folder: Path, run_dir: Path, environment: Mapping[str, str] = {}
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        line, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*TRAIN, *words, *COMMON, f"run.dir={run_dir}"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

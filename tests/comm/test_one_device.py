@@ -12,11 +12,15 @@ from lockstep.comm.world import World, _sharing
 from lockstep.errors import UsageError
 
 
-def found(world: World, names: list[str], backend: Literal["nccl", "gloo"]) -> str | list[list[int]]:
+def found(
+    world: World, names: list[str], backend: Literal["nccl", "gloo"], hosts: tuple[str, ...] = ()
+) -> str | list[list[int]]:
     """Return what a rank whose device has this name finds; that there is a device at all is feigned."""
     device = SimpleNamespace(uuid=names[world.rank])
     world.backend, before = backend, world.backend
-    with mock.patch.object(torch.cuda, "get_device_properties", return_value=device):
+    variables = {"NCCL_HOSTID": hosts[world.rank]} if hosts else {}
+    feigned = mock.patch.object(torch.cuda, "get_device_properties", return_value=device)
+    with feigned, mock.patch.dict("os.environ", variables):
         try:
             return _sharing(world)
         except UsageError as error:
@@ -41,3 +45,10 @@ def test_gloo_lets_them_share_and_names_them() -> None:
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_ranks_with_devices_of_their_own_do_not(backend: str) -> None:
     assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-c"], backend) == [[]] * 3
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(("hosts", "refused"), [(("x", "y", "z"), False), (("x", "x", "x"), True), (("x", "y", "x"), True)])
+def test_nccl_takes_them_for_ranks_of_several_hosts_where_it_is_told_so(hosts: tuple[str, ...], refused: bool) -> None:
+    answers = worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "nccl", hosts)
+    assert all(isinstance(each, str) for each in answers) if refused else answers == [[[0, 2]]] * 3
