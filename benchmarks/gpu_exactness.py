@@ -142,7 +142,7 @@ def jobs(device: torch.device) -> list[Job]:
     cards = torch.cuda.device_count() if device.type == "cuda" else 0
     ranks = min(max(cards, 2), 8) if cards else 0
     made += [_job(FIRST, f"{name} {ranks} by NCCL", ranks, name, device, "nccl") for name in BY_NCCL if ranks]
-    return made
+    return sorted(made, key=lambda job: job.recipe != FIRST)
 
 
 def _job(recipe: str, placement: str, ranks: int, strategy: str, device: torch.device, backend: str = "gloo") -> Job:
@@ -165,7 +165,7 @@ def _side_by_side(device: torch.device) -> int:
     cores = len(os.sched_getaffinity(0))
     if device.type == "cpu":
         return max(1, cores // 2)
-    return max(1, min(cores // 3, torch.cuda.mem_get_info(device)[0] // (4 * _CONTEXT_BYTES)))
+    return max(1, min(cores // 2, torch.cuda.mem_get_info(device)[0] // (4 * _CONTEXT_BYTES)))
 
 
 def _done(job: Job, folder: Path, end: float) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def test_ranks_with_devices_of_their_own_do_not(backend: str) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(("hosts", "refused"), [(("x", "y", "z"), False), (("x", "x", "x"), True), (("x", "y", "x"), True)])
+@pytest.mark.parametrize(
+    ("hosts", "refused"), [(("x", "y", "z"), False), (("x", "x", "x"), True), (("x", "y", "x"), True)]
+)
 def test_nccl_takes_them_for_ranks_of_several_hosts_where_it_is_told_so(hosts: tuple[str, ...], refused: bool) -> None:
     answers = worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "nccl", hosts)
     assert all(isinstance(each, str) for each in answers) if refused else answers == [[[0, 2]]] * 3

@@ -7,7 +7,8 @@ one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
 
-Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after the other, each in its order in memory.
+Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after the other, each in its order in memory and
+followed by zeros, so that the next one begins where memory of its own might.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,10 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, Note
 
 Parts = list[Tensor]
+
+# Each parameter takes a multiple of so many elements: 256 bytes at least. On CUDA kernels that add or multiply are
+# chosen by where a tensor begins, and an optimizer is to find there what it finds on one process.
+_ALIGNED: Final = 128
 
 
 @dataclass(eq=False)
@@ -204,13 +209,18 @@ def give_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None
 
 def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a flat vector for the sum of the gradients of parameters of one dtype."""
-    return parameters[0].new_empty(sum(each.numel() for each in parameters), dtype=sum_dtype(parameters[0]))
+    return parameters[0].new_empty(sum(_sizes(parameters)), dtype=sum_dtype(parameters[0]))
 
 
 def add_parts_(left: Parts, right: Parts) -> Parts:
     """Add the gradients `right` to `left`, in place."""
     torch._foreach_add_(left, right)
     return left
+
+
+def _sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return the length of each parameter and of the zeros behind it, one after the other."""
+    return [size for each in parameters for size in (each.numel(), -each.numel() % _ALIGNED)]
 
 
 def _memory_order(parameter: Tensor) -> list[int]:
@@ -220,13 +230,15 @@ def _memory_order(parameter: Tensor) -> list[int]:
 
 def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a flat vector of the gradients of parameters, each in the order in which its parameter is in memory."""
-    pairs = zip(parts, parameters, strict=True)
-    return torch.cat([part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in pairs])
+    flat = [part.permute(_memory_order(each)).reshape(-1) for part, each in zip(parts, parameters, strict=True)]
+    zeros = flat[0].new_zeros(_ALIGNED)
+    gaps = [zeros[:size] for size in _sizes(parameters)[1::2]]
+    return torch.cat([each for pair in zip(flat, gaps, strict=True) for each in pair])
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
     """Return views of a bucket's flat vector in the shapes of its parameters."""
-    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
+    pieces = torch.split(flat, _sizes(parameters))[::2]
     return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.core.norm import row_norms
+from lockstep.core.norm import norm_of_rows, row_norms
 
 Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
 def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, all of which are whole: float64 of shape [len(tensors)]."""
-    return torch.stack([torch.linalg.vector_norm(row_norms(tensor)) for tensor in tensors.values()])
+    return torch.stack([norm_of_rows(each) for each in row_norms([*tensors.values()])])
 
 
 @final

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
-from lockstep.core.norm import row_norms
+from lockstep.core.norm import norm_of_rows, row_norms
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor, slice_of
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
@@ -99,9 +99,7 @@ MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout,
 
 
 # Where each rank has all that is trained. All ranks then have the same gradients, and so the same flags.
-WHOLE: Final = Norms(
-    lambda tensors: torch.cat([row_norms(tensor) for tensor in tensors]), whole_norms, lambda flags: None
-)
+WHOLE: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
 
 
 def norms_of_rows(
@@ -120,13 +118,11 @@ def norms_of_rows(
 
     def of_rows(tensors: Mapping[Tensor, Tensor]) -> Tensor:
         table = torch.zeros(sum(heights(tensors)), dtype=torch.float64, device=device)
-        start = 0
-        for (parameter, tensor), rows in zip(tensors.items(), heights(tensors), strict=True):
-            part = parts[parameter]
-            if part.primary and tensor.numel():
-                norms = row_norms(tensor)
-                table[start + part.first : start + part.first + len(norms)] = norms
-            start += rows
+        starts = accumulate(heights(tensors), initial=0)
+        places = {parameter: start + parts[parameter].first for parameter, start in zip(tensors, starts, strict=False)}
+        held = [each for each, tensor in tensors.items() if parts[each].primary and tensor.numel()]
+        for parameter, norms in zip(held, row_norms([tensors[each] for each in held]), strict=True):
+            table[places[parameter] : places[parameter] + len(norms)] = norms
         return world.add_(table)
 
     def all_rows(tensors: Sequence[Tensor]) -> Tensor:
@@ -135,7 +131,7 @@ def norms_of_rows(
 
     def of_tensors(tensors: Mapping[Tensor, Tensor]) -> Tensor:
         rows = torch.split(of_rows(tensors), heights(tensors))
-        return torch.stack([torch.linalg.vector_norm(each) for each in rows])
+        return torch.stack([norm_of_rows(each) for each in rows])
 
     def agree_(flags: Sequence[Tensor]) -> None:
         for flag in flags:
