@@ -76,9 +76,9 @@ def test_memory_format_changes_no_bit(norms_of: Way) -> None:
     assert torch.equal(norms_of(whole.contiguous(memory_format=torch.channels_last)), norms_of(whole))
 
 
-@pytest.mark.parametrize("at_once", [1, 5000, 64 << 20])
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 20])
 def test_many_tensors_are_folded_as_each_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "_FOLDED_BYTES", at_once)
+    monkeypatch.setattr(norm, "_FOLDED", at_once)
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     tensors = [_gradient((rows, 24), rows).to(dtypes[rows % 3]) for rows in range(6)]
     tensors += [_gradient((5, 8), 1), _gradient((0, 24)), _gradient((3, 0))]
@@ -99,7 +99,7 @@ def test_on_a_card_no_row_s_norm_depends_on_other_rows_or_on_where_it_begins(wid
         for offset in range(4):
             rows = memory[offset : offset + whole[start:stop].numel()].view(-1, width).copy_(whole[start:stop])
             assert torch.equal(row_norms([rows])[0], expected[start:stop])
-    torch.testing.assert_close(expected.cpu(), row_norms([whole.cpu()])[0], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(expected, torch.linalg.vector_norm(whole.double(), dim=1), rtol=1e-6, atol=0.0)
 
 
 @WAYS

@@ -94,7 +94,16 @@ def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None
 def test_a_gradient_that_lies_as_its_parameter_is_not_moved() -> None:
     parameter = Parameter(torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last))
     gradient = torch.randn_like(parameter)
-    assert torch.equal(flatten([gradient], [parameter]), gradient.permute(0, 2, 3, 1).flatten())
+    flat = flatten([gradient], [parameter])
+    assert torch.equal(flat[: gradient.numel()], gradient.permute(0, 2, 3, 1).flatten())
+    assert not flat[gradient.numel() :].any()
+
+
+def test_in_a_bucket_each_parameter_begins_where_memory_of_its_own_might() -> None:
+    parameters = _sizes((10,), (3, 43), (), (0, 3), (256,))
+    flat = flatten([torch.ones(each.shape) for each in parameters], parameters)
+    places = [each.storage_offset() for each in unflatten(flat, parameters)]
+    assert places == [0, 128, 384, 512, 512]
 
 
 @pytest.mark.parametrize("alone", [True, False])

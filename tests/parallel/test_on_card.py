@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from card import DEVICE, Card
+from streams import Streams
 from torch import Tensor
 from worlds import run
 
+from lockstep.comm.fsdp import Sharded
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
+from lockstep.core import norm
 from lockstep.core.shard import local_tensor
+from lockstep.parallel.engine import State
 from lockstep.run.build import setup
 from lockstep.run.engine import start_engine
 from lockstep.run.resolved import resolve
@@ -29,7 +35,7 @@ PLAIN = ["recipe.optimizer.nesterov=null", "recipe.optimizer.momentum=null"]
 
 
 def _trained(
-    world: World, strategy: str, overrides: list[str], card: Card | None
+    world: World, strategy: str, overrides: list[str], card: Card | None, sharded: bool = False
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Train some steps; return all tensors of the state and what waited in all steps but the first."""
     loaded = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"])
@@ -43,19 +49,29 @@ def _trained(
         if card is not None and number == 0:
             card.waits.clear()  # constants are made in the first
     waits = list(card.waits) if card is not None else []
+    if sharded:
+        return _tensors(engine.state()), waits
     figures = evaluate(engine, world, ready.task, loader.validation(16), loader.validation_batches(16))
     state = engine.state()
     names = ("loss", "weight", "samples", "counted", "correct1")
-    tensors = {"figures": torch.stack([figures.sums[name].double() for name in names])}
-    for kind, held in (("model", state.model), ("optimizer", state.optimizer), ("ema", state.ema or {})):
-        tensors |= {f"{kind} {name}": local_tensor(each).detach().cpu().clone() for name, each in held.items()}
+    tensors = {"figures": torch.stack([figures.sums[name].double() for name in names]), **_tensors(state)}
     engine.load(state)
     engine.close()
     return tensors, waits
 
 
+def _tensors(state: State) -> dict[str, Tensor]:
+    held = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema or {}}
+    return {
+        f"{kind} {name}": local_tensor(each).detach().cpu().clone()
+        for kind, tensors in held.items()
+        for name, each in tensors.items()
+    }
+
+
 def on_cpu(world: World, strategy: str, overrides: list[str]) -> dict[str, Tensor]:
-    return _trained(world, strategy, overrides, None)[0]
+    with mock.patch.object(norm, "_is_folded", return_value=True):  # as on a card
+        return _trained(world, strategy, overrides, None)[0]
 
 
 def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
@@ -88,6 +104,7 @@ def test_skipping_steps_waits_once_in_each() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_a_real_card() -> None:
     loaded = load("digits", [*BASE, "placement.strategy=single"])
     ready = setup(loaded.config.recipe)
@@ -112,6 +129,37 @@ def test_two_processes(strategy: str) -> None:
     small = ["placement.strategy.bucket_mib=0.01"]  # so that some travel while backward makes others
     for cpu, card in zip(run(2, on_cpu, strategy, small), run(2, on_card, strategy, small), strict=True):
         _check(cpu, *card)
+
+
+def sharded(world: World, strategy: str) -> dict[str, Tensor]:
+    return _trained(world, strategy, [], None, sharded=True)[0]
+
+
+def on_streams(world: World, strategy: str) -> tuple[dict[str, Tensor], list[str]]:
+    with Streams() as streams:
+        return sharded(world, strategy), streams.races
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "{name: hsdp, replicate: 2}"])
+def test_what_fully_shard_hands_over_is_in_order(strategy: str) -> None:
+    size = 4 if "hsdp" in strategy else 2
+    for cpu, (found, races) in zip(run(size, sharded, strategy), run(size, on_streams, strategy), strict=True):
+        _check(cpu, found, [], races)
+
+
+def passed_on_anywhere(world: World) -> list[str]:
+    def pass_on(self: Sharded, unit: int, may_wait: bool) -> None:
+        self.receive(unit, *self._waiting.pop(unit), may_wait)
+
+    with mock.patch.object(Sharded, "_pass_on", pass_on):
+        return on_streams(world, "zero3")[1]
+
+
+@pytest.mark.worlds
+def test_what_is_added_in_memory_of_another_stream_is_seen() -> None:
+    races, _ = run(2, passed_on_anywhere)
+    assert any(each.startswith("made where another stream may still read") for each in races)
 
 
 def _check(expected: dict[str, Tensor], found: dict[str, Tensor], waits: list[str], races: list[str]) -> None:

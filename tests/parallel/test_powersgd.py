@@ -14,6 +14,7 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import local_tensor
 from lockstep.core.tree import LeafBlock
+from lockstep.parallel.gradients import flatten, unflatten
 from lockstep.parallel.powersgd import PowerSgd, elements_sent, worth_it
 
 SHAPES = {"conv": (8, 3, 2, 2), "bias": (8,), "linear": (9, 7)}
@@ -36,7 +37,10 @@ def _named() -> list[tuple[str, nn.Parameter]]:
 
 def sent(power: PowerSgd, gradient: Tensor, rank: DataRank = DataRank()) -> Tensor:  # noqa: B008
     [block] = rank.own_blocks(rank.replicas) or [LeafBlock(0, 1)]
-    return power.add(PARAMETERS, {block: gradient.clone()}, rank.replicas, gradient)
+    parts = [part.view_as(each) for part, each in zip(torch.split(gradient, ENDS), PARAMETERS, strict=True)]
+    flat = flatten(parts, PARAMETERS)
+    found = unflatten(power.add(PARAMETERS, {block: flat}, rank.replicas, torch.empty_like(flat)), PARAMETERS)
+    return torch.cat([each.reshape(-1) for each in found])
 
 
 def drawn(seed: int) -> Tensor:

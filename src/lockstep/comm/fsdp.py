@@ -103,6 +103,7 @@ class Sharded:
         self._order: list[int] = []  # in which units hand on their gradients, once it is known
         self._due: deque[int] = deque()
         self._handing = False
+        self._kept: list[Tensor] = []  # what was passed on late, in a backward
         self._in_order = True  # so far members wanted the same units in backward, one after the other
 
     def begin_round(self, last: bool) -> None:
@@ -131,8 +132,9 @@ class Sharded:
             self._in_order = self._in_order and not self._gathers.differed
         for unit in dict.fromkeys((*self._due, *self._order, *sorted(self._waiting))):
             if unit in self._waiting:
-                self.receive(unit, *self._waiting.pop(unit), True)
+                self._pass_on(unit, may_wait=True)
         self._due.clear()
+        self._kept.clear()
         self._calls = [0] * len(self._calls)
         self._passes = 0
         self._backward = False
@@ -215,9 +217,9 @@ class Sharded:
             )
         else:
             _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
-        self._hand_on()
+        self._hand_on(unit)
 
-    def _hand_on(self) -> None:
+    def _hand_on(self, handed: int | None = None) -> None:
         """Pass on what is complete, unit by unit, and zeros in the turn of units that were not called.
 
         Where `receive` waits, it is for members that hand on what this one has handed on, or earlier units. What they
@@ -237,9 +239,24 @@ class Sharded:
                 elif unit not in self._waiting or self._calls[unit] > 1:
                     return
                 self._due.popleft()
-                self.receive(unit, *self._waiting.pop(unit), self._in_order and not self._gathers.differed)
+                if unit != handed:  # fully_shard keeps only what it has handed last
+                    self._kept.append(self._waiting[unit][0])
+                self._pass_on(unit, self._in_order and not self._gathers.differed)
         finally:
             self._handing = False
+
+    def _pass_on(self, unit: int, may_wait: bool) -> None:
+        """Call `receive` on the stream that fully_shard reduces on, which calls the hook there.
+
+        What is added is of that stream's memory then, whenever it comes. Memory of the computing stream would be given
+        out to that again as soon as nobody holds it, though the other may not have read it yet.
+        """
+        group = _group(self._units[unit])
+        side, here = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
+        side.wait_stream(here)
+        with group.device_handle.stream(side):
+            self.receive(unit, *self._waiting.pop(unit), may_wait)
+        here.wait_stream(side)
 
     def _ask(self, numbers: Sequence[int]) -> list[list[int]]:
         answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.mesh.size())]

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from lockstep.comm.carrier import Transfer
@@ -163,7 +163,9 @@ def backward_input(
 ) -> list[dict[str, Any]]:
     """Do the part of a backward that leads to `inputs`, and return what `backward_weight` needs for the weights.
 
-    The gradients of `inputs` are seen by hooks on the way, and kept nowhere.
+    The gradients of `inputs` are seen by hooks on the way, and kept nowhere. Those of vectors alone, as BatchNorm's
+    weights are, are not put off: there is nothing to win, and on CUDA a kernel that is asked for them without the
+    gradient of its input adds in another order.
     """
     from torch.distributed.pipelining import _backward as torch_backward  # here, because it takes half a second
 
@@ -172,15 +174,20 @@ def backward_input(
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
     )
+    vectors = {get_gradient_edge(each).node for each in weights if each.ndim < 2}
+    at_once = [node for group in groups if group["params"] <= vectors for node in group["params"]]
+    put_off = [group for group in groups if not group["params"] <= vectors]
     with ExitStack() as hooks:
-        for group in groups:
+        for group in put_off:
             nodes = group["intermediates"] = list(group["intermediates"])
             arrived = group["grads"] = [()] * len(nodes)
             for number, node in enumerate(nodes):
                 hooks.enter_context(node.register_prehook(partial(arrived.__setitem__, number)))
         if edges and inputs:
-            torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True)
-    return groups
+            wanted = [GradientEdge(node, 0) for node in (*starts, *at_once)]
+            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True)
+            put_off.append({"made": dict(zip(at_once, found[len(starts) :], strict=True))})
+    return put_off
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
@@ -189,7 +196,17 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
     As torch's stage_backward_weight, which before torch 2.13 counts twice what one intermediate node hands to another.
     """
     owners = {get_gradient_edge(weight).node: weight for weight in weights}
+
+    def add(node: Node, gradient: Tensor | None) -> None:
+        weight = owners[node]
+        if gradient is not None:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
     for group in groups:
+        if "made" in group:
+            for node, gradient in group["made"].items():
+                add(node, gradient)
+            continue
         arrived = list(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
         slots = [(GradientEdge(node, slot), grad) for node, found in arrived for slot, grad in enumerate(found)]
         given = [(edge, gradient) for edge, gradient in slots if gradient is not None]
@@ -209,8 +226,7 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
                 retain_graph=True,
             )
         for node, gradient in zip(ends, made, strict=True):
-            weight = owners[node]
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+            add(node, gradient)
 
 
 def _instead(arrived: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:

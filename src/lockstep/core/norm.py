@@ -12,13 +12,14 @@ columns alone. Rows of one width are folded together, so that all of a model tak
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_FOLDED_BYTES: Final = 64 << 20  # copies of rows that are there at a time, unless a single tensor has more
+_FOLDED: Final = 16 << 20  # elements that are copied at a time, unless a single tensor has more
 
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -30,7 +31,7 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     every = [
         each.reshape(len(each), math.prod(each.shape[1:])) if each.ndim else each.reshape(1, 1) for each in tensors
     ]
-    if tensors and tensors[0].is_cuda:
+    if any(map(_is_folded, tensors)):
         return folded_norms(every)
     return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in every]
 
@@ -63,20 +64,23 @@ def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def _is_folded(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _groups(every: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the numbers of tensors whose rows have one width and are added up in one dtype, about so many at a time."""
-    open_groups: dict[tuple[int, torch.dtype], list[int]] = {}
-    room: dict[tuple[int, torch.dtype], int] = {}
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    elements: Counter[tuple[int, torch.dtype]] = Counter()
     for number, rows in enumerate(every):
         key = rows.shape[1], _wide(rows)
-        if key in open_groups and rows.numel() * key[1].itemsize > room[key]:
-            yield open_groups.pop(key)
-        if key not in open_groups:
-            open_groups[key], room[key] = [], _FOLDED_BYTES
-        open_groups[key].append(number)
-        room[key] -= rows.numel() * key[1].itemsize
-    yield from open_groups.values()
+        if elements[key] and elements[key] + rows.numel() > _FOLDED:
+            yield groups.pop(key)
+            elements[key] = 0
+        groups.setdefault(key, []).append(number)
+        elements[key] += rows.numel()
+    yield from groups.values()

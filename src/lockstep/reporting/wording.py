@@ -22,6 +22,7 @@ _RANDOM: Final = (
 def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
+    slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
     lines = [
         *([event.task] if event.task else []),
         f"{format_count(event.parameters, 'parameter')}, {format_count(event.train_samples, 'training sample')}, "
@@ -29,7 +30,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
-        *(f"ranks {', '.join(map(str, ranks))} share one device; {SLOWLY}" for ranks in event.sharing),
+        *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
         rate_rule,
         *([_RANDOM] if event.hash_seed == RANDOM else []),
