@@ -32,6 +32,7 @@ _UNDER = torch.device("lazy", 0)
 _WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
 _COPYING = {"_to_copy", "copy_"}
 _SOURCES = ("/lockstep/", "/tests/")
+_PRETENDED = (__file__, __file__.replace("card.py", "streams.py"))
 
 
 @final
@@ -75,15 +76,15 @@ class Event:
 
 
 @final
-class _Memory:
-    """Who made, wrote and read a memory of the card."""
+class Memory:
+    """Who made, wrote and read a memory of the card, and where it was made."""
 
-    def __init__(self, card: Card, maker: Stream) -> None:
-        self.card = card
+    def __init__(self, maker: Stream) -> None:
         self.maker = maker
         self.written: dict[int, int] = {}
         self.read: dict[int, int] = {}
         self.recorded: set[int] = set()
+        self.place = place()
 
     def __del__(self) -> None:
         last = {
@@ -92,14 +93,55 @@ class _Memory:
         self.maker.freed.append({stream: time for stream, time in last.items() if stream not in self.recorded})
 
 
+@final
+class Order:
+    """What runs on which stream: `now` is the current one. `races` are texts, with where in our code."""
+
+    def __init__(self) -> None:
+        self.now = Stream()
+        self.races: list[str] = []
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def make(self) -> Memory:
+        """Return memory that is new to whoever asks, and may have been another's."""
+        if not all(map(self.now.has_seen, self.now.freed)):
+            self.races.append(f"made where another stream may still read: {place()}")
+        self.now.freed.clear()
+        memory = Memory(self.now)
+        memory.written[id(self.now)] = self.now.tick()
+        return memory
+
+    def use(self, memory: Memory, writes: bool, what: str, stream: Stream | None = None) -> None:
+        stream = stream or self.now
+        if not stream.has_seen(memory.written) or (writes and not stream.has_seen(memory.read)):
+            self.races.append(f"{what} of what another stream uses, made by {memory.place}: {place()}")
+        (memory.written if writes else memory.read)[id(stream)] = stream.tick()
+
+
+def arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield each argument of an operation, its value, and whether that is written to."""
+    values = [*zip(func._schema.arguments, args, strict=False)]
+    values += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
+    for argument, value in values:
+        yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
+
+
 class OnCard(Tensor):
     """A tensor that says it is on the card; `inner` has its values."""
 
     inner: Tensor
-    memory: _Memory
+    memory: Memory
+    card: Card
 
     @staticmethod
-    def __new__(cls, inner: Tensor, memory: _Memory) -> OnCard:
+    def __new__(cls, inner: Tensor, memory: Memory, card: Card) -> OnCard:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
             cls,
             inner.size(),
@@ -109,9 +151,10 @@ class OnCard(Tensor):
             device=_UNDER,
         )
 
-    def __init__(self, inner: Tensor, memory: _Memory) -> None:
+    def __init__(self, inner: Tensor, memory: Memory, card: Card) -> None:
         self.inner = inner
         self.memory = memory
+        self.card = card
 
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -122,7 +165,7 @@ class OnCard(Tensor):
         self.memory.recorded.add(id(stream))
 
     def tolist(self) -> Any:
-        self.memory.card.wait("tolist")
+        self.card.wait("tolist")
         return self.inner.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -146,9 +189,9 @@ class Card(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.races: list[str] = []
-        self._stream = self._main = Stream()
-        self._memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
+        self._order = Order()
+        self.races = self._order.races
+        self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._pinned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._stack = ExitStack()
 
@@ -156,8 +199,8 @@ class Card(TorchDispatchMode):
         torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
         for target, name, new in (
             (torch.cuda, "Stream", Stream),
-            (torch.cuda, "current_stream", lambda device=None: self._stream),
-            (torch.cuda, "stream", self._on),
+            (torch.cuda, "current_stream", lambda device=None: self._order.now),
+            (torch.cuda, "stream", self._order.on),
             (torch.cuda, "default_generators", (torch.default_generator,)),
             (torch.cuda, "synchronize", lambda device=None: self.wait("synchronize")),
             (torch.cuda, "max_memory_allocated", lambda device=None: 0),
@@ -190,7 +233,10 @@ class Card(TorchDispatchMode):
         self._check_devices(func, name, given, cards)
         if not meta:
             self._check_waits(name, given, cards, here, args, kwargs)
-        self._check_order(func, args, kwargs)
+        for _, value, writes in arguments(func, args, kwargs):
+            for each in tree_leaves(value):
+                if isinstance(each, OnCard):
+                    self._order.use(each.memory, writes, str(func))
         if name == "_to_copy" and here != bool(cards):
             kwargs = {**kwargs, "non_blocking": False}
             result = func(
@@ -207,12 +253,8 @@ class Card(TorchDispatchMode):
         key = inner.untyped_storage()._cdata
         memory = self._memories.get(key)
         if memory is None:
-            if not all(map(self._stream.has_seen, self._stream.freed)):
-                self.races.append(f"made where another stream may still read: {_place()}")
-            self._stream.freed.clear()
-            memory = self._memories[key] = _Memory(self, self._stream)
-            memory.written[id(self._stream)] = self._stream.tick()
-        return OnCard(inner, memory)
+            memory = self._memories[key] = self._order.make()
+        return OnCard(inner, memory, self)
 
     def _check_devices(self, func: Any, name: str, given: list[Tensor], cards: list[OnCard]) -> None:
         others = [each for each in given if not isinstance(each, OnCard) and each.ndim]
@@ -234,33 +276,9 @@ class Card(TorchDispatchMode):
         if (cards and name in _WAITING) or (crosses and not pinned) or (cards and masks) or from_cpu:
             self.wait(name)
 
-    def _check_order(self, func: Any, args: Any, kwargs: Any) -> None:
-        time = None
-        values = [*zip(func._schema.arguments, args, strict=False)]
-        values += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
-        for argument, value in values:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            for each in tree_leaves(value):
-                if isinstance(each, OnCard):
-                    time = time or self._stream.tick()
-                    self._use(each.memory, time, writes, func)
-
-    def _use(self, memory: _Memory, time: int, writes: bool, func: Any) -> None:
-        if not self._stream.has_seen(memory.written) or (writes and not self._stream.has_seen(memory.read)):
-            self.races.append(f"{func} of what another stream uses: {_place()}")
-        (memory.written if writes else memory.read)[id(self._stream)] = time
-
     def wait(self, name: str) -> None:
         """Note that something waits for the device."""
-        self.waits.append(f"{name}: {_place()}")
-
-    @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        before, self._stream = self._stream, stream
-        try:
-            yield
-        finally:
-            self._stream = before
+        self.waits.append(f"{name}: {place()}")
 
     def _pin(self, tensor: Tensor) -> Tensor:
         assert not isinstance(tensor, OnCard)
@@ -273,10 +291,11 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, OnCard) else value
 
 
-def _place() -> str:
+def place() -> str:
     """Return the innermost line of ours, but for this file."""
-    for frame in reversed(traceback.extract_stack()):
-        installed = "site-packages" in frame.filename  # of an environment that lies anywhere
-        if any(each in frame.filename for each in _SOURCES) and not installed and frame.filename != __file__:
-            return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} ({frame.name})"
+    for frame, line in traceback.walk_stack(None):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        installed = "site-packages" in file  # of an environment that lies anywhere
+        if any(each in file for each in _SOURCES) and not installed and file not in _PRETENDED:
+            return f"{file.rpartition('/')[2]}:{line} ({name})"
     return "nowhere of ours"

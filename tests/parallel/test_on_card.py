@@ -141,8 +141,10 @@ def on_streams(world: World, strategy: str) -> tuple[dict[str, Tensor], list[str
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "{name: hsdp, replicate: 2}"])
-def test_what_fully_shard_hands_over_is_in_order(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero2", "zero3", "{name: hsdp, replicate: 2}", "{name: pipeline, schedule: zero_bubble}"]
+)
+def test_what_streams_do_to_one_memory_is_in_order(strategy: str) -> None:
     size = 4 if "hsdp" in strategy else 2
     for cpu, (found, races) in zip(run(size, sharded, strategy), run(size, on_streams, strategy), strict=True):
         _check(cpu, found, [], races)
