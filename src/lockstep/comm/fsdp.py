@@ -62,7 +62,8 @@ class Sharded:
 
     def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: Narrow | None) -> None:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
-        self._copied_at_once = offload and mesh.device_type == "cuda"
+        self._offloads = offload and mesh.device_type == "cuda"
+        self._outputs: dict[int, Tensor] = {}  # of the last backward, with offloading
         self._calls = [0] * (len(units) + 1)
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         self._backward = False  # whether a backward of a step is under way
@@ -109,6 +110,7 @@ class Sharded:
     def begin_round(self, last: bool) -> None:
         """Call before each backward of a step, and say of the last one that it is."""
         self._backward = True
+        self._outputs.clear()
         schedule: Sequence[int] = ()
         if self.keep_gathered:
             self._units[-1].set_reshard_after_backward(last)
@@ -143,6 +145,17 @@ class Sharded:
         """Call after each backward but a step's last one: what reduce-scatter gave out then was no gradient."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def copy_sums(self) -> None:
+        """Call when a step's sums are complete: with offloading fully_shard has copied them to the CPU before."""
+        for unit, output in self._outputs.items():
+            place = 0
+            for each in _group(self._units[unit]).fsdp_params:
+                if each.sharded_param.requires_grad:
+                    rows = output.as_strided(each.sharded_size, each.contiguous_sharded_stride, place)
+                    each.sharded_param.grad._local_tensor.copy_(rows)
+                    place += each.padded_sharded_param_size.numel()
+        self._outputs.clear()
 
     def scatter(self) -> None:
         """Free what is gathered: it no longer is what the shards are."""
@@ -208,13 +221,10 @@ class Sharded:
                 "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative beside it use "
                 "strategy ddp or zero1",
             )
+        if self._offloads:
+            self._outputs.setdefault(unit, output)
         if unit not in self._waiting:
             self._waiting[unit] = gradients, output  # whose views become the gradients: those of later calls are added
-        elif self._copied_at_once:
-            raise UsageError(
-                f"{type(self._units[unit]).__name__} is called {self._calls[unit]} times in one forward, and its "
-                f"gradients would leave the GPU before they are complete; set the strategy's offload to false"
-            )
         else:
             _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
         self._hand_on(unit)

@@ -1,11 +1,21 @@
 """Models that do not call all of their blocks in each micro-batch, on ranks that gather these from each other."""
 
+from collections.abc import Callable
+from typing import Any, final
+from unittest import mock
+
 import pytest
+import torch
 import toys
 import wayward
 import worlds
 from same_bits import Placed, assert_same_bits
-from toys import Case
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from toys import Case, Trace
+
+from lockstep.comm.fsdp import Sharded
+from lockstep.comm.world import World
 
 PLACED: list[Placed] = [
     ("ddp", 2, ()),
@@ -16,6 +26,39 @@ PLACED: list[Placed] = [
     ("zero3", 3, ()),
     ("hsdp", 4, (("replicate", 2),)),
 ]
+
+
+@final
+class _Copying:
+    """torch, of which fully_shard gets copies of sums in the place of views: as where it copies them to the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def as_strided(self, tensor: Tensor, **how: Any) -> Tensor:
+        return torch.as_strided(tensor, **how).clone()
+
+
+def copied_before_they_are_complete(world: World, case: Case) -> Trace:
+    begin = Sharded.begin_round
+
+    def begin_round(self: Sharded, last: bool) -> None:
+        self._offloads = True
+        begin(self, last)
+
+    with (
+        mock.patch.object(_fsdp_collectives, "torch", _Copying()),
+        mock.patch.object(Sharded, "begin_round", begin_round),
+    ):
+        return toys.whole_trace(world, case)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("model", [toys.Toy, wayward.Routed])
+def test_sums_that_leave_the_card_are_complete(model: Callable[[], nn.Module]) -> None:
+    case = Case(6, model=model)
+    for placed in (("zero3", 2, ()), ("hsdp", 4, (("replicate", 2),))):
+        assert_same_bits(case, placed, copied_before_they_are_complete)
 
 
 @pytest.mark.worlds

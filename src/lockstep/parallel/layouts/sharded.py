@@ -108,6 +108,7 @@ class ShardedLayout:
 
     def collect(self) -> None:
         """See Layout."""
+        self._sharded.copy_sums()
         for own, gradient in self._gradients:
             own.grad = gradient()
         self._sharded.end_round()
