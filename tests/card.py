@@ -179,8 +179,31 @@ class OnCard(Tensor):
         raise AssertionError(f"{func}: a tensor of the card was used after the card was left")
 
 
+class Pretended(TorchDispatchMode):
+    """A mode with streams in the place of torch's, and what else it replaces while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order = Order()
+        self.races = self._order.races
+        self._stack = ExitStack()
+
+    def replace(self, *others: tuple[Any, str, Any]) -> None:
+        for target, name, new in (
+            (torch.cuda, "Stream", Stream),
+            (torch.cuda, "current_stream", lambda device=None: self._order.now),
+            (torch.cuda, "stream", self._order.on),
+            *others,
+        ):
+            self._stack.enter_context(patch.object(target, name, new))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+
 @final
-class Card(TorchDispatchMode):
+class Card(Pretended):
     """Enter it to have the card. `waits` and `races` are texts: what, and where in our code."""
 
     # Where torch looks before it starts CUDA for a `device="cuda"`: with a mode there it does not.
@@ -189,34 +212,23 @@ class Card(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self._order = Order()
-        self.races = self._order.races
         self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._pinned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._stack = ExitStack()
 
     def __enter__(self) -> Card:  # type: ignore[override]
         torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
-        for target, name, new in (
-            (torch.cuda, "Stream", Stream),
-            (torch.cuda, "current_stream", lambda device=None: self._order.now),
-            (torch.cuda, "stream", self._order.on),
+        self.replace(
             (torch.cuda, "default_generators", (torch.default_generator,)),
             (torch.cuda, "synchronize", lambda device=None: self.wait("synchronize")),
             (torch.cuda, "max_memory_allocated", lambda device=None: 0),
             (Tensor, "pin_memory", lambda tensor, device=None: self._pin(tensor)),
             (Tensor, "is_pinned", lambda tensor: id(tensor) in self._pinned),
-        ):
-            self._stack.enter_context(patch.object(target, name, new))
+        )
         # torch.tensor([...], device="cuda") is then made on the CPU, and moved where this can see it.
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())  # type: ignore[attr-defined]
         torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         super().__enter__()
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -11,17 +11,15 @@ stream waits for in Transfer.wait. Memory that is freed is given out again to th
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any, final
-from unittest.mock import patch
 
 import torch
-from card import DEVICE, Event, Memory, Order, Stream, arguments
+from card import DEVICE, Event, Memory, Pretended, Stream, arguments
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.carrier import Transfer
@@ -33,41 +31,33 @@ _WRITTEN = {"c10d::recv_", "c10d::allreduce_"}
 
 
 @final
-class Streams(TorchDispatchMode):
+class Streams(Pretended):
     """Enter it to have the streams. `races` are texts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._order, self._nccl = Order(), Stream()
-        self.races = self._order.races
+        self._nccl = Stream()
         self._memories: dict[int, tuple[StorageWeakRef, Memory]] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Streams:  # type: ignore[override]
         handle = SimpleNamespace(Stream=lambda **_: Stream(), Event=self._event, stream=self._order.on)
         handle.current_stream = lambda device=None: self._order.now
         wait, free, alloc = Transfer.wait, _fsdp_param.free_storage, _fsdp_param.alloc_storage
         modules = _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
-        for target, name, new in (
-            *((each, "_get_device_handle", lambda *_: handle) for each in modules),
-            *((each, "alloc_storage", lambda tensor: (alloc(tensor), self._memory(tensor))) for each in modules),
+        everywhere = {
+            "_get_device_handle": lambda *_: handle,
+            "alloc_storage": lambda tensor: (alloc(tensor), self._memory(tensor)),
+        }
+        self.replace(
+            *((each, name, new) for each in modules for name, new in everywhere.items() if hasattr(each, name)),
             (_fsdp_param, "free_storage", lambda tensor: (self._forget(tensor), free(tensor))),
             (torch.accelerator, "current_stream", handle.current_stream),
-            (torch.cuda, "Stream", Stream),
-            (torch.cuda, "current_stream", handle.current_stream),
-            (torch.cuda, "stream", self._order.on),
             (World, "on_gpu", True),
             (World, "stream", lambda world: CudaStream(DEVICE)),
             (Transfer, "wait", lambda transfer: (wait(transfer), self._order.now.wait_stream(self._nccl))),
-        ):
-            if hasattr(target, name):
-                self._stack.enter_context(patch.object(target, name, new))
+        )
         super().__enter__()
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, stream = kwargs or {}, func._schema.name, self._order.now
@@ -89,14 +79,14 @@ class Streams(TorchDispatchMode):
 
     def _memory(self, tensor: Any) -> Memory | None:
         """Return the memory of a tensor, made now where it has none yet; whole numbers are messages, of the host."""
-        if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or tensor.dtype == torch.int64:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.dtype == torch.int64:
             return None
-        with suppress(RuntimeError, NotImplementedError):  # DTensor, and what else has none of its own
-            storage = tensor.untyped_storage()
-            if storage.size() and storage._cdata not in self._memories:
-                self._memories[storage._cdata] = StorageWeakRef(storage), self._order.make()
-            return self._memories[storage._cdata][1] if storage.size() else None
-        return None
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cpu" or not storage.size():
+            return None
+        if storage._cdata not in self._memories:
+            self._memories[storage._cdata] = StorageWeakRef(storage), self._order.make()
+        return self._memories[storage._cdata][1]
 
     def _forget(self, tensor: Tensor) -> None:
         self._memories.pop(tensor.untyped_storage()._cdata, None)

@@ -49,13 +49,13 @@ def _trained(
         if card is not None and number == 0:
             card.waits.clear()  # constants are made in the first
     waits = list(card.waits) if card is not None else []
-    if sharded:
-        return _tensors(engine.state()), waits
-    figures = evaluate(engine, world, ready.task, loader.validation(16), loader.validation_batches(16))
     state = engine.state()
-    names = ("loss", "weight", "samples", "counted", "correct1")
-    tensors = {"figures": torch.stack([figures.sums[name].double() for name in names]), **_tensors(state)}
-    engine.load(state)
+    tensors = _tensors(state)
+    if not sharded:  # what is in rows is not loaded as it is
+        figures = evaluate(engine, world, ready.task, loader.validation(16), loader.validation_batches(16))
+        names = ("loss", "weight", "samples", "counted", "correct1")
+        tensors["figures"] = torch.stack([figures.sums[name].double() for name in names])
+        engine.load(state)
     engine.close()
     return tensors, waits
 

@@ -31,7 +31,7 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     every = [
         each.reshape(len(each), math.prod(each.shape[1:])) if each.ndim else each.reshape(1, 1) for each in tensors
     ]
-    if any(map(_is_folded, tensors)):
+    if tensors and _is_folded(tensors[0]):
         return folded_norms(every)
     return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in every]
 
