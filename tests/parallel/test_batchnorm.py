@@ -51,6 +51,18 @@ def test_they_move_towards_the_mean_weighted_by_samples(sizes: list[int], moment
     assert layer.num_batches_tracked.item() == 3  # steps, not micro-batches
 
 
+def test_what_one_layer_keeps_for_backward_is_not_touched_by_another_that_writes_as_compiled_code_does() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS))
+    running = RunningStatistics(model)
+    running.before_forward()
+    inputs = _inputs([4])[0].requires_grad_()
+    outputs = model[0](inputs)
+    model[1].running_mean.copy_(torch.ones(CHANNELS))
+    model[1].num_batches_tracked.add_(1)
+    outputs.square().sum().backward()  # which torch refuses where what it kept has changed since
+    assert running.observations(1).tolist().count(1.0) == 3 + CHANNELS  # variances that began as 1, and what was written
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("make", [nn.BatchNorm2d, nn.BatchNorm3d, nn.BatchNorm1d])
 def test_a_single_micro_batch_moves_them_as_torch_does(momentum: float | None, make: type[nn.BatchNorm2d]) -> None:

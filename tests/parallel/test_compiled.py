@@ -39,11 +39,12 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(3 * 8 * 8, 14)
+        self.norm = nn.BatchNorm1d(14)
         self.blocks = nn.Sequential(Block(14), Block(14))
         self.head = nn.Linear(14, toys.CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(images.flatten(1))).tanh())
+        return self.head(self.blocks(self.norm(self.stem(images.flatten(1)))).tanh())
 
 
 # Two shapes of micro-batches, and one of evaluations: each is some seconds of a compiler's work.

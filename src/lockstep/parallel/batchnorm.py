@@ -95,8 +95,10 @@ class RunningStatistics:
             middle = start + _room(width)
             stop = middle + _room(width)
             layer.momentum = 1.0
-            layer.running_mean, layer.running_var = (self._scratch[at : at + width] for at in (start, middle))
-            layer.num_batches_tracked = count
+            # By `data` each counts its own changes. Autograd looks at them for what it keeps for backward, a layer's
+            # statistics among it, and compiled code counts what it writes: views of one vector would count together.
+            layer.running_mean, layer.running_var = (self._scratch[at : at + width].data for at in (start, middle))
+            layer.num_batches_tracked = count.data
             self._places.append(slice(start, stop))
             start = stop
 
