@@ -1,15 +1,17 @@
 """One hash for each recipe, whatever its placement: `lockstep train` on one card, on several ranks that share it.
 
-A small net with BatchNorm in fp32, bf16 and fp16, and a small transformer, under every strategy on 1, 2 and 4 ranks;
-and a run of which a rank is killed, and which resumes elsewhere. Ranks on one card exchange by gloo, and by NCCL where
-it takes each for a rank of another host (NCCL_HOSTID), which it then reaches by a socket; where there are several
-cards, by NCCL with one rank on each. What there is no time for is named; of the first recipe it is a failure.
+A small net with BatchNorm in fp32, bf16 and fp16, small transformers, and a loop of one's own, under every strategy on
+1 to 4 ranks; a run of which a rank is killed, and which resumes elsewhere; and steps of a run, replayed. Ranks on one
+card exchange by gloo, and by NCCL where it takes each for a rank of another host (NCCL_HOSTID), which it then reaches
+by a socket; where there are several cards, by NCCL with one rank on each. What there is no time for is named; of the
+first recipe it is a failure.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,43 +20,88 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-TRAIN: Final = (sys.executable, "-m", "lockstep", "train")
-COMMON: Final = (
-    "run.tensorboard=false",
-    "run.probe=off",
-    "run.log_every=1",
-    "recipe.epochs=1",
-    "recipe.microbatches=8",
-)
-VIT: Final = {
-    "model": {
-        "name": "vit_tiny_patch16_224",
-        "options": {
-            "img_size": 32,
-            "patch_size": 8,
-            "embed_dim": 48,
-            "depth": 4,
-            "num_heads": 3,
-            "drop_path_rate": 0.1,
-        },
-    },
-    "data": {"name": "synthetic", "image_size": 32, "options": {"samples": 512, "validation_samples": 64}},
-    "batch": 64,
-    "optimizer": {"name": "adamw", "lr": 0.001},
-    "clip_norm": 1.0,
-    "precision": "bf16",
+LOCKSTEP: Final = (sys.executable, "-m", "lockstep")
+TRAIN: Final = (*LOCKSTEP, "train")
+COMMON: Final = ("run.tensorboard=false", "run.probe=off", "run.log_every=1")
+DIGITS: Final = ("digits", "recipe.epochs=1", "recipe.microbatches=8")
+_STEPS: Final = {"batch": 16, "microbatches": 8, "clip_norm": 1.0, "optimizer": {"name": "adamw", "lr": 0.001}}
+_SHAKESPEARE: Final = {"name": "shakespeare", "options": {"context": 32, "validation": 0.01}}
+_TEXT: Final = {"data": _SHAKESPEARE, "steps": 6, "evaluation_batch": 64, **_STEPS}
+_DECODER: Final = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "attention_dropout": 0.1,
 }
+_EXPERTS: Final = {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+RECIPES: Final[dict[str, dict[str, Any]]] = {
+    "transformer": {
+        "model": {
+            "name": "vit_tiny_patch16_224",
+            "options": {
+                "img_size": 32,
+                "patch_size": 8,
+                "embed_dim": 48,
+                "depth": 4,
+                "num_heads": 3,
+                "drop_path_rate": 0.1,
+            },
+        },
+        "data": {"name": "synthetic", "image_size": 32, "options": {"samples": 512, "validation_samples": 64}},
+        "epochs": 1,
+        **_STEPS,
+        "batch": 64,
+    },
+    "fused": {
+        "model": {"name": "gpt", "options": {"heads": 4, "dropout": 0.1}},
+        **_TEXT,
+        "optimizer": {"name": "adamw", "lr": 0.001, "options": {"fused": True}},
+    },
+    "llama": {"model": {"name": "llama", "source": "transformers", "options": _DECODER, "chunks": 4}, **_TEXT},
+    "experts": {"model": {"name": "mixtral", "source": "transformers", "options": _EXPERTS, "chunks": 4}, **_TEXT},
+    "long": {"model": {"name": "gpt", "options": {"heads": 4, "dropout": 0.1}, "sequence_chunks": 4}, **_TEXT},
+}
+OWN: Final = "own loop"
+LOOP: Final = """
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+
+def main(folder, device, strategy):
+    placement = {"device": device, "backend": "gloo"}
+    run = lockstep.join(seed=0, dir=folder, placement=placement, run={"log_every": 1})
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(480, 20, generator=generator)
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
+    model, optimizer = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2), strategy=strategy)
+    for step in run.steps(TensorDataset(inputs, inputs[:, :4].argmax(1)), batch=32, microbatches=4, epochs=2):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"))
+        step.update(lr=1e-2 * (1 - step.samples_seen / 960), clip=1.0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
 # By recipe, which of these placements it is tried under; the first is what the others are compared with.
-PLACEMENTS: Final = {
+PLACEMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "single": (1, "single"),
     "ddp 2": (2, "ddp"),
     "ddp 4": (4, "ddp"),
@@ -64,20 +111,47 @@ PLACEMENTS: Final = {
     "hsdp 4": (4, "{name: hsdp, replicate: 2}"),
     "pipeline 2": (2, "{name: pipeline, schedule: zero_bubble}"),
     "pipeline 4": (4, "{name: pipeline, schedule: 1f1b, replicate: 2}"),
+    "parameter_server 3": (3, "parameter_server"),
+    "zero3 2": (2, "zero3"),
+    "zero2 2, offloaded": (2, "{name: zero2, offload: true}"),
+    "zero3 2, offloaded": (2, "{name: zero3, offload: true}"),
+    "ddp 2, recomputed, activations offloaded": (2, "ddp", "recompute=full", "offload_activations=true"),
+    "ddp 4, audited": (4, "ddp", "audit_every=4"),
+    "tensor 2": (2, "tensor"),
+    "tensor 4": (4, "tensor"),
+    "mesh 4": (4, "{name: mesh, pipe: 2, tensor: 2}"),
+    "expert 2": (2, "expert"),
+    "expert 4": (4, "{name: expert, replicate: 2}"),
+    "context 2": (2, "context"),
+    "context 4": (4, "{name: context, replicate: 2}"),
 }
 ON_CARD: Final = {
-    "digits fp32": tuple(PLACEMENTS),
+    "digits fp32": (
+        *("single", "ddp 2", "ddp 4", "zero1 4", "zero2 2", "zero3 4", "hsdp 4", "pipeline 2", "pipeline 4"),
+        *("parameter_server 3", "zero2 2, offloaded", "zero3 2, offloaded"),
+        *("ddp 2, recomputed, activations offloaded", "ddp 4, audited"),
+    ),
     "digits bf16": ("single", "ddp 2", "zero3 4", "pipeline 2"),
     "digits fp16": ("single", "ddp 4", "zero1 4"),
     "transformer bf16": ("single", "ddp 4", "zero3 4", "pipeline 4"),
+    "fused bf16": ("single", "ddp 4", "zero3 2"),
+    "llama fp32": ("single", "tensor 2", "mesh 4"),
+    "llama bf16": ("single", "tensor 4", "ddp 2"),
+    "experts fp32": ("single", "expert 2", "expert 4"),
+    "long bf16": ("single", "context 2", "context 4"),
+    OWN: ("single", "ddp 2", "zero3 2"),
 }
 ON_CPU: Final = {
     "digits fp32": ("single", "pipeline 2"),
+    "llama fp32": ("single", "tensor 2"),
+    OWN: ("single", "zero3 2"),
     "transformer bf16": ("single", "zero2 2"),  # convolutions in bf16 take seconds a step on most CPUs
 }
 BY_NCCL: Final = ("ddp", "zero1", "zero3", "pipeline")  # a rank on each card, or two on one
 KILLED_AT: Final = 12  # steps, of 23
 KILLED: Final = "killed on zero3, resumed on ddp"
+REPLAYED: Final = "pipeline 2"
+CHECKED: Final = 5  # of its steps
 FIRST: Final = "digits fp32"  # the recipe for which there must be time
 NO_TIME: Final = "there was no time left"
 _CONTEXT_BYTES: Final = 1 << 30  # of the card, that a small rank takes
@@ -85,14 +159,16 @@ _CONTEXT_BYTES: Final = 1 << 30  # of the card, that a small rank takes
 
 @dataclass(frozen=True)
 class Job:
-    """A run of `recipe`, as `placement` says, the words for it, and which ranks are to share a device.
+    """A run of `recipe`, as `placement` says, its command line, and which ranks are to share a device.
+
+    `{dir}` in the line stands for the run's folder.
 
     Where each rank is started by itself, as on a host of its own, `apart` says how many there are.
     """
 
     recipe: str
     placement: str
-    words: tuple[str, ...]
+    line: tuple[str, ...]
     sharing: list[list[int]]
     apart: int = 0
 
@@ -115,9 +191,14 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
         ThreadPoolExecutor(_side_by_side(device)) as pool,
     ):
         folder = Path(name)
-        (folder / "transformer.yaml").write_text(json.dumps({"recipe": VIT}), encoding="utf-8")
+        for recipe, own in RECIPES.items():
+            (folder / f"{recipe}.yaml").write_text(json.dumps({"recipe": own}), encoding="utf-8")
+        (folder / "loop.py").write_text(LOOP, encoding="utf-8")
         under_way = [pool.submit(_killed, device, folder, end)]
-        under_way += [pool.submit(_done, job, folder, end) for job in jobs(device)]
+        for job in jobs(device):
+            under_way.append(pool.submit(_done, job, folder, end))
+            if (job.recipe, job.placement) == (FIRST, REPLAYED):  # which is done before those that come later
+                under_way.append(pool.submit(_replayed, under_way[-1], device, folder, end))
         runs = [each.result() for each in under_way]
     hashes: dict[str, set[str]] = defaultdict(set)
     for each in runs:
@@ -138,26 +219,30 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
 def jobs(device: torch.device) -> list[Job]:
     """Return the runs for a device, what stands for most first."""
     tried = ON_CPU if device.type == "cpu" else ON_CARD
-    made = [_job(recipe, name, *PLACEMENTS[name], device) for recipe, names in tried.items() for name in names]
+    made = [_job(recipe, name, device) for recipe, names in tried.items() for name in names]
     cards = torch.cuda.device_count() if device.type == "cuda" else 0
     ranks = min(max(cards, 2), 8) if cards else 0
-    made += [_job(FIRST, f"{name} {ranks} by NCCL", ranks, name, device, "nccl") for name in BY_NCCL if ranks]
+    made += [_job(FIRST, f"{name} {ranks} by NCCL", device, (ranks, name), "nccl") for name in BY_NCCL if ranks]
     return sorted(made, key=lambda job: job.recipe != FIRST)
 
 
-def _job(recipe: str, placement: str, ranks: int, strategy: str, device: torch.device, backend: str = "gloo") -> Job:
-    name, precision = recipe.split()
-    words = ("transformer.yaml",) if name == "transformer" else ("digits", f"recipe.precision={precision}")
+def _job(recipe: str, name: str, device: torch.device, placement: tuple[Any, ...] = (), backend: str = "gloo") -> Job:
+    """Return the run of a recipe under a placement that PLACEMENTS has, or another one."""
+    ranks, strategy, *further = placement or PLACEMENTS[name]
     cards = torch.cuda.device_count() if device.type == "cuda" else ranks
     sharing = [[*range(card, ranks, cards)] for card in range(cards)]
-    words = (*words, *_placed(ranks, strategy, device, backend))
     sharing = [each for each in sharing if len(each) > 1]
-    return Job(recipe, placement, words, sharing, ranks if sharing and backend == "nccl" else 0)
-
-
-def _placed(ranks: int, strategy: str, device: torch.device, backend: str) -> tuple[str, ...]:
-    words = {"processes": ranks, "strategy": strategy, "device": device.type, "backend": backend}
-    return tuple(f"placement.{key}={value}" for key, value in words.items())
+    if recipe == OWN:
+        launch = (*LOCKSTEP, "launch", f"--processes-per-node={ranks}", "--")
+        line = (*launch, "python", "loop.py", "{dir}", device.type, strategy)
+    else:
+        of, precision = recipe.split()
+        words = (*(DIGITS if of == "digits" else (f"{of}.yaml",)), f"recipe.precision={precision}")
+        placed = {"processes": ranks, "strategy": strategy, "device": device.type, "backend": backend}
+        placed |= dict(each.split("=") for each in further)
+        words = (*words, *(f"placement.{key}={value}" for key, value in placed.items()))
+        line = (*TRAIN, *words, *COMMON, "run.dir={dir}")
+    return Job(recipe, name, line, sharing, ranks if sharing and backend == "nccl" else 0)
 
 
 def _side_by_side(device: torch.device) -> int:
@@ -173,13 +258,14 @@ def _done(job: Job, folder: Path, end: float) -> dict[str, Any]:
     began = time.monotonic()
     if began > end:
         return {"recipe": job.recipe, "placement": job.placement, "failed": NO_TIME}
-    run_dir = folder / f"{job.recipe}, {job.placement}"
+    run_dir = _run_dir(folder, job.recipe, job.placement)
     with ExitStack() as stack:
-        under_way = [stack.enter_context(_started(job.words, folder, run_dir, own)) for own in job.environments()]
+        under_way = [stack.enter_context(_started(job, folder, run_dir, own)) for own in job.environments()]
         said = [_ended(process, end) for process in under_way]
     found = _told(job.recipe, job.placement, run_dir, said[0])
-    if "sha256" in found and found["ranks with one device"] != job.sharing:
-        found["failed"] = f"expected {job.sharing} to share devices, and {found['ranks with one device']} did"
+    shared = found.get("ranks with one device", job.sharing)  # which the folder of an own loop does not have
+    if shared != job.sharing:
+        found["failed"] = f"expected {job.sharing} to share devices, and {shared} did"
     return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -188,8 +274,8 @@ def _killed(device: torch.device, folder: Path, end: float) -> dict[str, Any]:
     began = time.monotonic()
     recipe, run_dir = FIRST, folder / "killed"
     count, then = (4, 2) if device.type == "cuda" else (2, 1)
-    first = _job(recipe, KILLED, count, "zero3", device).words
-    with _started((*first, "run.save_every={steps: 5}"), folder, run_dir) as process:
+    first = _job(recipe, KILLED, device, (count, "zero3"))
+    with _started(replace(first, line=(*first.line, "run.save_every={steps: 5}")), folder, run_dir) as process:
         while KILLED_AT not in _steps(run_dir) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
         ranks = _ranks(process.pid) if process.poll() is None else []
@@ -199,7 +285,7 @@ def _killed(device: torch.device, folder: Path, end: float) -> dict[str, Any]:
     if len(ranks) < count or process.returncode != 1 or "was killed by SIGKILL" not in said[1]:
         failed = f"expected rank 1 to be killed and named, and exit code 1; got {process.returncode}: {said[1][-500:]}"
         return {"recipe": recipe, "placement": KILLED, "failed": failed}
-    again = _job(recipe, KILLED, then, "ddp" if then > 1 else "single", device).words
+    again = _job(recipe, KILLED, device, (then, "ddp" if then > 1 else "single"))
     with _started(again, folder, run_dir) as process:
         found = _told(recipe, KILLED, run_dir, _ended(process, end))
     resumed = [event["step"] for event in _events(run_dir) if event["event"] == "started"]
@@ -208,11 +294,24 @@ def _killed(device: torch.device, folder: Path, end: float) -> dict[str, Any]:
     return {**found, "resumed_at": resumed[-1:], "seconds": round(time.monotonic() - began, 1)}
 
 
-def _started(
-    words: Sequence[str], folder: Path, run_dir: Path, environment: Mapping[str, str] = {}
-) -> subprocess.Popen[str]:
+def _replayed(run: Future[dict[str, Any]], device: torch.device, folder: Path, end: float) -> dict[str, Any]:
+    """Do steps of a run again, in one process: their digests must be the run's, whose hash it then has."""
+    own, name = run.result(), f"{REPLAYED}, {CHECKED} steps replayed"
+    began = time.monotonic()
+    line = (*LOCKSTEP, "replay", "{dir}", f"--check={CHECKED}", f"placement.device={device.type}")
+    with _started(Job(FIRST, name, line, []), folder, _run_dir(folder, FIRST, REPLAYED)) as process:
+        out, err = _ended(process, end)
+    found = {**own, "placement": name, "seconds": round(time.monotonic() - began, 1)}
+    return {**found, "failed": err if err == NO_TIME else (out + err)[-2000:]} if process.returncode else found
+
+
+def _run_dir(folder: Path, recipe: str, placement: str) -> Path:
+    return folder / f"{recipe}, {placement}"
+
+
+def _started(job: Job, folder: Path, run_dir: Path, environment: Mapping[str, str] = {}) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*TRAIN, *words, *COMMON, f"run.dir={run_dir}"],
+        [word.replace("{dir}", str(run_dir)) for word in job.line],
         cwd=folder,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
@@ -235,12 +334,12 @@ def _ended(process: subprocess.Popen[str], end: float) -> tuple[str, str]:
 def _told(recipe: str, placement: str, run_dir: Path, said: tuple[str, str]) -> dict[str, Any]:
     """Return what a run that has ended came to."""
     out, err = said
-    last = (out.splitlines() or [""])[-1].split()
+    hashes = re.findall(r"weights sha256 (\S+)$", out, re.MULTILINE)  # of a launched loop, after its rank
     found = {"recipe": recipe, "placement": placement}
-    if last[:2] != ["weights", "sha256"]:
+    if not hashes:
         return {**found, "failed": err[-2000:] or "no hash"}
     environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
-    return {**found, "sha256": last[2], **environment["exchange"]}
+    return {**found, "sha256": hashes[-1], **environment.get("exchange", {})}
 
 
 def _events(run_dir: Path) -> list[dict[str, Any]]:

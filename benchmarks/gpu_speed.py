@@ -29,6 +29,7 @@ FAST, DETERMINISTIC, OURS, COMPILED = (
     "lockstep",
     "lockstep, compiled",
 )
+FUSED: Final = "lockstep, fused optimizer"
 # How many times as fast as the hand-written loops Lockstep is to be.
 TARGETS: Final = {FAST: 0.90, DETERMINISTIC: 0.98}
 # GPT-2's smallest, whose vocabulary is padded to a multiple of 64 as nanoGPT does, and one that a CPU can train.
@@ -57,7 +58,7 @@ class Work:
 
 
 def works(device: torch.device) -> list[Work]:
-    """Return what is measured there: the batches of five contestants fit on the card together."""
+    """Return what is measured there: the batches of six contestants fit on the card together."""
     if device.type == "cpu":
         return [Work("ResNet-10", 2, "images", 1, None, 1), Work("GPT, 1 layer", 2, "tokens", TINY["context"], 1.0, 2)]
     share = min(1.0, torch.cuda.get_device_properties(device).total_memory / 80e9)
@@ -82,7 +83,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
 def measure(work: Work, device: torch.device, limit_s: float) -> dict[str, Any]:
     """Let the contestants take turns at one model."""
     others = {"timm's way": timms} if work.images else {"nanoGPT's way": nanogpts}
-    makers = {FAST: fast, DETERMINISTIC: deterministic, **others, OURS: ours}
+    makers = {FAST: fast, DETERMINISTIC: deterministic, **others, OURS: ours, FUSED: partial(ours, fused=True)}
     if device.type == "cuda" or not work.images:  # to compile a convolutional net for a CPU takes a minute
         makers[COMPILED] = partial(ours, compiled=True)
     starts = {name: partial(start, make, work, str(device)) for name, make in makers.items()}
@@ -123,7 +124,9 @@ def cost(work: Work, device: torch.device) -> dict[str, Any]:
 
 def judged(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     """Compare Lockstep with the hand-written loops: the median over rounds of the ratio within a round."""
-    pairs = [(name, against) for name in (OURS, COMPILED) for against in TARGETS if name in rates and against in rates]
+    pairs = [
+        (name, against) for name in (OURS, FUSED, COMPILED) for against in TARGETS if name in rates and against in rates
+    ]
     ratios = {
         pair: statistics.median(a / b for a, b in zip(*(rates[each] for each in pair), strict=True)) for pair in pairs
     }
@@ -142,7 +145,9 @@ def unequal(losses: Mapping[str, list[list[float]]]) -> list[str]:
         for name, own in first.items()
         if abs(own - middle) > _SAME * middle
     ]
-    exact = [name for name in (DETERMINISTIC, OURS, COMPILED) if name in losses and losses[name][0] != losses[name][1]]
+    exact = [
+        name for name in (DETERMINISTIC, OURS, FUSED, COMPILED) if name in losses and losses[name][0] != losses[name][1]
+    ]
     return found + [f"{name}: two trainings from one start have losses {losses[name]}" for name in exact]
 
 
@@ -284,7 +289,7 @@ def nanogpts(work: Work, device: torch.device) -> Do:
     return by_hand(work, device, compiled=True)
 
 
-def ours(work: Work, device: torch.device, compiled: bool = False) -> Do:
+def ours(work: Work, device: torch.device, compiled: bool = False, fused: bool = False) -> Do:
     """Return a step of Lockstep's engine on one process, with one micro-batch."""
     from lockstep.comm.world import World
     from lockstep.common.rank import ALONE
@@ -299,6 +304,7 @@ def ours(work: Work, device: torch.device, compiled: bool = False) -> Do:
     set_deterministic()
     task: Task = Classification() if work.images else Language()
     values: dict[str, Any] = {"momentum": 0.9, "weight_decay": 5e-5} if work.images else {"weight_decay": 0.1}
+    values["options"] = {"fused": True} if fused else {}
     torch.manual_seed(0)
     engine = Strategy().start(
         Problem(task, partial(build, work, device)),

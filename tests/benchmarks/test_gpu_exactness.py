@@ -10,10 +10,14 @@ import torch
 from benchmarks import gpu_exactness
 
 CPU = torch.device("cpu")
-# Stands for `lockstep train`: one hash for each precision, unless a placement is told to depart, fail or take long.
+# Stands for `lockstep train`, `launch` and `replay`: one hash for each precision, unless a placement is told to depart, fail or take long.
 STAND_IN = """
 import json, pathlib, sys, time
 words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+if sys.argv[1] == "replay":
+    sys.exit()
+if sys.argv[1] == "launch":
+    words |= {"run.dir": sys.argv[-3], "placement.strategy": sys.argv[-1]}
 strategy, folder = words["placement.strategy"], pathlib.Path(words["run.dir"])
 rules = json.loads(pathlib.Path(__file__).with_name("rules.json").read_text())
 rule = next((rules[name] for name in rules if name in strategy), "")
@@ -32,7 +36,9 @@ print("weights sha256", words.get("recipe.precision", "bf16") + ("other" if rule
 @pytest.fixture
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "stand_in.py").write_text(STAND_IN, encoding="utf-8")
-    monkeypatch.setattr(gpu_exactness, "TRAIN", (sys.executable, str(tmp_path / "stand_in.py")))
+    stand_in = (sys.executable, str(tmp_path / "stand_in.py"))
+    monkeypatch.setattr(gpu_exactness, "LOCKSTEP", stand_in)
+    monkeypatch.setattr(gpu_exactness, "TRAIN", (*stand_in, "train"))
     killed = {"recipe": "digits fp32", "placement": gpu_exactness.KILLED, "sha256": "fp32"}
     monkeypatch.setattr(gpu_exactness, "_killed", lambda *_: killed)
     return tmp_path / "rules.json"
@@ -52,10 +58,10 @@ def test_what_departs_or_fails_is_named(rules: Path, rule: str, failure: str | N
     found = gpu_exactness.run(CPU, 60.0)
     assert found["ok"] is (failure is None)
     if failure:
-        [said] = found["failures"]
+        said = found["failures"][0]  # and what would replay that run has failed, too
         assert said.startswith(failure)
     else:
-        line = "| digits fp32 | killed on zero3, resumed on ddp, single, pipeline 2 | `fp32` |"
+        line = "| digits fp32 | killed on zero3, resumed on ddp, single, pipeline 2, pipeline 2, 5 steps replayed | `fp32` |"
         assert line in gpu_exactness.table(found)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from card import DEVICE, Card
 from torch import Tensor
 
 from lockstep.core.digest import Digests
@@ -64,3 +65,12 @@ def test_any_shape_has_one(shape: tuple[int, ...]) -> None:
 def test_a_parameter_has_the_digest_of_its_values() -> None:
     parameter = torch.nn.Parameter(torch.randn(3))
     assert digest(parameter) == digest(parameter.data)
+
+
+@pytest.mark.parametrize("elements", [5, 40_000])
+def test_tensors_of_two_devices_have_the_digest_that_they_have_on_one(elements: int) -> None:
+    tensors = {"shared out": torch.randn(elements), "whole": torch.randn(elements), "another": torch.randn(3)}
+    on_one = int(DIGESTS.of_model(tensors, set(tensors)))
+    with Card():
+        several = {**tensors, "whole": tensors["whole"].to(DEVICE)}
+        assert int(Digests().of_model(several, set(tensors))) == on_one

@@ -215,6 +215,7 @@ def test_a_script_is_started_by_python_itself() -> None:
     there = openmpi.command(replace(job, nodes=2, hosts=("a", "b")))
     assert there[-6:] == ["-x", "PYTHONHASHSEED", "py", "loop.py", "--lr", "1"]
     assert local.command(job) == ["py", "-m", "lockstep", "launch", "--processes-per-node=2", "--", *words]
+    assert openmpi.command(replace(job, words=("python3", *words[1:]))) == openmpi.command(job)
 
 
 @pytest.mark.parametrize("words", [("doctor",), ("doctor", "--json")])

@@ -60,7 +60,9 @@ def test_what_one_layer_keeps_for_backward_is_not_touched_by_another_that_writes
     model[1].running_mean.copy_(torch.ones(CHANNELS))
     model[1].num_batches_tracked.add_(1)
     outputs.square().sum().backward()  # which torch refuses where what it kept has changed since
-    assert running.observations(1).tolist().count(1.0) == 3 + CHANNELS  # variances that began as 1, and what was written
+    assert (
+        running.observations(1).tolist().count(1.0) == 3 + CHANNELS
+    )  # variances that began as 1, and what was written
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

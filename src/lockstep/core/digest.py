@@ -66,23 +66,27 @@ class Digests:
         return (found * self._keys_of_blocks(words.device, end)[begin:end]).sum()
 
     def of_model(self, tensors: Mapping[str, MaybeSharded], owned: Container[str]) -> Tensor:
-        """Return this rank's part of the digest of named tensors, on their device: the parts of all ranks add up to it.
+        """Return this rank's part of the digest of named tensors: the parts of all ranks add up to it.
 
-        A whole tensor counts where its name is `owned`, by one of the ranks; rows of one count on the rank that is
-        primary among those that hold them.
+        It is on their device, or on one of them where some are offloaded. A whole tensor counts where its name is
+        `owned`, by one of the ranks; rows of one count on the rank that is primary among those that hold them.
         """
         parts = []
-        small: dict[torch.dtype, list[_Piece]] = {}
+        small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
         for piece in _pieces(tensors, owned):
             if piece.tensor.numel() <= _SMALL:
-                small.setdefault(piece.tensor.dtype, []).append(piece)
+                small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
                 parts.append(self.of(piece.tensor, piece.first) * _key_of(piece.name))
         parts += [self._of_small(pieces) for pieces in small.values()]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.int64)
+        return (
+            torch.stack([each.to(parts[0].device) for each in parts]).sum()
+            if parts
+            else torch.zeros((), dtype=torch.int64)
+        )
 
     def _of_small(self, pieces: Sequence[_Piece]) -> Tensor:
-        """Return the sum of the digests of pieces of one dtype, by one product of them all."""
+        """Return the sum of the digests of pieces of one dtype on one device, by one product of them all."""
         words, _ = _words(torch.cat([each.tensor.reshape(-1) for each in pieces]))
         layout = (words.dtype, words.device, *((each.name, each.first, each.tensor.numel()) for each in pieces))
         if layout not in self._small:

@@ -12,6 +12,7 @@ PORT: Final = 29_513
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 _PROCESSES: Final = "placement.processes"
+_PYTHON: Final = ("python", "python3")  # either is the Python of the job
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Job:
     @property
     def is_script(self) -> bool:
         """Whether its words are `python SCRIPT ...`, a script of the user's own."""
-        return self.words[:1] == ("python",)
+        return bool(self.words) and self.words[0] in _PYTHON
 
     @property
     def module(self) -> list[str]:
@@ -125,7 +126,7 @@ class Job:
 def check_job(job: Job) -> Job:
     """Return the job, or raise UsageError where it says two things at once."""
     problems = []
-    if not job.words or job.words == ("python",):
+    if not job.words or (job.is_script and len(job.words) == 1):
         problems.append("nothing to start; give a command after --, such as -- train digits")
     if job.fewest is not None and job.fewest > job.nodes:
         problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
