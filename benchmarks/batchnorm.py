@@ -2,7 +2,7 @@
 
 The model is ResNet-18 at 32x32, with 20 BatchNorm layers, under the strategy `single`. The third contestant is written
 by hand: one forward and backward of the whole batch, whose BatchNorm is that of `sync` up to rounding. Time is that of
-the processor, since one process waits for nobody; memory is what is in use at most in a step (live_bytes.py), from
+the processor, since one process waits for nobody; memory is what is in use at most in a step (device/live_bytes.py), from
 before the model is built on; a process first trains with other micro-batches. torch's SyncBatchNorm is not beside
 them: it refuses a CPU.
 """
@@ -19,11 +19,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.learners import LR, Do, Work, ours
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, compare
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank
+from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 

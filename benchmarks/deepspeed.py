@@ -1,7 +1,7 @@
 """The strategy `deepspeed` beside our own of the same stage: a step's time, and the memory of a rank.
 
 Both train what strategies.py does, on the same micro-batches, one on each of 2 processes of one thread. Memory is what
-a rank has in use at most in a step (live_bytes.py), from before the model is built on, with DeepSpeed imported by then.
+a rank has in use at most in a step (device/live_bytes.py), from before the model is built on, with DeepSpeed imported by then.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import partial
 from typing import Final
 
 from benchmarks.learners import Work, ours, timed
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.deepspeed import library
 from lockstep.comm.world import World
+from lockstep.device.live_bytes import LiveBytes
 
 STAGES: Final = (1, 2, 3)
 SIZE: Final = 2

@@ -15,11 +15,11 @@ from typing import Final
 
 from torch import nn
 
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from benchmarks.tensor_learners import HEADS, Work, ours
 from lockstep.comm.world import World
+from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.memory import keep_freed_memory
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise

@@ -26,11 +26,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks.live_bytes import LiveBytes
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
+from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.processes import Turn, timed
 from lockstep.comm.world import World
 from lockstep.core.order import Step
+from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.models.gpt import GPT, gpt

@@ -44,7 +44,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 _GROUPS: Final = {
     "Train": ("train", "eval", "predict", "export", "import"),
-    "Look": ("show", "jobs", "watch", "report"),
+    "Look": ("show", "plan", "jobs", "watch", "report"),
     "Prove": ("verify", "replay", "bisect", "compare"),
     "Cluster": ("launch", "submit", "doctor"),
     "Catalogue": ("recipes", "strategies"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.learners import Work
-from benchmarks.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveBytes
 from benchmarks.strategies_memory import BUFFER_BYTES, Sizes
 
 MIB = 2**20

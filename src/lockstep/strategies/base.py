@@ -37,7 +37,8 @@ class Traits:
     refused: no block is called as one, forward and backward. Unless `audits`, `placement.audit_every` is: no two ranks
     have the same weights. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it; nor,
     unless `cuts_sequences`, `recipe.model.sequence_chunks`. With `spreads_sequences` ranks along tensor share these
-    chunks, too. `sent` is the precision that gradients are rounded to before they are sent, where they are.
+    chunks, too. `sent` is the precision that gradients are rounded to before they are sent, where they are. Where what
+    a rank does follows from what others send it, `by_peers`, a rank alone shows nothing (`lockstep plan`).
     """
 
     cuts: str
@@ -51,6 +52,7 @@ class Traits:
     cuts_sequences: bool = False
     spreads_sequences: bool = False
     sent: Literal["fp16", "bf16"] | None = None
+    by_peers: bool = False
 
 
 class Strategy(Protocol):

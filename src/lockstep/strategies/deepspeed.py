@@ -47,6 +47,7 @@ class Strategy:
         communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
         "parameters twice and gradients once for each micro-batch",
         exactness="close",
+        by_peers=True,
     )
 
     def check(self, processes: int, microbatches: int) -> None:

@@ -36,6 +36,7 @@ class Strategy:
         "backward; the sum of the other gradients once a step, with replicate of all gradients",
         cuts_rows=True,
         compiles=False,
+        by_peers=True,  # how many rows come
     )
 
     def check(self, processes: int, microbatches: int) -> None:

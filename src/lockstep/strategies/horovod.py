@@ -47,6 +47,7 @@ class Strategy:
             communication="Horovod's sum of the gradients, once a step, while backward goes on",
             exactness="close",
             sent="fp16" if self.compress == "fp16" else None,
+            by_peers=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

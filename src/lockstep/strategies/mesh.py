@@ -69,6 +69,7 @@ class Strategy:
             spreads_sequences=self.sequence_parallel,
             compiles=self.expert == self.tensor == 1 and self.schedule != "zero_bubble",
             syncs_batchnorm=self.pipe == self.expert == self.tensor == 1,
+            by_peers=self.pipe > 1 or self.expert > 1,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

@@ -43,6 +43,7 @@ class Strategy:
             exactness="none" if self.asynchronous else "bits",
             cuts_rows=not self.asynchronous,
             audits=not self.asynchronous,
+            by_peers=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

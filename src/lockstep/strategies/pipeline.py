@@ -48,6 +48,7 @@ class Strategy:
             cuts_rows=self.shard > 1,
             compiles=self.schedule != "zero_bubble",  # which takes a block's backward in two halves
             cuts_sequences=self.schedule != "zero_bubble",  # and so that of forwards which went together
+            by_peers=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:

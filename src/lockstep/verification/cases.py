@@ -7,20 +7,17 @@ placement. What differs is run a second time, to see the values.
 
 from __future__ import annotations
 
-import pkgutil
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
-from lockstep import comm, device
 from lockstep.common.hashing import other_seed
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
@@ -34,7 +31,7 @@ from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.probe.findings import ProbeResult, findings
 from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.start import in_workers_silently
+from lockstep.run.start import import_for_all, in_workers_silently
 from lockstep.run.user_code import import_paths
 from lockstep.strategies import names
 from lockstep.verification import trace
@@ -171,13 +168,6 @@ def save_point(job: TraceJob) -> int:
     """
     steps = len(job.numbers)
     return max(1, steps - 1 if job.loaded.config.recipe.compile else steps // 2)
-
-
-def import_for_all() -> None:
-    """Import here, once, what strategies import when they start: FSDP alone takes each process half a second."""
-    for room in (comm, device):
-        for module in pkgutil.iter_modules(room.__path__):
-            import_module(f"{room.__name__}.{module.name}")
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:

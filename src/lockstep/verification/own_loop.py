@@ -28,9 +28,9 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Verdict, against
 from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.run.script import run_script
-from lockstep.run.start import can_be_spawned, in_workers_silently
+from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
-from lockstep.verification.cases import import_for_all, verify_on
+from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import of_hashes
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")

@@ -1,0 +1,90 @@
+"""A world in which this process is one of many ranks and the others are pretended: nothing is sent, and nobody waits.
+
+What a rank computes, holds and sends is then that of a real run, on one process and on any number of ranks; what it
+receives is zeros, or its own. So its memory, its time without exchanges and its traffic can be measured, and no result
+of it means anything. Ranks that decide by what others send, as those of pipelines do, cannot be pretended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.comm.carrier import Addressed, Carrier, Transfer
+from lockstep.comm.world import World
+from lockstep.common.rank import RankInfo
+
+_TIMEOUT: Final = timedelta(minutes=1)  # of exchanges that take no time
+
+
+@final
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What this rank would have sent: `messages`, and their `bytes`.
+
+    Collectives of torch's, seen while it is entered as a context, count as a ring does them: in each of size - 1 rounds
+    a rank sends a part to its neighbour.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size = size
+        self.messages = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a collective, and do what is asked."""
+        name = str(func)
+        if name.startswith("c10d."):
+            whole = sum(tensor.nbytes for tensor in _tensors(args[0]))  # what it leaves, or adds up
+            rounds = 2 if "allreduce" in name else 1
+            self.messages += rounds * (self.size - 1)
+            self.bytes += rounds * whole * (self.size - 1) // self.size
+        return func(*args, **(kwargs or {}))
+
+    def carry(self, group: dist.ProcessGroup) -> Carrier:
+        """Return a carrier that counts what it is given, and brings zeros."""
+
+        def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
+            self.messages += len(sent)
+            self.bytes += sum(tensor.nbytes for tensor, _ in sent)
+            for tensor, _ in received:
+                tensor.zero_()
+            return Transfer([], [tensor for tensor, _ in sent], [])
+
+        return start
+
+
+@contextmanager
+def pretended_world(rank: int, size: int, device: torch.device) -> Iterator[tuple[World, Traffic]]:
+    """Yield a world in which this process is `rank` among `size`, and its traffic."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # here, because it registers the backend "fake"
+
+    traffic = Traffic(size)
+    info = RankInfo(rank, size, rank, size, "plan")
+    if size == 1:
+        yield World(info, device), traffic
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size, timeout=_TIMEOUT)
+    first, second = dist.group.WORLD, dist.new_group(timeout=_TIMEOUT)
+    assert isinstance(first, dist.ProcessGroup)
+    assert isinstance(second, dist.ProcessGroup)
+    world = World(info, device, (first, second), _TIMEOUT, traffic.carry)
+    try:
+        yield world, traffic
+    finally:
+        world.close()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

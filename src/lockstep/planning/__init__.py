@@ -1,0 +1,1 @@
+"""What placements of a recipe would take: memory, time and traffic of a rank, measured before any of them runs."""

@@ -1,0 +1,113 @@
+"""What a rank of a placement takes: its real engine does a few steps of the recipe, in a process of its own.
+
+Where its peers can be pretended (comm/pretended.py) that process is alone, whatever the number of ranks; else all of
+them run on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lockstep.comm.pretended import Traffic, pretended_world
+from lockstep.comm.world import World, open_world
+from lockstep.device.live_bytes import LiveBytes
+from lockstep.errors import EXIT_DONE
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.build import Setup
+from lockstep.run.computing import computing_device
+from lockstep.run.engine import start_engine
+from lockstep.run.resolved import Resolved
+
+TIMED: Final = 3  # steps, of which the median is taken
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a rank: the bytes that are `held` between two steps, and at most in one.
+
+    `seconds` is the time of a step, input not included; where peers are pretended it has no exchanges, and `sent` and
+    `messages` say what they would be.
+    """
+
+    held: int
+    peak: int
+    seconds: float
+    sent: int = 0
+    messages: int = 0
+
+
+def work(resolved: Resolved, folder: Path, ready: Setup, rendezvous: Rendezvous) -> int:
+    """Be a rank, and write its figures to the folder; `rendezvous` is of one process where peers are pretended."""
+    recipe, placement = resolved.recipe, resolved.placement
+    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
+    with ExitStack() as held:
+        if rendezvous.info.size == resolved.processes > 1:
+            world, traffic = open_world(rendezvous, device, placement.backend), None
+            held.callback(world.close)
+        else:
+            world, traffic = held.enter_context(pretended_world(0, resolved.processes, device))
+        found = measure(ready, resolved, world, traffic)
+    (folder / f"{world.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return EXIT_DONE
+
+
+def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | None) -> Figures:
+    """Let this rank do steps with the recipe's first batch: its memory is counted from before the model is built on."""
+    memory = _Memory(world.device)
+    engine, loader = start_engine(ready, resolved, world)
+    step, microbatches = next(iter(loader.training(0)))
+
+    def do() -> None:
+        engine.forward_backward(microbatches, step)
+        engine.update(0.0, ready.recipe.clip_norm)
+
+    do()  # which makes the optimizer's state
+    held = memory.now()
+    sent = messages = 0
+    if traffic is None:
+        peak = memory.peak(do)
+    else:
+        before = traffic.bytes, traffic.messages
+        with traffic:
+            do()
+        sent, messages = traffic.bytes - before[0], traffic.messages - before[1]
+        peak = memory.peak(do)
+    seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
+    engine.close()
+    return Figures(held, peak, seconds, sent, messages)
+
+
+class _Memory:
+    """The bytes of a device that are in use beside what was before: by torch's allocator, or the C library."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._live = None if device.type == "cuda" else LiveBytes()
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._live is None else self._live.now()
+
+    def peak(self, do: Callable[[], None]) -> int:
+        if self._live is not None:
+            return self._live.peak(do)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        do()
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+def _seconds(do: Callable[[], None], world: World) -> float:
+    world.barrier()
+    began = time.perf_counter()
+    do()
+    if world.on_gpu:
+        torch.cuda.synchronize(world.device)
+    return time.perf_counter() - began

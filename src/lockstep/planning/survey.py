@@ -1,0 +1,162 @@
+"""Which placements of a recipe are legal, and what a rank of each takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+
+from lockstep.common.platforms import usable_cores
+from lockstep.config.load import Loaded
+from lockstep.config.placement import StrategyConfig
+from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.planning.measure import Figures, work
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.build import Setup, setup
+from lockstep.run.checks import check_cut, check_kernels, check_placement
+from lockstep.run.first_weights import load_first_weights
+from lockstep.run.resolved import Resolved, resolve
+from lockstep.run.resume import check_first
+from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.strategies import names
+
+REAL: Final = 8  # ranks that are run on this machine at once, where they cannot be pretended
+_SINGLE, _MESH = "single", "mesh"  # which without options is ddp
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the placements are for: the `memory` of a rank in bytes, and the bytes a second that one can send.
+
+    None is what is not known.
+    """
+
+    memory: int | None = None
+    link: float | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement, and the figures of its largest rank; without them `reason` says why there are none."""
+
+    strategy: str
+    processes: int
+    words: str = ""  # that choose it
+    figures: Figures | None = None
+    pretended: bool = False
+    reason: str = ""
+    shared: float = 1.0  # ranks for each core, where they have those of this machine
+
+    def seconds(self, machine: Machine) -> tuple[float, float | None] | None:
+        """Return what a step takes at least, and at most where the link is known; None where nothing was measured.
+
+        At best all exchanges hide behind what is computed, at worst none does. Where all ranks ran here, that is it.
+        """
+        if self.figures is None:
+            return None
+        if not self.pretended:
+            return self.figures.seconds, self.figures.seconds
+        computes = self.figures.seconds * self.shared
+        if machine.link is None:
+            return computes, None if self.figures.sent else computes
+        exchange = self.figures.sent / machine.link
+        return max(computes, exchange), computes + exchange
+
+    def fits(self, machine: Machine) -> bool | None:
+        """Whether a rank has room; None where that is not known."""
+        if self.figures is None or machine.memory is None:
+            return None
+        return self.figures.peak <= machine.memory
+
+
+def survey(
+    loaded: Loaded, strategies: Sequence[Mapping[str, Any]], counts: Sequence[int], tell: Callable[[str], None]
+) -> list[Placed]:
+    """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
+
+    A mistake in the recipe raises UsageError. `tell` is called with what is measured.
+    """
+    ready = made_ready(loaded)
+    return [_placed(each, processes, loaded, ready, tell) for each, processes in _pairs(loaded, strategies, counts)]
+
+
+def made_ready(loaded: Loaded) -> Setup:
+    """Check what all placements have in common, and make it real for the processes that are forked from this one."""
+    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    ready = _setup(loaded)
+    check_first(ready)
+    check_kernels(loaded.config.placement, ready)
+    import_for_all()
+    return ready
+
+
+def _setup(loaded: Loaded) -> Setup:
+    loaded, first = load_first_weights(loaded)
+    return setup(loaded.config.recipe, first)
+
+
+def _pairs(
+    loaded: Loaded, strategies: Sequence[Mapping[str, Any]], counts: Sequence[int]
+) -> Iterator[tuple[StrategyConfig, int]]:
+    """Yield what is to be measured. On one process all strategies are `single`."""
+    given = [StrategyConfig.model_validate(each) for each in strategies]
+    if not given:
+        exact = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
+        given = [
+            each for each in exact if resolve(with_placement(loaded, each, 2), 2).strategy.traits.exactness == "bits"
+        ]
+    if 1 in counts:
+        yield StrategyConfig(name=_SINGLE), 1
+    yield from ((each, count) for count in counts if count > 1 for each in given if each.name != _SINGLE)
+
+
+def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
+    update = {"strategy": strategy, "processes": processes, "audit_every": None, "workers": 0}
+    placement = loaded.config.placement.model_copy(update=update)
+    return replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
+
+
+def _placed(
+    strategy: StrategyConfig, processes: int, loaded: Loaded, ready: Setup, tell: Callable[[str], None]
+) -> Placed:
+    """Check a placement and measure it."""
+    words = f"placement.strategy={strategy.name} placement.processes={processes}"
+    found = Placed(strategy.name, processes, words)
+    try:
+        resolved = resolve(with_placement(loaded, strategy, processes), processes)
+        check_placement(resolved)
+        check_cut(resolved, ready)
+    except UsageError as error:
+        return replace(found, reason=str(error))
+    pretended = not resolved.strategy.traits.by_peers
+    if not pretended and processes > REAL:
+        reason = f"what a rank does follows from what others send it, and at most {REAL} of them are run here"
+        return replace(found, reason=reason)
+    tell(f"{strategy.name} on {processes}")
+    shared = processes / usable_cores() if torch.cuda.device_count() == 0 else 1.0
+    figures, reason = largest(resolved, ready, pretended)
+    return replace(found, figures=figures, reason=reason, pretended=pretended, shared=max(1.0, shared))
+
+
+def largest(resolved: Resolved, ready: Setup, pretended: bool) -> tuple[Figures | None, str]:
+    """Let a rank of a placement work, or all of them; return the largest figures of any, or why there are none."""
+    with TemporaryDirectory(prefix="lockstep-plan-") as name:
+        folder, ranks = Path(name), 1 if pretended else resolved.processes
+        body = partial(_work, resolved, folder)
+        code, text = in_workers_silently(body, ready, resolved.placement, ranks)
+        files = sorted(folder.glob("*.json"))
+        if code != EXIT_DONE or len(files) < ranks:
+            return None, text.partition("error: ")[2] or text or f"ended with exit code {code}"
+        each = [Figures(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return Figures(*(max(values) for values in zip(*(vars(one).values() for one in each), strict=True))), ""
+
+
+def _work(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    """Be a rank of a placement; one that was spawned has the recipe to make real."""
+    return work(resolved, folder, ready or _setup(resolved.loaded), rendezvous)
