@@ -2,7 +2,7 @@
 
 The model is ResNet-18 at 32x32, with 20 BatchNorm layers, under the strategy `single`. The third contestant is written
 by hand: one forward and backward of the whole batch, whose BatchNorm is that of `sync` up to rounding. Time is that of
-the processor, since one process waits for nobody; memory is what is in use at most in a step (device/live_bytes.py), from
+the processor, since one process waits for nobody; memory is what is in use at most in a step (live_bytes.py), from
 before the model is built on; a process first trains with other micro-batches. torch's SyncBatchNorm is not beside
 them: it refuses a CPU.
 """

@@ -2,7 +2,7 @@
 
 The model is our GPT with 8 heads; a step is one long sequence, with AdamW. Each process has one thread, and all keep
 freed memory. Time is that of the processor in each rank, of which the most counts: what a step takes on a machine that
-does nothing else, but for waiting. Memory is what a rank has in use at most in a step (device/live_bytes.py), from before the
+does nothing else, but for waiting. Memory is what a rank has in use at most in a step (live_bytes.py), from before the
 model is built on; a process first trains a small one. Beside it stands the uncut sequence on one process: torch's own
 `torch.distributed.tensor.experimental.context_parallel` (2.15) has no strategy for the attention of a CPU.
 """

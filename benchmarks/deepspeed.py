@@ -1,7 +1,7 @@
 """The strategy `deepspeed` beside our own of the same stage: a step's time, and the memory of a rank.
 
 Both train what strategies.py does, on the same micro-batches, one on each of 2 processes of one thread. Memory is what
-a rank has in use at most in a step (device/live_bytes.py), from before the model is built on, with DeepSpeed imported by then.
+a rank has in use at most in a step (live_bytes.py), from before the model is built on, with DeepSpeed imported by then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory of a rank under each strategy, against what it should hold; and what the canonical sum adds to it.
 
-In use between two steps and at most during a step, as the C library counts it (device/live_bytes.py), from before the model is
+In use between two steps and at most during a step, as the C library counts it (live_bytes.py), from before the model is
 built on; a process first trains a smaller one, so that imports and buffers of connections are not counted. Theory is
 that of Rajbhandari et al. 2020, sections 5.1 to 5.3. Of parameters P, gradients G and optimizer state S, which is 2 P
 for AdamW, a rank of W holds

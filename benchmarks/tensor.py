@@ -8,7 +8,7 @@ process has one thread, and all keep freed memory.
   narrowest model goes: that in kernels is from torch's profiler, and `the rest`, which is Python, autograd
   and smaller kernels, is what remains of the time of steps that are not profiled.
 - 2 and 4 processes: whole steps under the strategy `tensor`, with as many chunks as processes and with 8, beside
-  torch's parallelize_module. Memory is what a rank has in use at most in a step (device/live_bytes.py), from before the model
+  torch's parallelize_module. Memory is what a rank has in use at most in a step (live_bytes.py), from before the model
   is built on; a process first trains a small one. Under `ddp` a rank has the whole model and one such micro-batch.
 - 2 and 4 processes with a large vocabulary: time and memory of a step with table and head cut into chunks, and whole.
 """

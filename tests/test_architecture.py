@@ -52,6 +52,10 @@ ALLOWED = {
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "parallel", "training", "reporting"),
         "run",
     ],
+    "planning": [
+        *("core", "config", "device", "comm", "ranks", "strategies"),
+        "run",
+    ],
     "verification": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
@@ -258,7 +262,18 @@ def test_only_commands_and_sinks_print() -> None:
 
 def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
     users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
-    allowed = ("commands", "run", "jobs", "comparison", "inference", "exports", "replay", "verification", "config")
+    allowed = (
+        "commands",
+        "run",
+        "jobs",
+        "comparison",
+        "inference",
+        "exports",
+        "replay",
+        "planning",
+        "verification",
+        "config",
+    )
     assert all(any(_within(module, place) for place in allowed) for module in users)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.comm.carrier import Addressed, Carrier, Transfer
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
-
-_TIMEOUT: Final = timedelta(minutes=1)  # of exchanges that take no time
 
 
 @final
@@ -66,16 +64,16 @@ def pretended_world(rank: int, size: int, device: torch.device) -> Iterator[tupl
     """Yield a world in which this process is `rank` among `size`, and its traffic."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # here, because it registers the backend "fake"
 
-    traffic = Traffic(size)
+    traffic, timeout = Traffic(size), timedelta(minutes=1)  # of exchanges that take no time
     info = RankInfo(rank, size, rank, size, "plan")
     if size == 1:
         yield World(info, device), traffic
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size, timeout=_TIMEOUT)
-    first, second = dist.group.WORLD, dist.new_group(timeout=_TIMEOUT)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size, timeout=timeout)
+    first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, device, (first, second), _TIMEOUT, traffic.carry)
+    world = World(info, device, (first, second), timeout, traffic.carry)
     try:
         yield world, traffic
     finally:

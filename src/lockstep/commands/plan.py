@@ -51,6 +51,7 @@ def command(words: tuple[str, ...], placements: str, processes: str, memory: str
     from lockstep.comparison.plan import placements_in, processes_in
     from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
+    from lockstep.config.write import flow
     from lockstep.planning.survey import Machine, survey
     from lockstep.planning.table import best, draw, in_order, refused, to_json
 
@@ -62,9 +63,10 @@ def command(words: tuple[str, ...], placements: str, processes: str, memory: str
         int(quantity(memory, "--memory", "80GB")) if memory else None,
         quantity(link.removesuffix("/s"), "--link", "400Gb/s") if link else None,
     )
-    strategies = placements_in(placements) if placements else ()
-    counts = processes_in(processes)
-    loaded = load(*split(words))
+    counts, (source, overrides) = processes_in(processes), split(words)
+    listed = [f"placement.strategy={flow(each)}" for each in (placements_in(placements) if placements else ())]
+    strategies = [load(source, [*overrides, each]).config.placement.strategy for each in listed]
+    loaded = load(source, overrides)
     _recipe.tell_notes(loaded)
     shown = sys.stderr.isatty()
     with with_places(loaded):

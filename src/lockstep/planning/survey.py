@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from lockstep.common import plainfile
 from lockstep.common.platforms import usable_cores
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
@@ -51,20 +51,22 @@ class Placed:
     figures: Figures | None = None
     pretended: bool = False
     reason: str = ""
-    shared: float = 1.0  # ranks for each core, where they have those of this machine
+    shared: float = 1.0  # ranks for each core, where they had those of this machine
 
     def seconds(self, machine: Machine) -> tuple[float, float | None] | None:
         """Return what a step takes at least, and at most where the link is known; None where nothing was measured.
 
-        At best all exchanges hide behind what is computed, at worst none does. Where all ranks ran here, that is it.
+        At best all exchanges hide behind what is computed, at worst none does. Ranks between which there is a link
+        have cores of their own. Where all ranks ran here, that is it.
         """
         if self.figures is None:
             return None
         if not self.pretended:
             return self.figures.seconds, self.figures.seconds
-        computes = self.figures.seconds * self.shared
+        computes = self.figures.seconds
         if machine.link is None:
-            return computes, None if self.figures.sent else computes
+            least = computes * self.shared
+            return least, None if self.figures.sent else least
         exchange = self.figures.sent / machine.link
         return max(computes, exchange), computes + exchange
 
@@ -76,7 +78,7 @@ class Placed:
 
 
 def survey(
-    loaded: Loaded, strategies: Sequence[Mapping[str, Any]], counts: Sequence[int], tell: Callable[[str], None]
+    loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int], tell: Callable[[str], None]
 ) -> list[Placed]:
     """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
 
@@ -102,10 +104,10 @@ def _setup(loaded: Loaded) -> Setup:
 
 
 def _pairs(
-    loaded: Loaded, strategies: Sequence[Mapping[str, Any]], counts: Sequence[int]
+    loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int]
 ) -> Iterator[tuple[StrategyConfig, int]]:
     """Yield what is to be measured. On one process all strategies are `single`."""
-    given = [StrategyConfig.model_validate(each) for each in strategies]
+    given = [*strategies]
     if not given:
         exact = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
         given = [
@@ -153,7 +155,7 @@ def largest(resolved: Resolved, ready: Setup, pretended: bool) -> tuple[Figures 
         files = sorted(folder.glob("*.json"))
         if code != EXIT_DONE or len(files) < ranks:
             return None, text.partition("error: ")[2] or text or f"ended with exit code {code}"
-        each = [Figures(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+        each = [Figures(**plainfile.parse_json(file.read_text(encoding="utf-8"))) for file in files]
     return Figures(*(max(values) for values in zip(*(vars(one).values() for one in each), strict=True))), ""
 
 

@@ -39,7 +39,7 @@ def draw(rows: Sequence[Placed], machine: Machine) -> Table:
 
 
 def refused(rows: Sequence[Placed]) -> list[str]:
-    """Return a line for each strategy that has no figures on some numbers of processes: on which, and why on the first."""
+    """Return a line for each strategy without figures on some numbers of processes: on which, and why on the first."""
     without: dict[str, list[Placed]] = {}
     for row in rows:
         if row.figures is None:

@@ -1,0 +1,41 @@
+"""One process as one of many ranks: what it would send is counted, and what the others would send is zeros."""
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.pretended import pretended_world
+from lockstep.core.mesh import Mesh
+from lockstep.core.tree import LeafBlock
+
+CPU = torch.device("cpu")
+
+
+def test_a_rank_among_many_adds_zeros_and_counts_what_it_sends() -> None:
+    with pretended_world(0, 64, CPU) as (world, traffic):
+        vector = torch.full((6400,), 2.0)
+        canonical = world.canonical(Mesh(64), "replicate", side_stream=False)
+        canonical({LeafBlock(0, 1): vector}, 64, vector)
+        assert vector[:100].eq(2.0).all()  # its part of the sum
+        assert vector[100:].eq(0.0).all()  # of which the others have the rest
+        assert traffic.bytes == 2 * vector.nbytes * 63 // 64
+        assert 0 < traffic.messages <= 2 * 6  # halving and doubling
+    assert not dist.is_initialized()
+
+
+def test_collectives_of_torchs_count_as_a_ring_does_them() -> None:
+    with pretended_world(1, 4, CPU) as (world, traffic):
+        with traffic:
+            world.add_(torch.ones(1000))
+        assert (traffic.messages, traffic.bytes) == (6, 2 * 4000 * 3 // 4)
+        with traffic:
+            dist.all_gather_into_tensor(torch.empty(1000), torch.ones(250))
+        assert (traffic.messages, traffic.bytes) == (9, 3 * 4000 * 3 // 4)
+        assert world.rank == 1
+        assert world.size == 4
+
+
+def test_one_process_alone_needs_no_group() -> None:
+    with pretended_world(0, 1, CPU) as (world, traffic):
+        world.barrier()
+        assert not dist.is_initialized()
+    assert traffic.bytes == 0
