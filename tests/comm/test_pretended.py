@@ -1,5 +1,7 @@
 """One process as one of many ranks: what it would send is counted, and what the others would send is zeros."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -11,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_rank_among_many_adds_zeros_and_counts_what_it_sends() -> None:
-    with pretended_world(0, 64, CPU) as (world, traffic):
+    with pretended_world(0, 64, CPU, 1e9) as (world, traffic):
         vector = torch.full((6400,), 2.0)
         canonical = world.canonical(Mesh(64), "replicate", side_stream=False)
         canonical({LeafBlock(0, 1): vector}, 64, vector)
@@ -23,9 +25,11 @@ def test_a_rank_among_many_adds_zeros_and_counts_what_it_sends() -> None:
 
 
 def test_collectives_of_torchs_count_as_a_ring_does_them() -> None:
-    with pretended_world(1, 4, CPU) as (world, traffic):
+    with pretended_world(1, 4, CPU, 1e6) as (world, traffic):
+        began = time.monotonic()
         with traffic:
             world.add_(torch.ones(1000))
+        assert time.monotonic() - began >= 0.006  # what the link takes
         assert (traffic.messages, traffic.bytes) == (6, 2 * 4000 * 3 // 4)
         with traffic:
             dist.all_gather_into_tensor(torch.empty(1000), torch.ones(250))
@@ -35,7 +39,7 @@ def test_collectives_of_torchs_count_as_a_ring_does_them() -> None:
 
 
 def test_one_process_alone_needs_no_group() -> None:
-    with pretended_world(0, 1, CPU) as (world, traffic):
+    with pretended_world(0, 1, CPU, 1e9) as (world, traffic):
         world.barrier()
         assert not dist.is_initialized()
     assert traffic.bytes == 0

@@ -8,7 +8,8 @@ WIDE = ("digits", "recipe.optimizer={name: adamw, lr: 0.001}", "recipe.model.opt
 
 
 def test_what_a_rank_takes_follows_from_what_the_ranks_share(run) -> None:
-    asked = ("--placements", "ddp,zero1,zero3,pipeline,tensor", "--processes", "1,2", "--json", "found")
+    names = "ddp,zero1,zero3,{name: pipeline, schedule: gpipe},tensor"
+    asked = ("--placements", names, "--processes", "1,2", "--json", "found")
     command = run("plan", *WIDE, *asked, "--link", "10Gb/s", "--memory", "8GiB")
     content = json.loads((command.folder / "found").read_text(encoding="utf-8"))
     found = {(row["strategy"], row["processes"]): row for row in content["placements"]}
@@ -21,7 +22,8 @@ def test_what_a_rank_takes_follows_from_what_the_ranks_share(run) -> None:
     assert sent["zero3"] == pytest.approx(3 * parameters, rel=0.1)
     assert sent["single"] == 0
     assert all(row["figures"]["peak"] > row["figures"]["held"] for row in found.values() if row["figures"])
-    assert [row["pretended"] for row in found.values() if row["strategy"] in ("ddp", "pipeline")] == [True, False]
+    assert found["ddp", 2]["pretended"]
+    assert not found["{name: pipeline, schedule: gpipe}", 2]["pretended"]
     assert found["tensor", 2]["figures"] is None
     assert "not measured: tensor on 2: strategy tensor: recipe.model.chunks is 1" in command.out
     assert command.out.splitlines()[-1].startswith("best: placement.strategy=")
@@ -44,6 +46,7 @@ def test_where_none_fits_the_exit_code_says_so(run) -> None:
     ("words", "error"),
     [
         (("--memory", "80"), "--memory: expected a number and its unit, such as 80GB, got 80"),
+        (("--memory", "0GB"), "--memory: expected a number and its unit, such as 80GB, got 0GB"),
         (("--link", "fast"), "--link: expected a number and its unit, such as 400Gb/s, got fast"),
         (("--processes", "0"), "--processes 0: expected whole numbers from 1"),
         (("--placements", "spokes"), "spokes"),

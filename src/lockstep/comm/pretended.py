@@ -1,14 +1,18 @@
-"""A world in which this process is one of many ranks and the others are pretended: nothing is sent, and nobody waits.
+"""A world in which this process is one of many ranks and the others are pretended: nothing is sent.
 
 What a rank computes, holds and sends is then that of a real run, on one process and on any number of ranks; what it
-receives is zeros, or its own. So its memory, its time without exchanges and its traffic can be measured, and no result
-of it means anything. Ranks that decide by what others send, as those of pipelines do, cannot be pretended.
+receives is zeros, or its own, and comes when it would by a link of a given speed: how much memory waits for exchanges
+follows from that. So memory, time and traffic can be measured, and no result means anything. Ranks that decide by what
+others send, as those of pipelines do, cannot be pretended.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
@@ -22,19 +26,45 @@ from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """A message under way until `due`, of the monotonic clock: what Transfer asks of torch's Work."""
+
+    due: float
+
+    def wait(self) -> None:
+        """Wait until it has come."""
+        time.sleep(max(0.0, self.due - time.monotonic()))
+
+    def is_completed(self) -> bool:
+        """Whether it has come."""
+        return time.monotonic() >= self.due
+
+
 @final
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What this rank would have sent: `messages`, and their `bytes`.
+    """What this rank would have sent: `messages`, and their `bytes`, by a `link` of so many bytes a second.
 
     Collectives of torch's, seen while it is entered as a context, count as a ring does them: in each of size - 1 rounds
-    a rank sends a part to its neighbour.
+    a rank sends a part to its neighbour. The calling thread waits for them, as it does for gloo's.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, link: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.size = size
+        self.link = link
         self.messages = 0
         self.bytes = 0
+        self._free = 0.0  # when the link has sent what it was given
+        self._lock = threading.Lock()
+
+    def send(self, messages: int, size: int) -> Delivery:
+        """Count messages of `size` bytes together, which go once those before them have gone."""
+        with self._lock:
+            self.messages += messages
+            self.bytes += size
+            self._free = max(self._free, time.monotonic()) + size / self.link
+            return Delivery(self._free)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a collective, and do what is asked."""
@@ -42,29 +72,27 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith("c10d."):
             whole = sum(tensor.nbytes for tensor in _tensors(args[0]))  # what it leaves, or adds up
             rounds = 2 if "allreduce" in name else 1
-            self.messages += rounds * (self.size - 1)
-            self.bytes += rounds * whole * (self.size - 1) // self.size
+            self.send(rounds * (self.size - 1), rounds * whole * (self.size - 1) // self.size).wait()
         return func(*args, **(kwargs or {}))
 
     def carry(self, group: dist.ProcessGroup) -> Carrier:
         """Return a carrier that counts what it is given, and brings zeros."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-            self.messages += len(sent)
-            self.bytes += sum(tensor.nbytes for tensor, _ in sent)
+            delivery = self.send(len(sent), sum(tensor.nbytes for tensor, _ in sent))
             for tensor, _ in received:
                 tensor.zero_()
-            return Transfer([], [tensor for tensor, _ in sent], [])
+            return Transfer([delivery], [tensor for tensor, _ in sent], [])  # type: ignore[list-item]
 
         return start
 
 
 @contextmanager
-def pretended_world(rank: int, size: int, device: torch.device) -> Iterator[tuple[World, Traffic]]:
-    """Yield a world in which this process is `rank` among `size`, and its traffic."""
+def pretended_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
+    """Yield a world in which this process is `rank` among `size`, and its traffic by a `link` of bytes a second."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # here, because it registers the backend "fake"
 
-    traffic, timeout = Traffic(size), timedelta(minutes=1)  # of exchanges that take no time
+    traffic, timeout = Traffic(size, link), timedelta(minutes=1)  # of exchanges that take no time
     info = RankInfo(rank, size, rank, size, "plan")
     if size == 1:
         yield World(info, device), traffic

@@ -23,7 +23,7 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 def quantity(text: str, option: str, example: str) -> float:
     """Return a number of bytes: `80GB`, `24GiB`, or of bits, `400Gb`, an eighth of that."""
     found = _QUANTITY.fullmatch(text)
-    if not found:
+    if not found or not float(found[1]):
         raise UsageError(f"{option}: expected a number and its unit, such as {example}, got {text}")
     number, prefix, binary, unit = found.groups()
     bytes_or_bits: int = (1024 if binary else 1000) ** _POWERS[prefix]
@@ -35,7 +35,7 @@ def quantity(text: str, option: str, example: str) -> float:
 @click.option("--placements", default="", help="Strategies, such as ddp,zero3; left out, all that promise the bits.")
 @click.option("--processes", default="1,2,4", show_default=True, help="Numbers of processes, such as 1,8,64.")
 @click.option("--memory", default="", metavar="SIZE", help="Of a device, such as 80GB: which placements fit.")
-@click.option("--link", default="", metavar="SPEED", help="What a rank can send, such as 400Gb/s: what a step takes.")
+@click.option("--link", default="", metavar="SPEED", help="What a rank can send, such as 400Gb/s; left out, 1GB/s.")
 @click.option(
     "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was found to this file."
 )
@@ -70,7 +70,9 @@ def command(words: tuple[str, ...], placements: str, processes: str, memory: str
     _recipe.tell_notes(loaded)
     shown = sys.stderr.isatty()
     with with_places(loaded):
-        rows = survey(loaded, strategies, counts, lambda text: click.echo(f"... {text}", err=True) if shown else None)
+        rows = survey(
+            loaded, strategies, counts, machine, lambda text: click.echo(f"... {text}", err=True) if shown else None
+        )
     rows = in_order(rows, machine)
     Console(width=None if sys.stdout.isatty() else _WIDEST).print(draw(rows, machine))
     for line in refused(rows):

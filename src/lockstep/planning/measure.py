@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -34,8 +34,8 @@ TIMED: Final = 3  # steps, of which the median is taken
 class Figures:
     """Of a rank: the bytes that are `held` between two steps, and at most in one.
 
-    `seconds` is the time of a step, input not included; where peers are pretended it has no exchanges, and `sent` and
-    `messages` say what they would be.
+    `seconds` is the time of a step, input not included. Where peers are pretended it is that of a link of the given
+    speed and of cores of its own, and `sent` bytes in so many `messages` are what a step sends.
     """
 
     held: int
@@ -45,7 +45,7 @@ class Figures:
     messages: int = 0
 
 
-def work(resolved: Resolved, folder: Path, ready: Setup, rendezvous: Rendezvous) -> int:
+def work(resolved: Resolved, link: float, folder: Path, ready: Setup, rendezvous: Rendezvous) -> int:
     """Be a rank, and write its figures to the folder; `rendezvous` is of one process where peers are pretended."""
     recipe, placement = resolved.recipe, resolved.placement
     device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
@@ -54,7 +54,7 @@ def work(resolved: Resolved, folder: Path, ready: Setup, rendezvous: Rendezvous)
             world, traffic = open_world(rendezvous, device, placement.backend), None
             held.callback(world.close)
         else:
-            world, traffic = held.enter_context(pretended_world(0, resolved.processes, device))
+            world, traffic = held.enter_context(pretended_world(0, resolved.processes, device, link))
         found = measure(ready, resolved, world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return EXIT_DONE
@@ -70,20 +70,15 @@ def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | N
         engine.forward_backward(microbatches, step)
         engine.update(0.0, ready.recipe.clip_norm)
 
-    do()  # which makes the optimizer's state
-    held = memory.now()
-    sent = messages = 0
-    if traffic is None:
+    with traffic or nullcontext():
+        do()  # which makes the optimizer's state
+        held = memory.now()
+        before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
         peak = memory.peak(do)
-    else:
-        before = traffic.bytes, traffic.messages
-        with traffic:
-            do()
-        sent, messages = traffic.bytes - before[0], traffic.messages - before[1]
-        peak = memory.peak(do)
-    seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
+        after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
+        seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
     engine.close()
-    return Figures(held, peak, seconds, sent, messages)
+    return Figures(held, peak, seconds, after[0] - before[0], after[1] - before[1])
 
 
 class _Memory:

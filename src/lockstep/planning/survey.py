@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from lockstep.common import plainfile
 from lockstep.common.platforms import usable_cores
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
+from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.measure import Figures, work
 from lockstep.ranks.rendezvous import Rendezvous
@@ -26,15 +28,16 @@ from lockstep.run.resume import check_first
 from lockstep.run.start import import_for_all, in_workers_silently
 from lockstep.strategies import names
 
+LINK: Final = 1e9  # bytes a second
 REAL: Final = 8  # ranks that are run on this machine at once, where they cannot be pretended
 _SINGLE, _MESH = "single", "mesh"  # which without options is ddp
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the placements are for: the `memory` of a rank in bytes, and the bytes a second that one can send.
+    """What the placements are for: the `memory` of a rank, in bytes, and its `link`, in bytes that it sends a second.
 
-    None is what is not known.
+    None is what was not said: the link is then `LINK`, and ranks share the cores of this machine.
     """
 
     memory: int | None = None
@@ -51,24 +54,7 @@ class Placed:
     figures: Figures | None = None
     pretended: bool = False
     reason: str = ""
-    shared: float = 1.0  # ranks for each core, where they had those of this machine
-
-    def seconds(self, machine: Machine) -> tuple[float, float | None] | None:
-        """Return what a step takes at least, and at most where the link is known; None where nothing was measured.
-
-        At best all exchanges hide behind what is computed, at worst none does. Ranks between which there is a link
-        have cores of their own. Where all ranks ran here, that is it.
-        """
-        if self.figures is None:
-            return None
-        if not self.pretended:
-            return self.figures.seconds, self.figures.seconds
-        computes = self.figures.seconds
-        if machine.link is None:
-            least = computes * self.shared
-            return least, None if self.figures.sent else least
-        exchange = self.figures.sent / machine.link
-        return max(computes, exchange), computes + exchange
+    seconds: float | None = None  # of a step
 
     def fits(self, machine: Machine) -> bool | None:
         """Whether a rank has room; None where that is not known."""
@@ -78,14 +64,19 @@ class Placed:
 
 
 def survey(
-    loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int], tell: Callable[[str], None]
+    loaded: Loaded,
+    strategies: Sequence[StrategyConfig],
+    counts: Sequence[int],
+    machine: Machine,
+    tell: Callable[[str], None],
 ) -> list[Placed]:
     """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
 
     A mistake in the recipe raises UsageError. `tell` is called with what is measured.
     """
     ready = made_ready(loaded)
-    return [_placed(each, processes, loaded, ready, tell) for each, processes in _pairs(loaded, strategies, counts)]
+    pairs = _pairs(loaded, strategies, counts)
+    return [_placed(each, processes, loaded, ready, machine, tell) for each, processes in pairs]
 
 
 def made_ready(loaded: Loaded) -> Setup:
@@ -119,17 +110,25 @@ def _pairs(
 
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
+    """Return a configuration under another strategy, on so many processes, without audits and loader processes."""
     update = {"strategy": strategy, "processes": processes, "audit_every": None, "workers": 0}
     placement = loaded.config.placement.model_copy(update=update)
     return replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
 
 
 def _placed(
-    strategy: StrategyConfig, processes: int, loaded: Loaded, ready: Setup, tell: Callable[[str], None]
+    strategy: StrategyConfig,
+    processes: int,
+    loaded: Loaded,
+    ready: Setup,
+    machine: Machine,
+    tell: Callable[[str], None],
 ) -> Placed:
     """Check a placement and measure it."""
-    words = f"placement.strategy={strategy.name} placement.processes={processes}"
-    found = Placed(strategy.name, processes, words)
+    options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
+    named = flow({"name": strategy.name, **options}) if options else strategy.name
+    words = f"{shlex.quote(f'placement.strategy={named}')} placement.processes={processes}"
+    found = Placed(named, processes, words)
     try:
         resolved = resolve(with_placement(loaded, strategy, processes), processes)
         check_placement(resolved)
@@ -141,16 +140,22 @@ def _placed(
         reason = f"what a rank does follows from what others send it, and at most {REAL} of them are run here"
         return replace(found, reason=reason)
     tell(f"{strategy.name} on {processes}")
-    shared = processes / usable_cores() if torch.cuda.device_count() == 0 else 1.0
-    figures, reason = largest(resolved, ready, pretended)
-    return replace(found, figures=figures, reason=reason, pretended=pretended, shared=max(1.0, shared))
+    figures, reason = largest(resolved, ready, (machine.link or LINK) if pretended else None)
+    if figures is None:
+        return replace(found, reason=reason)
+    alone = machine.link is not None or torch.cuda.device_count() > 0 or not pretended
+    seconds = figures.seconds * (1.0 if alone else max(1.0, processes / usable_cores()))
+    return replace(found, figures=figures, pretended=pretended, seconds=seconds)
 
 
-def largest(resolved: Resolved, ready: Setup, pretended: bool) -> tuple[Figures | None, str]:
-    """Let a rank of a placement work, or all of them; return the largest figures of any, or why there are none."""
+def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figures | None, str]:
+    """Let a rank of a placement work whose peers are pretended, behind a `link`, or all of them where that is None.
+
+    Return the largest figures of any, or why there are none.
+    """
     with TemporaryDirectory(prefix="lockstep-plan-") as name:
-        folder, ranks = Path(name), 1 if pretended else resolved.processes
-        body = partial(_work, resolved, folder)
+        folder, ranks = Path(name), 1 if link else resolved.processes
+        body = partial(_work, resolved, link or LINK, folder)
         code, text = in_workers_silently(body, ready, resolved.placement, ranks)
         files = sorted(folder.glob("*.json"))
         if code != EXIT_DONE or len(files) < ranks:
@@ -159,6 +164,6 @@ def largest(resolved: Resolved, ready: Setup, pretended: bool) -> tuple[Figures 
     return Figures(*(max(values) for values in zip(*(vars(one).values() for one in each), strict=True))), ""
 
 
-def _work(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def _work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be a rank of a placement; one that was spawned has the recipe to make real."""
-    return work(resolved, folder, ready or _setup(resolved.loaded), rendezvous)
+    return work(resolved, link, folder, ready or _setup(resolved.loaded), rendezvous)

@@ -13,18 +13,13 @@ from rich.text import Text
 from lockstep.common.text import printable_line
 from lockstep.planning.survey import Machine, Placed
 
-_HEADINGS: Final = ("strategy", "processes", "memory, most", "between steps", "computes", "sends", "a step", "fits")
+_HEADINGS: Final = ("strategy", "processes", "memory, most", "between steps", "sends", "a step", "fits")
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
-    """Return the rows, the best first: those that fit by what a step takes at most, as far as that is known."""
-
-    def place(row: Placed) -> tuple[bool, bool, float]:
-        seconds = row.seconds(machine)
-        return row.figures is None, row.fits(machine) is False, (seconds[1] or seconds[0]) if seconds else 0.0
-
-    return sorted(rows, key=place)
+    """Return the rows, the best first: those that are not known not to fit, by what a step takes."""
+    return sorted(rows, key=lambda row: (row.figures is None, row.fits(machine) is False, row.seconds or 0.0))
 
 
 def draw(rows: Sequence[Placed], machine: Machine) -> Table:
@@ -60,7 +55,7 @@ def best(rows: Sequence[Placed], machine: Machine) -> str:
 
 def to_json(rows: Sequence[Placed], machine: Machine) -> str:
     """Return all that was found."""
-    content = [{**asdict(row), "step_s": row.seconds(machine), "fits": row.fits(machine)} for row in rows]
+    content = [{**asdict(row), "fits": row.fits(machine)} for row in rows]
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
 
 
@@ -77,14 +72,9 @@ def _first(reason: str) -> str:
 
 
 def _cells(row: Placed, machine: Machine) -> list[str]:
-    figures, seconds = row.figures, row.seconds(machine)
+    figures = row.figures
     assert figures is not None
-    assert seconds is not None
     sends = f"{size(figures.sent)}, {figures.messages}" if row.pretended else ""
-    least, most = seconds
-    step = (
-        f"{least:.3g} s" if most == least else f"from {least:.3g} s" if most is None else f"{least:.3g} to {most:.3g} s"
-    )
     fits = {None: "", True: "yes", False: f"no, by {size(figures.peak - (machine.memory or 0))}"}[row.fits(machine)]
-    computes = f"{figures.seconds:.3g} s" if row.pretended else ""
-    return [row.strategy, str(row.processes), size(figures.peak), size(figures.held), computes, sends, step, fits]
+    step = f"{row.seconds:.3g} s"
+    return [row.strategy, str(row.processes), size(figures.peak), size(figures.held), sends, step, fits]
