@@ -122,7 +122,7 @@ class Guard:
         self._tensors = [each for each in self._names if id(each) not in own]
         self._plain = [each for each in self._tensors if type(each) in (Tensor, Parameter)]
         self._parameters = [each for each in self._tensors if isinstance(each, Parameter)]
-        self._kept = [*{each.untyped_storage().data_ptr(): each for each in kept}.values()]  # views share a counter
+        self._kept = [*kept]
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [
             (f"{name}." if name else "", part)

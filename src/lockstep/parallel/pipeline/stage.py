@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from lockstep.comm.canonical import CanonicalSum, add_
@@ -107,7 +106,6 @@ class Stage:
     def __post_init__(self, part: nn.Module, guarded: bool) -> None:
         self.running = RunningStatistics(part)
         self._buffer_guard = BufferGuard(part, self.running.buffers) if guarded else None
-        self._buffers = tuple(part.buffers())
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observations = torch.empty(0)  # by the last step, for each sample
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
@@ -122,9 +120,7 @@ class Stage:
         its first leaf. With recomputation each leaf is computed again in the backward, and must then give the same.
         """
         number = forwards[0].number
-        # Backward never reads running statistics after a training forward, yet autograd keeps them and their version.
-        with _unsafe_preserve_version_counter(self._buffers):
-            self.running.before_forward()
+        self.running.before_forward()
         if self._buffer_guard is not None:
             self._buffer_guard.note()
         if self.recompute:
