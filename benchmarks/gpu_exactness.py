@@ -301,8 +301,9 @@ def _replayed(run: Future[dict[str, Any]], device: torch.device, folder: Path, e
     line = (*LOCKSTEP, "replay", "{dir}", f"--check={CHECKED}", f"placement.device={device.type}")
     with _started(Job(FIRST, name, line, []), folder, _run_dir(folder, FIRST, REPLAYED)) as process:
         out, err = _ended(process, end)
-    found = {**own, "placement": name, "seconds": round(time.monotonic() - began, 1)}
-    return {**found, "failed": err if err == NO_TIME else (out + err)[-2000:]} if process.returncode else found
+    if process.returncode:
+        return {"recipe": FIRST, "placement": name, "failed": err if err == NO_TIME else (out + err)[-2000:]}
+    return {**own, "placement": name, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _run_dir(folder: Path, recipe: str, placement: str) -> Path:

