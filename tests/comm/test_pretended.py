@@ -34,6 +34,11 @@ def test_collectives_of_torchs_count_as_a_ring_does_them() -> None:
         with traffic:
             dist.all_gather_into_tensor(torch.empty(1000), torch.ones(250))
         assert (traffic.messages, traffic.bytes) == (9, 3 * 4000 * 3 // 4)
+        pair = dist.new_group([0, 1])
+        with traffic:
+            dist.all_gather_into_tensor(torch.empty(1000), torch.ones(500), group=pair)
+            dist.reduce_scatter_tensor(torch.empty(500), torch.ones(1000), group=pair)
+        assert (traffic.messages, traffic.bytes) == (11, 9000 + 2 * 2000)
         assert world.rank == 1
         assert world.size == 4
 

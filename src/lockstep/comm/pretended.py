@@ -18,12 +18,12 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.carrier import Addressed, Carrier, Transfer
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
+from lockstep.core.batch import tensors_of
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Delivery:
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What this rank would have sent: `messages`, and their `bytes`, by a `link` of so many bytes a second.
 
-    Collectives of torch's, seen while it is entered as a context, count as a ring does them: in each of size - 1 rounds
-    a rank sends a part to its neighbour. The calling thread waits for them, as it does for gloo's.
+    Collectives of torch's, seen while it is entered as a context, count as a ring does them: in each round, one
+    fewer than the group has ranks, a rank sends a part to its neighbour. The calling thread waits for them, as it does
+    for gloo's.
     """
 
-    def __init__(self, size: int, link: float) -> None:
+    def __init__(self, link: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.size = size
         self.link = link
         self.messages = 0
         self.bytes = 0
@@ -70,9 +70,10 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a collective, and do what is asked."""
         name = str(func)
         if name.startswith("c10d."):
-            whole = sum(tensor.nbytes for tensor in _tensors(args[0]))  # what it leaves, or adds up
+            whole = max(sum(tensor.nbytes for tensor in tensors_of(each)) for each in args)  # not the part of one rank
+            [size] = [dist.ProcessGroup.unbox(each).size() for each in args if _is_group(each)]
             rounds = 2 if "allreduce" in name else 1
-            self.send(rounds * (self.size - 1), rounds * whole * (self.size - 1) // self.size).wait()
+            self.send(rounds * (size - 1), rounds * whole * (size - 1) // size).wait()
         return func(*args, **(kwargs or {}))
 
     def carry(self, group: dist.ProcessGroup) -> Carrier:
@@ -87,12 +88,16 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return start
 
 
+def _is_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
+
+
 @contextmanager
 def pretended_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
     """Yield a world in which this process is `rank` among `size`, and its traffic by a `link` of bytes a second."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # here, because it registers the backend "fake"
 
-    traffic, timeout = Traffic(size, link), timedelta(minutes=1)  # of exchanges that take no time
+    traffic, timeout = Traffic(link), timedelta(minutes=1)  # of exchanges that take no time
     info = RankInfo(rank, size, rank, size, "plan")
     if size == 1:
         yield World(info, device), traffic
@@ -106,11 +111,3 @@ def pretended_world(rank: int, size: int, device: torch.device, link: float) -> 
         yield world, traffic
     finally:
         world.close()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

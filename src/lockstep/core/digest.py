@@ -79,11 +79,9 @@ class Digests:
             else:
                 parts.append(self.of(piece.tensor, piece.first) * _key_of(piece.name))
         parts += [self._of_small(pieces) for pieces in small.values()]
-        return (
-            torch.stack([each.to(parts[0].device) for each in parts]).sum()
-            if parts
-            else torch.zeros((), dtype=torch.int64)
-        )
+        if not parts:
+            return torch.zeros((), dtype=torch.int64)
+        return torch.stack([each.to(parts[0].device) for each in parts]).sum()
 
     def _of_small(self, pieces: Sequence[_Piece]) -> Tensor:
         """Return the sum of the digests of pieces of one dtype on one device, by one product of them all."""
