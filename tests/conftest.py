@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _is_worker(config) and (table := config.option.durations_table) is not None:
         config.pluginmanager.register(Durations(table, write=config.option.durations_write))
     torch.set_num_threads(1)
-    if sys.platform == "linux":
-        # gloo's thread, woken by an answer, would else take the core of the thread that sends and holds the lock it
-        # needs, and spin: as `chrt --batch` does, this lets nothing that is woken interrupt what runs. All children
-        # inherit it. A model in chunks on two ranks takes a quarter of the CPU time, on two cores.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    worlds.schedule_as_batch()
     settings.register_profile("busy", deadline=None)  # a machine that does other things too is no failure
     settings.load_profile("busy")
     # Under nohup one is ignored, in the background of a script the others: also by what the tests start.
