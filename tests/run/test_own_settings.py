@@ -32,7 +32,10 @@ def test_sections_are_those_of_a_configuration():
             "placement.timeot_s: unknown key; did you mean 'timeout_s' or 'stall_timeout_s'?",
         ),
         ({"placement": {"strategy": "zero3"}}, "placement.strategy: not for a loop of your own; give it to run.place"),
-        ({"placement": lockstep.Placement(audit_every=5)}, "placement.audit_every: not for a loop of your own"),
+        (
+            {"placement": lockstep.Placement(on_corruption="go_on")},
+            "placement.on_corruption: not for a loop of your own; your script cannot start itself without a rank",
+        ),
         ({"run": {"save_every": {"steps": 5}}}, "run.save_every: not for a loop of your own; call run.save()"),
         ({"run": {"sinks": ["cvs"]}}, "run.sinks.0.name: no such sink; did you mean 'csv'?"),
         ({"run": {"resume": "never"}}, "run.resume: not for a loop of your own; a run goes on with what is in dir"),

@@ -14,7 +14,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.data.items import seed_generators
-from lockstep.errors import UsageError
+from lockstep.errors import CorruptionError, UsageError
 from lockstep.run.joined import Run
 from lockstep.run.membership import Member
 from lockstep.run.own_settings import settings
@@ -24,10 +24,10 @@ Loop = Callable[..., None]
 MARK = "  # <-"
 
 
-def ended(world: World, strategy: str, loop: Loop) -> str:
-    """Give a loop a run that has been joined; return what it was refused with, or the hash of what it trained."""
+def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = None) -> str:
+    """Give a loop a run that has been joined; return what ended it, or the hash of what it trained."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    given = settings(3, None, "fp32", 1, None, None)
+    given = settings(3, None, "fp32", 1, {"audit_every": audit_every}, None)
     life: Any = SimpleNamespace(status=None)
     ends: list[BaseException | None] = []
     held = ExitStack()
@@ -44,7 +44,7 @@ def ended(world: World, strategy: str, loop: Loop) -> str:
     except Exception as error:
         run.close(error)
         [end] = ends
-        if not isinstance(end, UsageError):
+        if not isinstance(end, UsageError | CorruptionError):
             raise
         return str(end)
     finally:

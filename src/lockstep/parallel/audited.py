@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import CorruptionError
-from lockstep.parallel.engine import Auditable, State, Sums
+from lockstep.parallel.engine import Auditable, Engine, State, Sums
 from lockstep.tasks.base import MicroBatch
 
 _SHOWN: Final = 3  # names of what differs
@@ -47,6 +47,18 @@ Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for 
 Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
 
 
+@dataclass(eq=False)
+class Part:
+    """What a rank computes next: the micro-batches of a step, or one `beside` it, as Auditable.repeat does.
+
+    Whoever computes a step sets `sums`.
+    """
+
+    microbatches: Sequence[MicroBatch]
+    beside: bool = False
+    sums: Sums | None = None
+
+
 @final
 class AuditedEngine:
     """The engine that `start` makes, whose steps are audited when `schedule` says so, which changes no number.
@@ -62,48 +74,88 @@ class AuditedEngine:
         schedule: AuditSchedule,
         fetch: Callable[[Step, int], MicroBatch],
     ) -> None:
-        self._log = MessageLog()
-        self.audited = 0
-        self._engine = engine = start(world.rotated(schedule.mesh, 0, self._log))
+        log = MessageLog()
+        self._engine = engine = start(world.rotated(schedule.mesh, 0, log))
         self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
         self.state, self.load, self.close = engine.state, engine.load, engine.close
-        self._world = world
+        self._audit = Audit(engine, world, log)
         self._schedule = schedule
         self._fetch = fetch
-        self._digests = Digests()
+
+    @property
+    def audited(self) -> int:
+        """How many steps were audited."""
+        return self._audit.audited
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         if not self._schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
+        for part in self._audit.parts(self._schedule, self._fetch, microbatches, step):
+            if part.beside:
+                self._engine.repeat(*part.microbatches, step)
+            else:
+                part.sums = sums = self._engine.forward_backward(part.microbatches, step, observe)
+        return sums
+
+
+@final
+class Audit:
+    """A rank's part of the audits of an engine's steps, which somebody else computes.
+
+    The engine's messages are noted in `log`. `audited` counts the steps on which the ranks agreed.
+    """
+
+    def __init__(self, engine: Engine, world: World, log: MessageLog) -> None:
+        self.audited = 0
+        self._engine = engine
+        self._world = world
+        self._log = log
+        self._digests = Digests()
+
+    def parts(
+        self,
+        schedule: AuditSchedule,
+        fetch: Callable[[Step, int], MicroBatch],
+        microbatches: Sequence[MicroBatch],
+        step: Step,
+    ) -> Iterator[Part]:
+        """Yield what this rank is to compute of a due step; all ranks iterate, and compute each part before the next.
+
+        The first of the micro-batches is the one that it is to repeat; `fetch` gives any other. Raises CorruptionError
+        on all ranks where they do not agree on the results.
+        """
         repeated, *own = microbatches
         # With one rank nobody else holds the same.
         findings = self._state_findings(self._engine.state()) if self._world.size > 1 else []
         self._log.open()
-        sums, computed = self._compute(step, repeated, own, observe)
+        computed = yield from self._compute(schedule, step, repeated, own)
         self._check_links(step, self._log.close())
         findings += computed
-        disputed = self._find_disputes(findings)
-        if disputed:
-            raise self._verdict(step, repeated, own, findings, disputed)
+        if disputed := self._find_disputes(findings):
+            # Further opinions: the same once more, and each micro-batch in question by all ranks.
+            findings += yield from self._compute(schedule, step, repeated, own)
+            for index in range(schedule.microbatches):
+                if _microbatch(index) in disputed:
+                    findings.append((yield from self._repeat(fetch(step, index))))
+            raise self._verdict(step, findings)
         self.audited += 1
-        return sums
 
     def _compute(
-        self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], observe: bool = False
-    ) -> tuple[Sums, Findings]:
-        """Do a step, and note what other ranks have results for, causes first."""
-        findings = [self._repeat(step, repeated)]
-        watched, seen = self._schedule.target(self._world.rank, step), self._new_notes()
-        sums = self._engine.forward_backward(
-            [replace(each, note=seen.note) if each.index == watched else each for each in own], step, observe
-        )
+        self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch]
+    ) -> Generator[Part, None, Findings]:
+        """Have a step done, and note what other ranks have results for, causes first."""
+        findings = [(yield from self._repeat(repeated))]
+        watched, seen = schedule.target(self._world.rank, step), self._new_notes()
+        whole = Part([replace(each, note=seen.note) if each.index == watched else each for each in own])
+        yield whole
         if digests := seen.values():  # none where this rank has no micro-batch in a short step
             findings.append((_microbatch(watched), digests))
         if self._world.size > 1:
-            findings += self._parts("the sum of the gradients", self._engine.gradients())
-            findings += self._parts("the loss of the step", {"loss": sums.total})
-        return sums, findings
+            assert whole.sums is not None
+            findings += self._tensor_findings("the sum of the gradients", self._engine.gradients())
+            findings += self._tensor_findings("the loss of the step", {"loss": whole.sums.total})
+        return findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
         """Raise CorruptionError on all ranks where what one sent is not what another one received."""
@@ -114,21 +166,21 @@ class AuditedEngine:
         if found := changed_on_the_way(sent, received):
             raise link_verdict(step, *found, told)
 
-    def _repeat(self, step: Step, microbatch: MicroBatch) -> tuple[Subject, dict[str, str]]:
+    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[Subject, dict[str, str]]]:
         seen = self._new_notes()
-        self._engine.repeat(replace(microbatch, note=seen.note), step)
+        yield Part([replace(microbatch, note=seen.note)], beside=True)
         return _microbatch(microbatch.index), seen.values()
 
     def _state_findings(self, state: State) -> Findings:
         """Note what the ranks should hold alike between steps."""
         return [
-            *self._parts("the weights", state.model),
-            *self._parts("the optimizer's state", state.optimizer),
+            *self._tensor_findings("the weights", state.model),
+            *self._tensor_findings("the optimizer's state", state.optimizer),
             (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
-            *self._parts("the averaged weights", state.ema or {}),
+            *self._tensor_findings("the averaged weights", state.ema or {}),
         ]
 
-    def _parts(self, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
+    def _tensor_findings(self, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
         """Note what is whole on each rank, and this rank's rows of what is cut."""
         whole, rows = self._new_notes(), self._new_notes()
         for name, held in tensors.items():
@@ -150,14 +202,8 @@ class AuditedEngine:
                 opinions.setdefault(Subject(kind, rows), []).append((rank, found))
         return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
 
-    def _verdict(
-        self, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch], findings: Findings, disputed: Opinions
-    ) -> CorruptionError:
-        """Get further opinions, and return who is wrong about what. All ranks call it, and get the same."""
-        findings += self._compute(step, repeated, own)[1]
-        for index in range(self._schedule.microbatches):
-            if _microbatch(index) in disputed:
-                findings.append(self._repeat(step, self._fetch(step, index)))
+    def _verdict(self, step: Step, findings: Findings) -> CorruptionError:
+        """Return who is wrong about what. All ranks call it, and get the same."""
         disputed = self._find_disputes(findings)
         named = {subject: odd_ones(each) or sorted({rank for rank, _ in each}) for subject, each in disputed.items()}
         decided = [subject for subject, opinions in disputed.items() if odd_ones(opinions)]

@@ -123,6 +123,7 @@ class DataParallelEngine:
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
         self._shares: dict[tuple[int, torch.dtype], Tensor] = {}  # the last one
         self._now: _Turn
+        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, while a dummy is computed beside the step
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -188,15 +189,25 @@ class DataParallelEngine:
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        with self.forward(microbatch, step):
+        with self.forward_beside(microbatch, step):
             loss = self._loss_of(microbatch, NamedSums(wanted=False))
+        self.backward_beside(microbatch, loss, step)
+
+    def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
+        """As `forward`, of a dummy beside the step: see Auditable."""
+        self._before = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
+        return self.forward(microbatch, step)
+
+    def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step) -> None:
+        """As `backward`, of that dummy: nothing of it is left, but what its `note` has seen."""
         self._show(microbatch, loss)
         self._gradients.before_backward(microbatch)
         self._backward([loss], step)
         self._gradients.after_backward(microbatch)
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for buffer, before, version in self._before:
+            if buffer._version != version:  # one that was left alone is watched for writes
+                buffer.copy_(before)
+        self._before = []
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""

@@ -16,6 +16,7 @@ from lockstep.comm import exchanges
 from lockstep.common.own_code import refusal, with_its_line
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
+from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
@@ -23,6 +24,7 @@ from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
 from lockstep.errors import EXIT_DONE
+from lockstep.parallel.audited import Part
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
 from lockstep.run import own_sums
@@ -176,8 +178,10 @@ class Run:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
         self._world.compare({"run.steps": {**loop, "epochs": epochs, "steps": steps}})
         self._loop, self._evaluated = loop, plan.largest
-        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world))
-        return self._run(placed, plan, loader)
+        audits = placed.audit_schedule(plan.microbatches)
+        extra = None if audits is None else partial(audits.assignment, self.rank)
+        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), extra)
+        return self._run(placed, plan, loader, audits)
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
@@ -273,7 +277,7 @@ class Run:
         """Whether a micro-batch is under way, or a batch of `each`."""
         return self._gate.open
 
-    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader) -> Iterator[Step]:
+    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None) -> Iterator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
         self._rank.write(self._start_event(placed, plan))
         if self._rank.progress.step >= plan.steps.total:
@@ -283,7 +287,10 @@ class Run:
             save, digests, batches = partial(self._boundary, placed), self._rank.digests, self._until_last(loader)
             for each in turns(self._world, batches, loop_plan, self._rank.progress, None, save, stop, digests):
                 if isinstance(each, Turn):
-                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples))
+                    audit = None
+                    if audits is not None and audits.due(each.step):
+                        audit = partial(placed.audit.parts, audits, loader.microbatch, each.microbatches, each.step)
+                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples), audit)
                     self._end(placed, each)
                     continue
                 self._rank.write(each)
@@ -308,12 +315,12 @@ class Run:
         self.close()
         raise SystemExit(EXIT_DONE)
 
-    def _begin(self, placed: Placed, turn: Turn, leaves: int) -> Step:
+    def _begin(self, placed: Placed, turn: Turn, leaves: int, audit: Callable[[], Iterator[Part]] | None) -> Step:
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
         self._report = turn.report
-        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._losses)
+        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._losses, audit)
         placed.guard.mark()
         return self._step
 
@@ -354,7 +361,8 @@ class Run:
             self._rank.write(saved)
         sha256 = kept.weights if kept else store.weights_sha256(placed.weights())
         skipped, seconds = at.skipped_steps, self._rank.seconds
-        self._rank.write(Done(**at.at, weights_sha256=sha256, skipped_steps=skipped, seconds=seconds))
+        audited = placed.audit.audited
+        self._rank.write(Done(**at.at, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=seconds))
 
     def _start_event(self, placed: Placed, plan: OwnPlan) -> Started:
         return loop_start_event(
@@ -367,11 +375,19 @@ class Run:
             base_lr=placed.rate,
         )
 
-    def _loader(self, items: Items, steps: Steps, microbatches: int, placed: Placed, weigh: Weigh | None) -> Loader:
+    def _loader(
+        self,
+        items: Items,
+        steps: Steps,
+        microbatches: int,
+        placed: Placed,
+        weigh: Weigh | None,
+        extra: Callable[[Step], int | None] | None = None,
+    ) -> Loader:
         data_rank = placed.chosen.mesh(self.size).data_rank(self.rank)
         seed, workers = self._member.settings.seed, self._member.settings.placement.workers
         data, transforms = DataSet(items, items), NoTransforms()
-        return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, None, weigh)
+        return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
 
     def _ready(self, what: str) -> Placed:
         self._between(what)

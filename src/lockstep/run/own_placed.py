@@ -9,13 +9,16 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 from lockstep.config.placement import StrategyConfig
+from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
 from lockstep.errors import UsageError
+from lockstep.parallel.audited import Audit
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts.base import gather_whole
@@ -77,11 +80,17 @@ class Placed:
     made: Mapping[str, Any]  # the optimizer's settings
     groups: Groups
     guard: Guard | Unguarded
+    audit: Audit
 
     @property
     def calling_together(self) -> list[list[int]]:
         """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
         return self.chosen.mesh(self.world.size).groups("shard", "expert")
+
+    def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
+        """Return which micro-batches are computed twice, of so many in a step; None where there are no audits."""
+        every = self.settings.placement.audit_every
+        return None if every is None else AuditSchedule(every, self.chosen.mesh(self.world.size), microbatches)
 
     def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
@@ -139,7 +148,9 @@ def spread(
         chosen.check_model(lambda: model, None, world.size)
     no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
     problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
-    engine = chosen.start(problem, make_optimizer, world, numerics)
+    log, audited = MessageLog(), settings.placement.audit_every is not None
+    own_world = world.rotated(chosen.mesh(world.size), 0, log) if audited else world
+    engine = chosen.start(problem, make_optimizer, own_world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
@@ -151,7 +162,8 @@ def spread(
     rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
-    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, guard)
+    audit = Audit(engine, world, log)
+    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, guard, audit)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
@@ -175,6 +187,11 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
         raise refusal(
             f"strategy {name}: a loop of your own gives the model whole sequences, which no process computes here",
             "use another strategy, or a recipe with recipe.model.sequence_chunks",
+        )
+    if placement.audit_every is not None and (isinstance(chosen, CutsModel) or not chosen.traits.audits):
+        raise refusal(
+            f"placement.audit_every: under strategy {name} no rank can repeat what the loop does on another one",
+            "use ddp, zero1, zero2, zero3 or hsdp, or leave audit_every out",
         )
     check_strategy(name, chosen, size, max(size, 2))
     return name, chosen

@@ -20,8 +20,7 @@ from lockstep.errors import ConfigError
 # Keys of a configuration that a loop of one's own decides itself, or cannot have.
 _NOT_HERE: Final = {
     ("placement", "strategy"): "give it to run.place(model, optimizer, strategy=)",
-    ("placement", "audit_every"): "it repeats micro-batches of a recipe's task; leave it out",
-    ("placement", "on_corruption"): "it goes with audit_every, which is not for a loop of your own; leave it out",
+    ("placement", "on_corruption"): "your script cannot start itself without a rank; leave it out",
     ("run", "resume"): "a run goes on with what is in dir; to begin anew, name another dir",
     ("run", "start_from"): "load the weights into the model before run.place",
     ("run", "save_every"): "call run.save() where `step.every(...)` says so",

@@ -1,8 +1,13 @@
-"""A step of a loop of the user's own: its micro-batches, their backwards and the update, and what must not be done."""
+"""A step of a loop of the user's own: its micro-batches, their backwards and the update, and what must not be done.
+
+A step that is audited (parallel/audited.py) gives the loop further micro-batches, which count for nothing: first the
+one that this rank repeats, and where the ranks do not agree some to find out who is wrong. So it is finished when the
+loop over micro-batches ends, and not by the update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
@@ -13,6 +18,7 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.items import seed_python_and_numpy
+from lockstep.parallel.audited import Part
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, StrayModuleCheck
 from lockstep.run.own_placed import Placed
@@ -34,6 +40,7 @@ class Step:
         placed: Placed,
         make_stray_check: Callable[[], StrayModuleCheck | None],
         losses: LossCheck,
+        audit: Callable[[], Iterator[Part]] | None,
     ) -> None:
         self._turn = turn
         self._engine = placed.engine
@@ -42,15 +49,18 @@ class Step:
         self._placed = placed
         self._make_stray_check = make_stray_check
         self._losses = losses
-        self._counts = partial(_counts, turn, leaves)
+        self._leaves = leaves
+        self._audit = audit
+        self._part = Part(turn.microbatches)
+        self._counts = partial(_counts, turn, turn.microbatches[audit is not None :], leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
+        self._begun = self._duplicate = False
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
         self._seed_between(0)
-        self._engine.begin(turn.microbatches, turn.step, leaves)
 
     @property
     def number(self) -> int:
@@ -94,6 +104,14 @@ class Step:
         """The L2 norm of the step's gradient before it was clipped; None without `clip`, and before `update`."""
         return None if self._turn.update is None else self._turn.update.norm
 
+    @property
+    def duplicate(self) -> bool:
+        """Whether the micro-batch at hand counts on another rank: leave it out of what the loop itself adds up.
+
+        So it is where ranks gather weights together and have not equally many, and where an audit repeats it.
+        """
+        return self._duplicate
+
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
         """Return whether this step ends a period of so many `epochs`, or of so many `steps`."""
         if (epochs is None) == (steps is None):
@@ -106,28 +124,31 @@ class Step:
         From each up to its `backward`, the random numbers are its own, and the precision is that of the run. Ranks may
         have different numbers of them. A step that is left before the last one raises UsageError.
         """
-        if self._done or self._current is not None or self._where:
+        if self._begun:
             raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
+        self._begun = True
         self._gate.step = self._guard.step = self.number
         try:
-            for number, microbatch in enumerate(self._turn.microbatches):
-                if number:
+            for microbatch in self._microbatches():
+                if self._done:
                     self._guard.check(whole=False, modes=True)
-                self._stray_check = self._make_stray_check() if not number else None
+                self._stray_check = None if self._done else self._make_stray_check()
                 self._current = microbatch
+                self._duplicate = microbatch.dummy
                 seed_python_and_numpy(random.extend_key(self._draws, 2, microbatch.index))  # torch's the engine seeds
-                self._forward = self._engine.forward(microbatch, self._turn.step)
+                forward = self._engine.forward_beside if self._part.beside else self._engine.forward
+                self._forward = forward(microbatch, self._turn.step)
                 self._forward.__enter__()
                 self._gate.open = True
-                self._guard.mark(modes=not number)
+                self._guard.mark(modes=not self._done)
                 yield microbatch.batch
                 if self._current is not None:
                     raise refusal(
-                        f"step {self.number}: no backward for micro-batch {number + 1} of {self._of}",
+                        f"step {self.number}: no backward for micro-batch {self._done + 1} of {self._of}",
                         "call step.backward(loss), not loss.backward(), for each",
                     )
         finally:
-            if self._done < self._of:
+            if not self._complete:
                 self._where = calling()
                 self._leave(early=True)
 
@@ -152,7 +173,10 @@ class Step:
         self._guard.give_back()
         self._current = None
         self._done += 1
-        self._engine.backward(microbatch, loss)
+        if self._part.beside:
+            self._engine.backward_beside(microbatch, loss, self._turn.step)
+        else:
+            self._engine.backward(microbatch, loss)
         self._guard.withhold()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
@@ -165,14 +189,14 @@ class Step:
         """
         if self.updated:
             raise refusal(f"step {self.number}: a second step.update", "call it once for each step")
-        if self._done < self._of:
+        if not self._complete:
             raise self._unfinished()
         self._guard.check()
         self._guard.give_back()
         rate = self._placed.rate if lr is None else float(lr)
         self._placed.agree(self.number, rate, clip)
         self._gate.step = self._guard.step = 0
-        sums = self._engine.end()
+        sums = self._part.sums or self._engine.end()
         self._turn.digest()
         self._turn.done(rate, sums, self._engine.update(rate, clip))
         self._seed_between(1)
@@ -180,7 +204,7 @@ class Step:
 
     def _unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""
-        if self._done < self._of:
+        if not self._complete:
             return refusal(
                 f"step {self.number}: left after {self._done} of its {self._of} micro-batches",
                 "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
@@ -202,9 +226,31 @@ class Step:
         elif forward is not None:
             forward.__exit__(None, None, None)
 
+    def _microbatches(self) -> Iterator[MicroBatch]:
+        """Yield what the loop is to compute, and finish the step where it is audited."""
+        for part in [self._part] if self._audit is None else self._audit():
+            self._part = part
+            if not part.beside:
+                self._engine.begin(part.microbatches, self._turn.step, self._leaves)
+            if self._done:
+                self._guard.withhold()
+            yield from part.microbatches
+            if self._audit is not None:
+                self._guard.check(whole=False, modes=True)
+                self._guard.give_back()  # an audit looks at the gradients
+                part.sums = None if part.beside else self._engine.end()
+        if self._audit is not None:
+            self._guard.withhold()
+            self._guard.mark()
+
     @property
     def _of(self) -> int:
         return len(self._turn.microbatches)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the loop has computed all that it is to compute."""
+        return self._begun and self._done >= self._of and (self._audit is None or self._part.sums is not None)
 
     def _seed_between(self, place: int) -> None:
         """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
@@ -214,9 +260,9 @@ class Step:
             generator.manual_seed(random.torch_seed(key))
 
 
-def _counts(turn: Turn, microbatches: int) -> dict[int, str]:
+def _counts(turn: Turn, own_ones: Sequence[MicroBatch], microbatches: int) -> dict[int, str]:
     """Return what a loss must not be divided by, and what it counts: the sums of a step are divided by its weight."""
-    own, samples = len(turn.microbatches), max((each.samples for each in turn.microbatches), default=1)
+    own, samples = len(own_ones), max((each.samples for each in own_ones), default=1)
     return {
         own * samples: "the samples of this process's micro-batches",
         microbatches * samples: "the samples of as many micro-batches as the step has",
