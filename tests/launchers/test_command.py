@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launchers import local, openmpi, slurm, ssh, torchrun
-from lockstep.launchers.job import Job, Resources, check_job
+from lockstep.launchers.job import Job, Resources, check_job, with_python
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")
 JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, hosts=("a", "b"), port=29600)
@@ -216,6 +216,8 @@ def test_a_script_is_started_by_python_itself() -> None:
     assert there[-6:] == ["-x", "PYTHONHASHSEED", "py", "loop.py", "--lr", "1"]
     assert local.command(job) == ["py", "-m", "lockstep", "launch", "--processes-per-node=2", "--", *words]
     assert openmpi.command(replace(job, words=("python3", *words[1:]))) == openmpi.command(job)
+    assert with_python(words[1:]) == with_python(words) == words
+    assert with_python(WORDS) == WORDS
 
 
 @pytest.mark.parametrize("words", [("doctor",), ("doctor", "--json")])

@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
-from lockstep.launchers.job import PORT, Job, Resources
+from lockstep.launchers.job import PORT, Job, Resources, with_python
 
 RESTARTS: Final = 10
 
@@ -72,7 +72,7 @@ def command(
     dry_run: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Start `lockstep COMMAND`, such as train RECIPE, or `python SCRIPT`, by a launcher, in the foreground.
+    """Start `lockstep COMMAND`, such as train RECIPE, or a SCRIPT.py, by a launcher, in the foreground.
 
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
@@ -80,7 +80,7 @@ def command(
     fewest, count = number_of_hosts(nodes) if nodes else (None, len(named) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
-        words,
+        with_python(words),
         python,
         count,
         resources.processes_per_node(processes_per_node),

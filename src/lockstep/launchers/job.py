@@ -123,6 +123,11 @@ class Job:
         return [self.python, *self.module]
 
 
+def with_python(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command with `python` before a script that it begins with, as torchrun takes one."""
+    return (_PYTHON[0], *words) if words and words[0].endswith(".py") else words
+
+
 def check_job(job: Job) -> Job:
     """Return the job, or raise UsageError where it says two things at once."""
     problems = []
