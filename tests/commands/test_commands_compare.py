@@ -62,7 +62,7 @@ def test_another_recipe_is_compared_with_its_own_one_process(run):
 
 
 def test_from_python_it_leaves_the_settings_of_torch_alone(tmp_path):
-    overrides = {"recipe.epochs": 1, "run.tensorboard": False, "run.probe": "off"}
+    overrides = {"recipe.epochs": None, "recipe.steps": 3, "run.tensorboard": False, "run.probe": "off"}
     script = f"""
 import lockstep, torch
 if __name__ == "__main__":
@@ -126,7 +126,7 @@ def test_a_placement_that_breaks_its_promise_is_told(run):
 
 
 def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
-    asked = ("compare", "digits", *QUICK, "recipe.epochs=15", "--processes", "2", "--dir", "a", "--no-page")
+    asked = ("compare", "digits", *QUICK, "recipe.epochs=6", "--processes", "2", "--dir", "a", "--no-page")
     command = start(*asked)
     command.until(lambda: (command.folder / "a" / "ddp-2").exists() and 5 in steps(command.folder / "a" / "ddp-2"))
     command.signal_group(signal.SIGINT)

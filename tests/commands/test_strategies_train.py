@@ -20,7 +20,9 @@ PLACED = {
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 DIGESTS = "run/digests.bin"
 
-ENGINES = pytest.mark.extended("tests/parallel has what each engine saves and takes up; here are two of each kind")
+ENGINES = pytest.mark.extended(
+    "tests/parallel has what each engine saves and takes up; here a mesh goes on in pipelines"
+)
 QUICK = (pytest.mark.quick,)
 
 
@@ -47,9 +49,9 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("fsdp", "zero1"),
         pytest.param("hsdp", "pipelines", marks=QUICK),
-        ("pipeline", "server"),
+        pytest.param("fsdp", "zero1", marks=ENGINES),
+        pytest.param("pipeline", "server", marks=ENGINES),
         pytest.param("pipelines", "zero2", marks=ENGINES),
         pytest.param("server", "fsdp", marks=ENGINES),
     ],
@@ -70,7 +72,7 @@ def saved(finished, tmp_path):
 
 
 @pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("name", ["fsdp", "pipeline", pytest.param("zero1", marks=ENGINES)])
+@pytest.mark.parametrize("name", ["pipeline", *(pytest.param(each, marks=ENGINES) for each in ("fsdp", "zero1"))])
 def test_a_saved_run_is_evaluated_under_any_strategy(run, name):
     alone = run("eval", "--trust", "run")
     placed = run("eval", "--trust", "run", *(word for word in PLACED[name] if not word.startswith("run.")))
