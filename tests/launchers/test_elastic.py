@@ -21,11 +21,12 @@ from waiting import until
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 PATIENCE_S = 300.0
 STEPS = 200
+WORDS = "recipe.model.name=broken:linear recipe.microbatches=3"
 # One is gone after 4 s without a sign of life; when there are enough, others have one more second to come.
 AGENT = (
     "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=etcd-v2 --rdzv-endpoint=$ETCD_ENDPOINT "
     "--rdzv-id=it --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1 "
-    "-m lockstep train small.yaml run.dir=run"
+    f"-m lockstep train small.yaml run.dir=run {WORDS}"
 )
 # As a chip that goes bad some steps after the start does, on each host whose environment has BROKEN.
 BROKEN = """
@@ -45,10 +46,27 @@ def linear(num_classes):
 """
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which one process has trained the recipe of both runs, undisturbed."""
+    require_hosts()
+    require_etcd()
+    folder = written(tmp_path_factory.mktemp("alone"))
+    line = f"{sys.executable} -m lockstep train small.yaml {WORDS} run.dir=run placement.processes=1"
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    subprocess.run(line.split(), cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    small.write(tmp_path, STEPS, save_every=7)
-    return tmp_path
+    return written(tmp_path)
+
+
+def written(folder: Path) -> Path:
+    small.write(folder, STEPS, save_every=7)
+    (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+    return folder
 
 
 @pytest.fixture
@@ -69,17 +87,17 @@ def hosts(folder: Path) -> Iterator[subprocess.Popen[str]]:
         shell.kill()
 
 
-def events(folder: Path, name: str, run: str = "run") -> list[dict[str, Any]]:
-    file = folder / run / "events.jsonl"
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    file = folder / "run" / "events.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
     return [event for event in found if event["event"] == name]
 
 
-def losses(folder: Path, run: str) -> dict[int, float]:
+def losses(folder: Path) -> dict[int, float]:
     """Return the loss of each step; a step that was done again has the same, or the test fails."""
     found: dict[int, float] = {}
-    for event in events(folder, "step", run):
+    for event in events(folder, "step"):
         assert found.setdefault(event["step"], event["loss"]) == event["loss"]
     return found
 
@@ -89,7 +107,7 @@ def write(shell: subprocess.Popen[str], line: str) -> None:
     shell.stdin.flush()
 
 
-def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], folder: Path) -> None:
+def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], folder: Path, alone: Path) -> None:
     pace(folder, 0.05)
     write(hosts, f"on h0 {sys.executable} -m torch.distributed.run {AGENT} & first=$!")
     write(hosts, f"on h1 {sys.executable} -W ignore -m torch.distributed.launch --use-env {AGENT} & other=$!")
@@ -105,36 +123,32 @@ def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], f
     assert [event["processes"] for event in events(folder, "started")] == [2, 1, 2]
     [stopped] = events(folder, "stopped")  # the one that was alone saved, and nothing was done again
     assert events(folder, "started")[2]["step"] == stopped["step"]
-    assert_as_alone(folder)
+    assert_as_alone(folder, alone)
 
 
-def test_the_host_that_computes_wrongly_leaves(hosts: subprocess.Popen[str], folder: Path) -> None:
-    (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+def test_the_host_that_computes_wrongly_leaves(hosts: subprocess.Popen[str], folder: Path, alone: Path) -> None:
     pace(folder, 0.02)  # so that the third host is there before all is done
-    agent = f"{sys.executable} -m torch.distributed.run {AGENT.replace('1:2', '2:3')}"
-    words = "recipe.model.name=broken:linear recipe.microbatches=3"
-    agent += f" {words} placement.audit_every=1 placement.on_corruption=go_on"
+    # Time for all three to come: were it late, those that had begun would be started a second time.
+    agent = AGENT.replace("1:2", "2:3").replace("last_call_timeout=1", "last_call_timeout=4")
+    agent = f"{sys.executable} -m torch.distributed.run {agent} placement.audit_every=1 placement.on_corruption=go_on"
     for name, host in (("first", "h0"), ("bad", "h1 env BROKEN=1"), ("other", "h2")):
         write(hosts, f"on {host} {agent} & {name}=$!")
     write(hosts, "wait $bad || wait $first && wait $other; exit")
     assert hosts.wait(PATIENCE_S) == 0, (folder / "log").read_text(encoding="utf-8")
     processes = [event["processes"] for event in events(folder, "started")]
-    assert processes.count(3) == 1  # begun with two, where the third is late
+    assert processes.count(3) == 1  # begun with two, where the third is very late
     assert processes[-2:] == [3, 2]
     assert re.search(r"rank \d \(h1\) got micro-batch \d .* wrong", (folder / "log").read_text(encoding="utf-8"))
-    assert_as_alone(folder, *words.split())
+    assert_as_alone(folder, alone)
 
 
-def assert_as_alone(folder: Path, *words: str) -> None:
-    """Train once more on one process: the losses and the weights are the same."""
-    alone = f"{sys.executable} -m lockstep train small.yaml run.dir=alone placement.processes=1"
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    subprocess.run([*alone.split(), *words], cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
-    assert events(folder, "done")[0]["weights_sha256"] == events(folder, "done", "alone")[0]["weights_sha256"]
-    assert losses(folder, "run") == losses(folder, "alone")
+def assert_as_alone(folder: Path, alone: Path) -> None:
+    """Compare with the run by one process: the losses and the weights are the same."""
+    assert events(folder, "done")[0]["weights_sha256"] == events(alone, "done")[0]["weights_sha256"]
+    assert losses(folder) == losses(alone)
 
 
-@pytest.mark.extended("tests/faults has an agent by c10d that starts killed workers again, and the test above etcd-v2")
+@pytest.mark.extended("agents above start workers again, by etcd-v2; commands/test_launchers.py has one by c10d")
 def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path) -> None:
     require_etcd()
     command = [sys.executable, SCRIPTS / "prove-restarts", "3"]
