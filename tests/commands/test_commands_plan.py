@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+NARROW = ("digits", "recipe.model.options.width=8")
 WIDE = ("digits", "recipe.optimizer={name: adamw, lr: 0.001}", "recipe.model.options.width=64")
 
 
@@ -32,18 +33,18 @@ def test_what_a_rank_takes_follows_from_what_the_ranks_share(run) -> None:
 
 def test_more_ranks_than_this_machine_could_run(run) -> None:
     many = ("recipe.batch=256", "recipe.microbatches=256")
-    command = run("plan", "digits", *many, "--placements", "zero3,pipeline", "--processes", "256", "--memory", "1GB")
+    command = run("plan", *NARROW, *many, "--placements", "zero3,pipeline", "--processes", "256", "--memory", "1GB")
     assert "zero3" in command.out
     assert "not measured: pipeline on 256: " in command.out
 
 
 def test_where_none_fits_the_exit_code_says_so(run) -> None:
-    command = run("plan", "digits", "--placements", "ddp", "--processes", "2", "--memory", "10KB", code=1)
+    command = run("plan", *NARROW, "--placements", "ddp", "--processes", "2", "--memory", "10KB", code=1)
     assert command.out.splitlines()[-1].startswith("none fits; ")
 
 
 def test_what_waits_for_peers_in_a_forward_is_measured_with_all_of_them(run) -> None:
-    command = run("plan", "digits", "recipe.batchnorm=sync", "--placements", "ddp", "--processes", "2")
+    command = run("plan", *NARROW, "recipe.batchnorm=sync", "--placements", "ddp", "--processes", "2")
     assert command.out.splitlines()[-1] == "best: placement.strategy=ddp placement.processes=2"
 
 

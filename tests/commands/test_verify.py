@@ -16,6 +16,7 @@ from lockstep.verification.traced_run import TraceJob, prepare_setup
 
 # A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
 PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
+NARROW = "recipe.model.options.width=4"  # a seventh of the recipe's
 
 
 def found(command: Command) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def found(command: Command) -> dict[str, Any]:
 
 
 def test_placements_that_agree(run):
-    command = run("verify", "digits", "placement.processes=2", "--json", "found")
+    command = run("verify", "digits", NARROW, "placement.processes=2", "--json", "found")
     content = found(command)
     assert content["agree"] is True
     assert content["steps"] == [1, 2, 3, 23]  # the last one of an epoch is short
@@ -42,7 +43,7 @@ def test_placements_that_agree(run):
 
 def test_what_is_only_close_is_compared_with_its_tolerance(run):
     placed = ("placement.processes=2", "placement.strategy={name: ddp, compress: bf16}")
-    command = run("verify", "digits", "recipe.model.options.width=4", *placed, "--json", "found")
+    command = run("verify", "digits", NARROW, *placed, "--json", "found")
     rows = found(command)["rows"]
     assert [(row["strategy"], row["verdict"], row["exactness"]) for row in rows] == [
         ("single", "within tolerance", "bits"),  # once ddp goes on from its checkpoint
@@ -53,7 +54,7 @@ def test_what_is_only_close_is_compared_with_its_tolerance(run):
 
 def test_micro_batches_left_out_are_those_that_train_takes(run):
     """It once filled in a number that train did not, and so found agreement between what nobody trains."""
-    verified = run("verify", "digits", "recipe.microbatches=", "placement.processes=2", "--steps", "2")
+    verified = run("verify", "digits", NARROW, "recipe.microbatches=", "placement.processes=2", "--steps", "2")
     assert "8 micro-batches" in verified.out
     assert verified.out.splitlines()[-1].startswith("all agree: ")
 

@@ -27,7 +27,7 @@ HEARD_S = {"worker-killed": 10, "rank-by-hand-killed": 15, "link-cut": 30, "host
 Proof = tuple[int, list[dict[str, Any]], str]  # its exit code, the figures of each fault, and what it printed
 
 # Of each kind one: a rank, a host, a link, a disk, the memory, a bit. The others meet a run under scripts/test --all.
-GATE = ("torchrun-worker-killed", "host-killed", "link-cut", "disk-full", "out-of-memory", "bit-flipped")
+GATE = ("worker-killed", "host-killed", "link-cut", "disk-full", "out-of-memory", "bit-flipped")
 REST = [name for name in faults.KINDS if name not in (*GATE, *faults.LONG)]
 BEYOND = pytest.mark.extended("one fault of each kind is in the gate; scripts/prove-faults has many runs of all")
 

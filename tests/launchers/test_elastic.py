@@ -47,25 +47,13 @@ def linear(num_classes):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which one process has trained the recipe of both runs, undisturbed."""
-    require_hosts()
-    require_etcd()
-    folder = written(tmp_path_factory.mktemp("alone"))
-    line = f"{sys.executable} -m lockstep train small.yaml {WORDS} run.dir=run placement.processes=1"
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    subprocess.run(line.split(), cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return written(tmp_path)
-
-
-def written(folder: Path) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a recipe, and the run of it that nobody disturbs, by one process."""
+    folder = tmp_path_factory.mktemp("elastic")
     small.write(folder, STEPS, save_every=7)
     (folder / "broken.py").write_text(BROKEN, encoding="utf-8")
+    alone = f"{sys.executable} -m lockstep train small.yaml {WORDS} run.dir=alone placement.processes=1"
+    subprocess.run(alone.split(), cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -87,17 +75,17 @@ def hosts(folder: Path) -> Iterator[subprocess.Popen[str]]:
         shell.kill()
 
 
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    file = folder / "run" / "events.jsonl"
+def events(folder: Path, name: str, run: str = "run") -> list[dict[str, Any]]:
+    file = folder / run / "events.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
     return [event for event in found if event["event"] == name]
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder: Path, run: str) -> dict[int, float]:
     """Return the loss of each step; a step that was done again has the same, or the test fails."""
     found: dict[int, float] = {}
-    for event in events(folder, "step"):
+    for event in events(folder, "step", run):
         assert found.setdefault(event["step"], event["loss"]) == event["loss"]
     return found
 
@@ -107,7 +95,7 @@ def write(shell: subprocess.Popen[str], line: str) -> None:
     shell.stdin.flush()
 
 
-def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], folder: Path, alone: Path) -> None:
+def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], folder: Path) -> None:
     pace(folder, 0.05)
     write(hosts, f"on h0 {sys.executable} -m torch.distributed.run {AGENT} & first=$!")
     write(hosts, f"on h1 {sys.executable} -W ignore -m torch.distributed.launch --use-env {AGENT} & other=$!")
@@ -123,29 +111,29 @@ def test_the_host_of_rank_0_goes_and_comes_again(hosts: subprocess.Popen[str], f
     assert [event["processes"] for event in events(folder, "started")] == [2, 1, 2]
     [stopped] = events(folder, "stopped")  # the one that was alone saved, and nothing was done again
     assert events(folder, "started")[2]["step"] == stopped["step"]
-    assert_as_alone(folder, alone)
+    assert_as_alone(folder, "run")
 
 
-def test_the_host_that_computes_wrongly_leaves(hosts: subprocess.Popen[str], folder: Path, alone: Path) -> None:
+def test_the_host_that_computes_wrongly_leaves(hosts: subprocess.Popen[str], folder: Path) -> None:
     pace(folder, 0.02)  # so that the third host is there before all is done
     # Time for all three to come: were it late, those that had begun would be started a second time.
-    agent = AGENT.replace("1:2", "2:3").replace("last_call_timeout=1", "last_call_timeout=4")
+    agent = AGENT.replace("1:2", "2:3").replace("timeout=1", "timeout=4").replace("dir=run", "dir=wrong")
     agent = f"{sys.executable} -m torch.distributed.run {agent} placement.audit_every=1 placement.on_corruption=go_on"
     for name, host in (("first", "h0"), ("bad", "h1 env BROKEN=1"), ("other", "h2")):
         write(hosts, f"on {host} {agent} & {name}=$!")
     write(hosts, "wait $bad || wait $first && wait $other; exit")
     assert hosts.wait(PATIENCE_S) == 0, (folder / "log").read_text(encoding="utf-8")
-    processes = [event["processes"] for event in events(folder, "started")]
+    processes = [event["processes"] for event in events(folder, "started", "wrong")]
     assert processes.count(3) == 1  # begun with two, where the third is very late
     assert processes[-2:] == [3, 2]
     assert re.search(r"rank \d \(h1\) got micro-batch \d .* wrong", (folder / "log").read_text(encoding="utf-8"))
-    assert_as_alone(folder, alone)
+    assert_as_alone(folder, "wrong")
 
 
-def assert_as_alone(folder: Path, alone: Path) -> None:
+def assert_as_alone(folder: Path, run: str) -> None:
     """Compare with the run by one process: the losses and the weights are the same."""
-    assert events(folder, "done")[0]["weights_sha256"] == events(alone, "done")[0]["weights_sha256"]
-    assert losses(folder) == losses(alone)
+    assert events(folder, "done", run)[0]["weights_sha256"] == events(folder, "done", "alone")[0]["weights_sha256"]
+    assert losses(folder, run) == losses(folder, "alone")
 
 
 @pytest.mark.extended("agents above start workers again, by etcd-v2; commands/test_launchers.py has one by c10d")
