@@ -66,4 +66,4 @@ def test_it_ends_where_it_cannot_go_on(run):
 
 
 def test_verify_audits_as_training_does(run):
-    run("verify", "digits", "recipe.microbatches=4", "placement.processes=2", "placement.audit_every=1")
+    run("verify", *DIGITS, "recipe.microbatches=4", "placement.processes=2", "placement.audit_every=1")

@@ -20,9 +20,8 @@ PLACED = {
 MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 DIGESTS = "run/digests.bin"
 
-ENGINES = pytest.mark.extended(
-    "tests/parallel has what each engine saves and takes up; here a mesh goes on in pipelines"
-)
+ENGINES = pytest.mark.extended("tests/parallel has what each engine saves and takes up; here hsdp goes on in pipelines")
+ELSEWHERE = (("fsdp", "zero1"), ("pipeline", "server"), ("pipelines", "zero2"), ("server", "fsdp"))
 QUICK = (pytest.mark.quick,)
 
 
@@ -48,13 +47,7 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        pytest.param("hsdp", "pipelines", marks=QUICK),
-        pytest.param("fsdp", "zero1", marks=ENGINES),
-        pytest.param("pipeline", "server", marks=ENGINES),
-        pytest.param("pipelines", "zero2", marks=ENGINES),
-        pytest.param("server", "fsdp", marks=ENGINES),
-    ],
+    [pytest.param("hsdp", "pipelines", marks=QUICK), *(pytest.param(*each, marks=ENGINES) for each in ELSEWHERE)],
 )
 def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished, before, after):
     stopped = stop(start, "recipe.microbatches=4", *PLACED[before], number=signal.SIGTERM)

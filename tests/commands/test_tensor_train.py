@@ -10,23 +10,15 @@ from test_resume import stop
 from lockstep.run.digest_file import read
 
 PLAN = 'recipe.model.plan={"blocks.*.0": whole, "blocks.*.1": colwise, "blocks.*.4": rowwise}'
-STEPS = 12
-FEW = ("recipe.epochs=", f"recipe.steps={STEPS}")
-NET = (
-    "recipe.model=own_nets:net",
-    "recipe.model.chunks=4",
-    PLAN,
-    *FEW,
-    "recipe.microbatches=4",
-    "recipe.clip_norm=1.0",
-)
+FEW = ("recipe.microbatches=4", "recipe.clip_norm=1.0", "recipe.epochs=", "recipe.steps=12")
+NET = ("recipe.model=own_nets:net", "recipe.model.chunks=4", PLAN, *FEW)
 ON_2 = ("placement.strategy=tensor", "placement.processes=2")
 ON_2_X_2 = ("placement.strategy={name: tensor, replicate: 2}", "placement.processes=4")
 ZERO3 = ("placement.strategy=zero3", "placement.processes=3")
 MESH = ("placement.strategy={name: mesh, pipe: 2, tensor: 2}", "placement.processes=4")
 PIPELINE = ("placement.strategy=pipeline", "placement.processes=2")
 ENGINES = pytest.mark.extended("tests/parallel/tensor has the bits; ON_2 and MESH are stopped and resumed below")
-MANIFEST = f"run/checkpoints/step-{STEPS:08d}/manifest.json"
+MANIFEST = "run/checkpoints/step-00000012/manifest.json"
 DIGESTS = "run/digests.bin"
 
 
@@ -52,8 +44,8 @@ def test_a_stopped_run_goes_on_on_another_mesh(start, run, finished):
     whole = finished(*NET, "placement.processes=1")
     assert resumed.sha256 == whole.sha256
     digests, undisturbed = ([*read(each.folder / DIGESTS)] for each in (resumed, whole))
-    assert [each for each in digests if not each.weights or each.step == STEPS] == undisturbed
-    assert [each.step for each in digests if each.weights] == [5, end["step"], STEPS]
+    assert [each for each in digests if not each.weights or each.step == 12] == undisturbed
+    assert [each.step for each in digests if each.weights] == [5, end["step"], 12]
 
 
 def test_chunks_are_the_recipes_and_change_its_bits(run, finished):

@@ -15,7 +15,7 @@ MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has ti
     "vit": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
             "patch_size": 2, "hidden_dropout_prob": 0.1},
 }  # fmt: skip
-PLACED = {"llama": ("ddp", "zero3", "pipeline"), "vit": ("pipeline",)}  # on two processes, beside single on one
+PLACED = {"llama": ("zero3", "pipeline"), "vit": ("pipeline",)}  # on two processes, beside single on one
 
 
 @pytest.fixture(scope="module", autouse=True)

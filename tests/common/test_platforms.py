@@ -47,7 +47,7 @@ def run(folder: Path, system: str, *words: str, body: str = MAIN) -> "subprocess
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.extended("2 processes do more of it")), 2])
 def test_macos_trains(tmp_path: Path, processes: int) -> None:
-    words = ("recipe.epochs=1", f"placement.processes={processes}", "run.dir=a")
+    words = ("recipe.epochs=", "recipe.steps=3", f"placement.processes={processes}", "run.dir=a")
     found = run(tmp_path, MACOS, "train", "digits", *words)
     assert (found.returncode, "weights sha256 " in found.stdout) == (0, True), found.stderr
     assert "Traceback" not in found.stderr

@@ -78,14 +78,15 @@ def single(name: str) -> tuple[State, Trace]:
 EVERYWHERE: Final = ("stage 1", "stage 3")
 ALL: Final = [(name, stage) for name in CASES for stage in STAGES if name == "clipped" or stage in EVERYWHERE]
 ONE_EACH: Final = [(name, EVERYWHERE[number % 2]) for number, name in enumerate(CASES)]
-BEYOND: Final = pytest.mark.extended("three ranks do all of it in the gate, one does each recipe, two resume a run")
+OTHERS: Final = [each for each in ALL if each not in ONE_EACH[1:]]  # the first recipe at all stages
+BEYOND: Final = pytest.mark.extended("one rank does each recipe in the gate, three its other stage, two resume runs")
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(1, ONE_EACH), (3, ALL), pytest.param(1, ALL, marks=BEYOND), pytest.param(2, ALL, marks=BEYOND)],
-    ids=["one", "three", "one, at each stage", "two"],
+    [(1, ONE_EACH), (3, OTHERS), *(pytest.param(size, ALL, marks=BEYOND) for size in (1, 2, 3))],
+    ids=["one", "three", "one, at each stage", "two, at each stage", "three, at each stage"],
 )
 def test_any_recipe_comes_to_what_one_process_does(size: int, names: list[tuple[str, str]]) -> None:
     """Scale, rate, clipping, BatchNorm, averages, dropped steps, uneven micro-batches: nothing depends on the ranks."""

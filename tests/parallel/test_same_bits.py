@@ -115,10 +115,9 @@ PLACED: list[Placed] = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("model", ZOO)
-def test_real_models_keep_their_bits(model: str) -> None:
-    for placed in PLACED:
-        assert_same_bits(ZOO[model], placed)
+@pytest.mark.parametrize(("model", "placed"), pairs([*ZOO], PLACED))
+def test_real_models_keep_their_bits(model: str, placed: Placed) -> None:
+    assert_same_bits(ZOO[model], placed)
 
 
 WAYS: list[tuple[Placed, Placed]] = [

@@ -1,11 +1,12 @@
 """BatchNorm over a whole step has the same bits whoever computes which micro-batch."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import synced_models
 import zoo
-from pairs import pairs
+from pairs import BEYOND, pairs
 from same_bits import Placed, assert_same_bits
 from toys import Case
 
@@ -24,6 +25,7 @@ CASES = {
     "resnet18": replace(zoo.case("resnet18", clip=0.5), sync_batchnorm=True),
     "efficientnet_b0": replace(zoo.case("efficientnet_b0", optimizer="lamb"), sync_batchnorm=True),
 }
+REAL = ("resnet18", "efficientnet_b0")  # which take the most time
 EIGHT = "eight micro-batches, clipped, averaged"
 FEWER = [("ddp", 2, ()), ("zero1", 3, ())]  # ranks than micro-batches
 AS_MANY = [("ddp", 4, ()), ("zero2", 4, ()), ("zero3", 4, ()), ("hsdp", 4, (("replicate", 2),))]
@@ -34,7 +36,8 @@ AS_MANY = [("ddp", 4, ()), ("zero2", 4, ()), ("zero3", 4, ()), ("hsdp", 4, (("re
     ("name", "placed"),
     [
         *pairs([*CASES], FEWER),
-        *pairs([name for name in CASES if name != EIGHT], AS_MANY),
+        *pairs([name for name in CASES if name not in (EIGHT, *REAL)], AS_MANY),
+        *(pytest.param(*each, marks=BEYOND) for each in product(REAL, AS_MANY)),
         (EIGHT, AS_MANY[0]),
     ],
 )
