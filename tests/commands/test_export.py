@@ -72,14 +72,13 @@ def test_weights_with_what_their_user_needs(run, trained):
     assert left(trained) == [file.name]
 
 
-def test_from_python_the_same_is_written(run, trained, capfd):
-    run("export", "run", "--to", "safetensors", TRUST)
+def test_from_python_the_same_is_written(trained, capfd):
     overrides = dict([TRUST.split("=")])
     found = lockstep.export("run", "safetensors", out="own.safetensors", overrides=overrides)
     assert (found.path, found.sizes) == (Path("own.safetensors"), "")
     assert found.check == f"with 3 samples of the validation data: {EQUAL}"
-    theirs = load_file(trained / "exports" / "step-00000023.safetensors")
-    assert all(torch.equal(each, theirs[name]) for name, each in load_file("own.safetensors").items())
+    saved = load_file(trained / "checkpoints" / "latest" / "model.safetensors")
+    assert all(torch.equal(each, saved[name]) for name, each in load_file("own.safetensors").items())
     for options, told in (
         ({"out": "own.safetensors", "trust": True}, "own.safetensors: is there already"),
         ({}, "its recipe names code, which would run with your rights: .*from Python trust=True"),
