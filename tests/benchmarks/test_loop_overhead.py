@@ -9,6 +9,6 @@ from benchmarks.loop import EXACT, HAND, OURS, OWN, measure
 
 @pytest.mark.worlds
 def test_hand_written_and_ours_take_turns() -> None:
-    result = measure([HAND, EXACT, OURS, OWN], steps=150, turns=3)
+    result = measure([HAND, EXACT, OURS, OWN], steps=40, turns=3)
     assert [(row.name, len(row.turns)) for row in result.rows] == [(each, 3) for each in (HAND, EXACT, OURS, OWN)]
     assert all(1.0 < us < 1e6 for row in result.rows for us in row.turns)
