@@ -11,7 +11,7 @@ import click
 
 from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
-from lockstep.errors import UsageError
+from lockstep.errors import EXIT_FAILED, UsageError
 
 
 @click.command("predict")
@@ -50,7 +50,8 @@ def command(
     """Predict with RUN, a run folder or a checkpoint, by what it was trained on.
 
     An INPUT is a picture or a folder of them, or a table (.csv, .parquet); a language model takes --prompt instead. The
-    checkpoint is enough: the data that it was trained on is not needed.
+    checkpoint is enough: the data that it was trained on is not needed. A picture that cannot be read is named and left
+    out; the exit code is 1 then, or 0 where the run's recipe.data.on_error is skip.
 
     Overrides are dotted (placement.device=cpu). Code that the recipe names, such as recipe.model.name: my.nets:net,
     runs only if an override names it too, or with --trust.
@@ -68,7 +69,8 @@ def command(
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
     found = predictions_of(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
-    found = _without_skipped(found)
+    skipped: list[str] = []
+    found = _without_skipped(found, skipped)
     if as_json:
         for row in found:
             click.echo(json.dumps(row))
@@ -77,18 +79,19 @@ def command(
             click.echo(printable(row["prompt"] + row["text"]))
     else:
         Console(highlight=False, markup=False, emoji=False).print(table_of(list(found)))
+    if skipped and saved.recipe.data.on_error == "raise":
+        raise SystemExit(EXIT_FAILED)
 
 
-def _without_skipped(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of what could be read, and name the rest; UsageError where that is all."""
+def _without_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of what could be read; name the rest, and add it to `skipped`. UsageError where that is all."""
     left = False
-    skipped = 0
     for row in rows:
         if "skipped" in row:
-            skipped += 1
-            click.echo(f"warning: skipped, as in training: {printable_line(row['skipped'])}", err=True)
+            skipped.append(row["input"])
+            click.echo(f"warning: skipped: {printable_line(row['skipped'])}", err=True)
         else:
             left = True
             yield row
     if skipped and not left:
-        raise UsageError(f"none of {skipped} pictures can be read; give some that can")
+        raise UsageError(f"none of {len(skipped)} pictures can be read; give some that can")

@@ -18,7 +18,7 @@ from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
 from lockstep.data.images.pictures import CropSettings, as_sample, part
 from lockstep.data.images.scan import images
-from lockstep.errors import UsageError, os_error_as
+from lockstep.errors import UsageError, error_as, os_error_as
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
@@ -53,14 +53,12 @@ class ImagePreprocessing:
     exif: bool
 
     def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
-        """Return uint8 of `shape`, and the picture's own height and width.
-
-        UsageError where it cannot be read, UndecodableError where it is no picture, or a damaged one.
-        """
+        """Return uint8 of `shape`, and the picture's own height and width; UsageError where it cannot be read."""
         wrong = os_error_as(UsageError, f"{file}: cannot be read", "; give a picture, or a folder of them")
         with wrong, plainfile.reader(file, links=True) as stream:
             content = bytearray(stream.read())
-        pixels = decode(content, self.exif)
+        with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; leave it out"):
+            pixels = decode(content, self.exif)
         size = (pixels.shape[1], pixels.shape[2])
         return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size
 
@@ -153,11 +151,10 @@ def top_classes(outputs: Tensor, top: int) -> TopClasses:
 def _rows(
     saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
 ) -> Iterator[Row]:
-    """Yield for each picture what `row` makes of the model's outputs, on the CPU; what cannot be decoded is `skipped`,
-    with the reason, if that was so in training.
+    """Yield for each picture what `row` makes of the model's outputs, on the CPU; what cannot be read is `skipped`,
+    with the reason.
     """
     view, files = preprocessing_of(saved), files_of(inputs)
-    skips = saved.recipe.data.on_error == "skip"
     change = device_transforms(values(saved.recipe), saved.known, computing.device)
     assert change is not None
     for first in range(0, len(files), computing.batch):
@@ -166,10 +163,8 @@ def _rows(
         for file in files[first : first + computing.batch]:
             try:
                 seen.append(Seen(file, *view.sample(file)))
-            except UndecodableError as error:
-                skipped[file] = f"{file}: cannot be read as an image: {error}; leave it out"
-                if not skips:
-                    raise UsageError(skipped[file]) from error
+            except UsageError as error:
+                skipped[file] = str(error)
         found = {}
         if seen:
             samples = torch.stack([each.sample for each in seen]).to(computing.device)

@@ -47,7 +47,7 @@ class Prediction(TypedDict, total=False):
     classes: list[dict[str, Any]]  # the likeliest first, each with `class` and `probability`, of a mask `share`
     values: list[float]  # of a regression on pictures
     mask: str  # the file that was written
-    skipped: str  # why a picture that cannot be read was left out, as in training; with `input` alone
+    skipped: str  # why a picture that cannot be read was left out; with `input` alone
     row: int  # of a table, from 0
     predicted: Any  # of a row: the name of a class, a number, or a list of them
     probability: float  # of that class
@@ -122,8 +122,8 @@ def kind_of(saved: SavedModel) -> Kind:
 def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
     """Yield what a saved run predicts, a mapping ready for JSON for each picture, row or prompt, in their order.
 
-    All that can be wrong with the request raises UsageError before the first one; a picture that cannot be read does
-    in its turn, or is `skipped` where it would have been in training.
+    All that can be wrong with the request raises UsageError before the first one; a picture that cannot be read is
+    `skipped`.
     """
     kind = kind_of(saved)
     _check(saved, kind, inputs, options)
