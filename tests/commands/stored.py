@@ -42,11 +42,11 @@ def datasets(here: Path) -> Words:
 
 
 def folder(here: Path) -> Words:
-    """Pictures in a folder for each class, without a folder val."""
+    """Pictures in a folder for each class, without folders train and val."""
     for number in range(48):
-        file = _below(here, f"pictures/train/{('cat', 'dog')[number % 2]}") / f"{number}.jpg"
+        file = _below(here, f"pictures/{('cat', 'dog')[number % 2]}") / f"{number}.jpg"
         file.write_bytes(_jpeg(number))
-    data = "{name: folder, root: pictures, image_size: 8, augment: {resized_crop: true}, options: {validation: 0.1}}"
+    data = "{name: folder, root: pictures, image_size: 8, augment: {resized_crop: true}}"
     return PICTURES, f"recipe.data={data}"
 
 

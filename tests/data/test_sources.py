@@ -124,6 +124,7 @@ def test_a_folder_is_counted_by_its_images(tmp_path):
         "train/b/notes.txt",
         "train/4.jpg",
         "val/a/5.jpg",
+        "val/b/6.jpg",
     ):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from lockstep.common.names import choices
@@ -56,10 +56,14 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
     if name == "synthetic":
         samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None
-    if name == "folder" and not options.get("validation"):  # a share of them is counted when they are opened
-        from lockstep.data.images.scan import count_images
+    if name == "folder":
+        from lockstep.data.images.scan import scan
 
-        return count_images(Path(root) / "train") or None
+        shares = options.get("validation"), options.get("validation_per_class")
+        if all(share is None or isinstance(share, int | float) for share in shares):
+            with suppress(UsageError):
+                return len(scan(root, *shares).train)
+        return None
     return SOURCES[name].training_samples if name in SOURCES else None
 
 

@@ -121,6 +121,16 @@ def _broken() -> dict[str, bytes]:
     }
 
 
+def test_files_that_are_no_images_are_a_warning(root: Path) -> None:
+    assert _open(root).warnings == ()
+    for name in ("Thumbs.db", "a\nb.txt", "notes.txt", "cat/x"):
+        (root / "train" / name).touch()
+    named = r"Thumbs.db, a\nb.txt, notes.txt and 1 more"
+    assert _open(root).warnings == (
+        f"data set folder: files ignored: 4 ({named}), no images by their names or in no class's folder",
+    )
+
+
 @pytest.mark.parametrize("kind", _broken())
 def test_a_broken_file_is_named(root: Path, kind: str) -> None:
     file = root / "train" / "dog" / "1.jpg"
@@ -129,7 +139,7 @@ def test_a_broken_file_is_named(root: Path, kind: str) -> None:
         _open(root).train.fetch(np.arange(8), None)
     said = str(caught.value)
     assert said.startswith(f"{file}: cannot be read as an image: ")
-    assert said.endswith("; remove it, or set recipe.data.on_error=skip")
+    assert said.endswith("; remove it, or set recipe.data.on_error=skip; lockstep doctor data finds all such files")
     assert "\n" not in said
     assert ".cpp" not in said  # where a decoder was built
     assert (": it is empty;" in said) == (kind == "empty")

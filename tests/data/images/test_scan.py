@@ -1,5 +1,6 @@
 """Folders of classes: their order, what is passed over, and what is said of those that are wrong."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,8 +90,12 @@ def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path)
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ([], r"there is no folder .*/train; recipe\.data\.root must hold train/<class>/ and val/<class>/"),
+        ([], r" holds no folders of classes; put each class's images in one"),
+        (["val/a/1.jpg"], r"there is no folder .*/train; recipe\.data\.root must hold train/<class>/ and val/<class>/"),
         (["train/a/1.jpg"], r"there is no folder .*/val; "),
+        (["training/a/1.jpg", "valid/a/1.jpg"], r"/training holds folders and is named as a split; name the splits "),
+        (["photos/a/1.jpg", "photos/b/1.jpg"], r" holds one folder, 'photos', and a class needs another"),
+        (["a/1.jpg", "b/1.jpg"], r"each class of .* has one image, so none is left for validation"),
         (["train/1.jpg", "val/a/1.jpg"], r"/train holds no folders of classes"),
         (
             ["train/a/1.txt", "train/b/2", "val/a/1.jpg"],
@@ -137,7 +142,8 @@ def test_a_share_of_train_is_validation_s_and_stays_it_when_files_are_added(tmp_
     more = scan(root, 0.4)  # a larger share holds the smaller one
     assert parts[1] <= {file for file, _ in more.validation}
     assert scan(root, 0.0).validation == []
-    assert training_samples("folder", root, {"validation": 0.2}) is None
+    assert training_samples("folder", root, {"validation": 0.2}) == len(again.train)
+    assert training_samples("folder", root, {"validation": "0.2"}) is None
 
 
 def test_a_share_may_be_of_folders_of_classes_without_train(tmp_path: Path) -> None:
@@ -149,16 +155,50 @@ def test_a_share_may_be_of_folders_of_classes_without_train(tmp_path: Path) -> N
         assert [(file.removeprefix(f"{bare}/"), n) for file, n in part] == [
             (file.removeprefix(f"{root}/train/"), n) for file, n in other
         ]
-    with pytest.raises(UsageError, match=r"no folder .*train; .*or <class>/ alone with options\.validation=0\.1"):
-        scan(bare)
+
+
+@pytest.mark.parametrize("above", ["", "train/"])
+def test_a_share_of_each_class_is_validation_s(tmp_path: Path, above: str) -> None:
+    counts = {"Katze klein": 30, "dog's": 14, "鸟": 5, "single": 1}
+    files = [f"{above}{name}/IMG {each} (\udcff).JPG" for name, count in counts.items() for each in range(count)]
+    root = _touch(tmp_path, *files)
+    found = scan(root, per_class=0.1) if above else scan(root)
+    of_class = [[number for _, number in part].count for part in (found.train, found.validation)]
+    held_out = {name: of_class[1](number) for number, name in enumerate(found.classes)}
+    assert held_out == {"Katze klein": 3, "dog's": 1, "鸟": 1, "single": 0}
+    assert {name: of_class[0](number) + held_out[name] for number, name in enumerate(found.classes)} == counts
+    assert not {file for file, _ in found.train} & {file for file, _ in found.validation}
+    assert found.train == sorted(found.train, key=lambda each: (each[1], each[0]))
+    # Where the root is, and how it is spelled, is nothing to the split.
+    spelled = os.path.join(os.path.dirname(root), ".", os.path.basename(root), "")
+    assert [*map(os.path.realpath, (file for file, _ in scan(spelled, per_class=0.1).validation))] == [
+        os.path.realpath(file) for file, _ in found.validation
+    ]
+    assert training_samples("folder", root, {"validation_per_class": 0.1}) == len(found.train)
+    assert scan(root, per_class=0.0).validation == []
+    assert len(scan(root, per_class=0.99).train) == 4
+
+
+def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
+    root = _touch(tmp_path, *(f"{name}/{each}.jpg" for name in "ab" for each in range(3)))
+    assert scan(root).ignored == []
+    strays = (".DS_Store", "a/Thumbs.db", "b/deep/notes.txt", "loose.jpg")
+    _touch(tmp_path, *strays, ".hidden/x.txt")
+    found = scan(root)
+    assert sorted(file.removeprefix(f"{root}/") for file in found.ignored) == sorted(strays)
+    assert len(found.train) + len(found.validation) == 6
 
 
 def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> None:
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    with pytest.raises(UsageError, match=r"keep a share of train/ for validation with options.validation=0.1"):
+    with pytest.raises(UsageError, match=r"keep a share of each class .* options\.validation_per_class=0\.1"):
         scan(root)
     with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class, or validation, without any"):
         scan(root, 0.99)
     _touch(tmp_path, "val/a/1.jpg")
-    with pytest.raises(UsageError, match=r"there is a folder .*/val; remove options.validation"):
+    with pytest.raises(UsageError, match=r"there is a folder .*/val; remove options.validation$"):
         scan(root, 0.1)
+    with pytest.raises(UsageError, match=r"there is a folder .*/val; remove options.validation_per_class"):
+        scan(root, per_class=0.1)
+    with pytest.raises(UsageError, match=r"validation or options.validation_per_class, not both"):
+        scan(root, 0.1, 0.1)

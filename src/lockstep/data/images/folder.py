@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import numpy as np
 import torch
 
 from lockstep.common import plainfile
+from lockstep.common.patterns import list_some
+from lockstep.common.text import printable_line
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import pictures
 from lockstep.data.images.scan import scan
@@ -20,19 +22,36 @@ from lockstep.data.options import Share
 from lockstep.data.request import DataRequest
 from lockstep.errors import TrainingError
 
+_SHOWN: Final = 3
+
 
 @dataclass(frozen=True)
 class Options:
-    """`validation` is the share of the images that are validation's where there is no folder val/; 0 is none."""
+    """Which images are validation's where there is no folder val/: a share of all, or of each class; 0 is none.
+
+    Without train/ too, both left out are a tenth of each class.
+    """
 
     validation: Share | None = None
+    validation_per_class: Share | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as requested."""
-    found = scan(request.root, options.validation)
+    found = scan(request.root, options.validation, options.validation_per_class)
     validation = Files(found.validation) if found.validation else None
-    return pictures(Files(found.train), validation, found.classes, request)
+    return replace(
+        pictures(Files(found.train), validation, found.classes, request), warnings=tuple(_warnings(found.ignored))
+    )
+
+
+def _warnings(ignored: Sequence[str]) -> Iterator[str]:
+    if ignored:
+        names = list_some(sorted({printable_line(os.path.basename(each)) for each in ignored}), _SHOWN)
+        yield (
+            f"data set folder: files ignored: {len(ignored):,} ({names}), no images by their names or in no class's "
+            f"folder"
+        )
 
 
 @final

@@ -125,7 +125,7 @@ class PictureSplit:
                 return None
             raise TrainingError(
                 f"{self._source.name(index)}: cannot be read as an image: {error}; remove it, or set "
-                f"recipe.data.on_error=skip"
+                f"recipe.data.on_error=skip; lockstep doctor data finds all such files"
             ) from error
         return part(pixels, self._cut, draws)
 

@@ -9,59 +9,123 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.patterns import list_some
-from lockstep.data.shares import in_share
+from lockstep.data.shares import in_share, take_share
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"})
+VALIDATION_PER_CLASS: Final = 0.1  # where the folders of the classes lie in the root, and nothing else is asked
 _SHOWN: Final = 5
-_OR_NO_SPLIT: Final = "; or <class>/ alone with options.validation=0.1, the share that is kept for validation"
-_OR_A_SHARE: Final = "; or keep a share of train/ for validation with options.validation=0.1, or none with 0"
+_LIKE_A_SPLIT: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
+_OR_NO_SPLIT: Final = "; or the folders of the classes alone, of which a share becomes validation's"
+_OR_A_SHARE: Final = (
+    "; or keep a share of each class of train/ for validation with options.validation_per_class=0.1, or none with 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Classes in the order of their numbers; for each split, its files in order and the class of each."""
+    """Classes in the order of their numbers; for each split, its files in order and the class of each.
+
+    `ignored` are the files beside them that are no images by their names, or in no class's folder.
+    """
 
     classes: list[str]
     train: list[tuple[str, int]]
     validation: list[tuple[str, int]]
+    ignored: list[str]
 
 
-def scan(root: str, share: float | None = None) -> Scan:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The images of each class of a split, and all other files in its folder."""
+
+    images: dict[str, list[str]]
+    ignored: list[str]
+
+
+def scan(root: str, share: float | None = None, per_class: float | None = None) -> Scan:
     """Find `root/train/<class>/*` and `root/val/<class>/*`, at any depth below a class.
 
-    Where a `share` is given there must be no val/: that much of train/, or without one of `root/<class>/*`, is
-    validation's, by a hash of each file's path below it. Names are sorted by their code points, so that every machine
-    sees one order. Hidden files and folders, and files that are not named as images, are passed over. Raises UsageError
-    for all that is wrong, a line each.
+    Without val/, validation's are a `share` of all images of train/, or `per_class` of those of each class; without
+    train/ either, of `root/<class>/*`, by default VALIDATION_PER_CLASS of each class. Which ones follows from a hash of
+    each file's path below that folder. Names are sorted by their code points, so that every machine sees one order.
+    Hidden folders are passed over. Raises UsageError for all that is wrong, a line each.
     """
+    if share is not None and per_class is not None:
+        raise UsageError("data set folder: set options.validation or options.validation_per_class, not both")
     if share is not None:
-        return _split_by_share(root, share)
-    splits = {"train": _classes(root, "train"), "val": _classes(root, "val")}
-    _refuse([*_different(root, splits), *_empty(root, splits)])
-    classes = sorted(splits["train"])
-    return Scan(classes, _label_files(splits["train"], classes), _label_files(splits["val"], classes))
+        return _split(root, share)
+    if per_class is not None:
+        return _split_classes(root, per_class)
+    if os.path.isdir(root) and not any(os.path.isdir(os.path.join(root, split)) for split in ("train", "val")):
+        return _split_classes(root, None)
+    splits = {"train": _look_into(root, "train"), "val": _look_into(root, "val")}
+    images = {split: found.images for split, found in splits.items()}
+    _refuse([*_different(root, images), *_empty(root, images)])
+    classes = sorted(images["train"])
+    ignored = [file for found in splits.values() for file in found.ignored]
+    return Scan(classes, _label_files(images["train"], classes), _label_files(images["val"], classes), ignored)
 
 
-def _split_by_share(root: str, share: float) -> Scan:
-    if (Path(root) / "val").is_dir():
-        raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.validation")
-    split = "train" if (Path(root) / "train").is_dir() else ""
-    found = _classes(root, split)
-    _refuse(list(_empty(root, {split: found})))
-    classes = sorted(found)
-    above = os.path.join(root, split, "")
+def _split(root: str, share: float) -> Scan:
+    """Let the hash of each image decide whether it is in the share: images that are added move no other."""
+    folder, found = _only_split(root, "validation")
+    above = os.path.join(root, folder.name if folder != Path(root) else "", "")  # by root as it is spelled, as ever
+    classes = sorted(found.images)
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
-    for file, number in _label_files(found, classes):
+    for file, number in _label_files(found.images, classes):
         part = validation if in_share(file.removeprefix(above), share) else train
         part.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
             f"data set folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
-            f"{Path(root) / split} leaves a class, or validation, without any; use another share, or a folder val"
+            f"{folder} leaves a class, or validation, without any; use another share, or a folder val"
         )
-    return Scan(classes, train, validation)
+    return Scan(classes, train, validation, found.ignored)
+
+
+def _split_classes(root: str, share: float | None) -> Scan:
+    """Take the share of each class; None is VALIDATION_PER_CLASS, if what is in the root looks like classes."""
+    folder, found = _only_split(root, "validation_per_class")
+    if share is None:
+        share = VALIDATION_PER_CLASS
+        _check_layout(folder, found.images)
+    above = f"{folder}{os.sep}"
+    classes = sorted(found.images)
+    taken: set[str] = set()
+    for files in found.images.values():
+        taken |= {above + name for name in take_share([file.removeprefix(above) for file in files], share)}
+    if share and not taken:
+        raise UsageError(f"data set folder: each class of {folder} has one image, so none is left for validation")
+    labelled = _label_files(found.images, classes)
+    train, validation = ([each for each in labelled if (each[0] in taken) == part] for part in (False, True))
+    return Scan(classes, train, validation, found.ignored)
+
+
+def _only_split(root: str, option: str) -> tuple[Path, _Found]:
+    """Return the folder of the classes, which is train/ or else the root, and what is in it; val/ is refused."""
+    if (Path(root) / "val").is_dir():
+        raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.{option}")
+    split = "train" if (Path(root) / "train").is_dir() else ""
+    found = _look_into(root, split)
+    _refuse(list(_empty(root, {split: found.images})))
+    return Path(root) / split, found
+
+
+def _check_layout(root: Path, found: dict[str, list[str]]) -> None:
+    """Raise UsageError where the folders in the root are hardly those of classes."""
+    if len(found) == 1:
+        raise UsageError(
+            f"data set folder: {root} holds one folder, '{next(iter(found))}', and a class needs another to be told "
+            f"from; let recipe.data.root be the folder that holds those of the classes"
+        )
+    deep = {name for name, files in found.items() if all(root / name != Path(file).parent for file in files)}
+    if splits := sorted(name for name in deep if name.lower() in _LIKE_A_SPLIT):
+        raise UsageError(
+            f"data set folder: {root / splits[0]} holds folders and is named as a split; name the splits train "
+            f"and val, or set options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
+        )
 
 
 def _refuse(problems: list[str]) -> None:
@@ -69,7 +133,7 @@ def _refuse(problems: list[str]) -> None:
         raise UsageError("\n".join(f"data set folder: {each}" for each in problems))
 
 
-def _classes(root: str, split: str) -> dict[str, list[str]]:
+def _look_into(root: str, split: str) -> _Found:
     folder = Path(root) / split
     if not folder.is_dir():
         raise UsageError(
@@ -77,16 +141,21 @@ def _classes(root: str, split: str) -> dict[str, list[str]]:
             f"val/<class>/ with the images of each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
         )
     with os.scandir(folder) as entries:
-        names = sorted(each.name for each in entries if each.is_dir() and not is_hidden(each.name))
+        listed = [(each.name, each.is_dir()) for each in entries]
+    names = sorted(name for name, is_folder in listed if is_folder and not is_hidden(name))
     if not names:
         raise UsageError(f"data set folder: {folder} holds no folders of classes; put each class's images in one")
-    found = {name: list(images(str(folder / name))) for name in names}
+    found: dict[str, list[str]] = {name: [] for name in names}
+    ignored = sorted(str(folder / name) for name, is_folder in listed if not is_folder)
+    for name in names:
+        for file in _files(str(folder / name)):
+            (found[name] if is_image(file) else ignored).append(file)
     if not any(found.values()):
         raise UsageError(
             f"data set folder: no images in the {len(names)} folders of {folder}; "
             f"images end in {', '.join(sorted(IMAGE_SUFFIXES))}"
         )
-    return found
+    return _Found(found, ignored)
 
 
 def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
@@ -114,7 +183,17 @@ def _label_files(found: dict[str, list[str]], classes: list[str]) -> list[tuple[
 
 
 def images(folder: str) -> Iterator[str]:
-    """Yield the images below `folder` in order, by their names alone; passes over what is hidden.
+    """Yield the images below `folder` in order, by their names alone; passes over what is hidden."""
+    return filter(is_image, _files(folder))
+
+
+def is_image(file: str) -> bool:
+    """Say whether a file is an image by its name."""
+    return os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not is_hidden(os.path.basename(file))
+
+
+def _files(folder: str) -> Iterator[str]:
+    """Yield the files below `folder` in order, but for those in hidden folders.
 
     Links to folders are followed, but into no folder twice, and into none that contains `folder` itself: a link that
     leads back would give the same images again and again.
@@ -127,19 +206,12 @@ def images(folder: str) -> Iterator[str]:
         return
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [sub for sub in sorted(folders) if not is_hidden(sub) and _is_new(f"{parent}{os.sep}{sub}", seen)]
-        for file in sorted(files):
-            if os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not is_hidden(file):
-                yield f"{parent}{os.sep}{file}"
+        yield from (f"{parent}{os.sep}{file}" for file in sorted(files))
 
 
 def is_hidden(name: str) -> bool:
     """Say whether a file or folder is one that users do not see: `._1.jpg` is no image."""
     return name.startswith(".")
-
-
-def count_images(folder: Path) -> int:
-    """Count the images below the folders of the classes."""
-    return sum(os.path.dirname(file) != str(folder) for file in images(str(folder)))
 
 
 def _is_new(folder: str, seen: set[tuple[int, int]]) -> bool:
