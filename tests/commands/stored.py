@@ -63,6 +63,21 @@ def csv(here: Path) -> Words:
     return "recipe.model=stored:dense", f"recipe.data={{name: table, root: houses.csv, options: {options}}}"
 
 
+def prices(here: Path) -> None:
+    """Write a recipe, prices.yaml, and its table, whose target is whole thousands."""
+    rows = [f"{number},{1000 * (number // 12)}" for number in range(480)]
+    (here / "prices.csv").write_text("\n".join(["area,price", *rows, ""]))
+    (here / "prices.yaml").write_text(
+        "recipe:\n"
+        '  model: {name: "stored:scores"}\n'
+        "  data: {name: table, root: prices.csv, options: {target: price, validation: 0}}\n"
+        "  batch: 48\n"
+        "  steps: 4\n"
+        "  optimizer: {lr: 0.1}\n"
+        "run: {save_every: {steps: 2}, tensorboard: false}\n"
+    )
+
+
 def parquet(here: Path) -> Words:
     """Kinds to learn from numbers and from categories as whole numbers, in two files."""
     import pyarrow
@@ -105,6 +120,11 @@ def tokens(here: Path) -> Words:
 def dense(shape: list[int], outputs: int) -> nn.Module:
     """A regression of the features that a table has."""
     return nn.Sequential(nn.Linear(shape[0], 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, outputs))
+
+
+def scores(shape: list[int], num_classes: int) -> nn.Module:
+    """Classes of a table's rows."""
+    return nn.Linear(shape[0], num_classes)
 
 
 class Embedding(nn.Module):

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import stored
 from conftest import DIGITS, FOLDER
 from forked import events
 
@@ -104,6 +105,18 @@ def test_each_file_that_is_skipped_is_named_once_whoever_met_it(run, images):
         assert [line for line in text.splitlines() if line.startswith("skipped ") and "/" in line] == [
             f"skipped {name}: cannot be read" for name in named
         ]
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "rank"])
+def test_a_target_of_whole_numbers_with_gaps_is_asked_about(run, tmp_path, env):
+    stored.prices(tmp_path)
+    refused = run("train", "prices.yaml", "run.dir=run", code=2, **env)
+    first, line = [line for line in refused.err.splitlines() if "run/logs" not in line]
+    assert (
+        "'price' has 40 different whole numbers in 480 rows; set options.kind=regression if they are amounts" in first
+    )
+    assert line == "prices.yaml:3:51  recipe.data.options.target"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "rank"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import forging
 import pytest
 import safetensors.torch
+import stored
 import torch
 from conftest import DIGITS, FOLDER
 from forked import Command, Server, events
@@ -99,6 +100,20 @@ def test_a_finished_run_says_its_hash_again_and_trains_nothing(run, finished, tm
     assert (tmp_path / "run/result.json").read_bytes() == result
     refused = run(*TRAIN, "recipe.seed=1", code=2)
     assert "run: holds a run of another recipe" in refused.err
+
+
+def test_a_table_s_run_goes_on_whose_recipe_would_have_to_say_more_today(run, tmp_path):
+    stored.prices(tmp_path)
+    words = ("train", "prices.yaml", "run.dir=run")
+    whole = run(*words, "recipe.data.options.kind=classification")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    (tmp_path / "run/result.json").unlink()
+    config = tmp_path / "run/config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if "kind: classification" not in line))
+    first = tmp_path / "run/checkpoints/step-00000002"
+    forging.change(first, lambda state: state["recipe"]["data"]["options"].pop("kind"))
+    assert run(*words).sha256 == whole.sha256
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(stopped, run, finished):

@@ -40,7 +40,8 @@ class DataSet:
     (tasks/find.py); a checkpoint keeps them. `files` give the file of a training and of a validation sample by its
     number, for data of which samples may be skipped, and `skipped` says which of a batch were: bool of shape [n].
     `name` says by what a person finds a training sample that has no file of its own: its row, how its text begins.
-    `warnings` are lines on what is legal, and probably not meant.
+    `warnings` are lines on what is legal, and probably not meant. `question` is the text of an error where the data can
+    be read in two ways: what the recipe of a new run must say. A saved run resumes as it began.
     """
 
     train: Split
@@ -50,6 +51,7 @@ class DataSet:
     skipped: Callable[[Batch], Tensor] | None = None
     name: Callable[[int], str] | None = None
     warnings: tuple[str, ...] = ()
+    question: str = ""
 
     def name_of(self, number: int) -> str:
         """Return what a training sample is called: its number, and by what a person finds it."""

@@ -145,9 +145,11 @@ def check_first(ready: Setup) -> None:
             raise UsageError("\n".join([text, *problems[:_SHOWN]]))
 
 
-def check_at_hand(ready: Setup) -> None:
-    """Raise UsageError where a run that begins needs first weights which are gone."""
+def check_beginning(ready: Setup) -> None:
+    """Raise UsageError where a run cannot begin: its first weights are gone, or its data can be read in two ways."""
     recipe = ready.recipe
+    if ready.data.question:
+        raise UsageError(ready.data.question)
     if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
         raise UsageError(
             "first weights: they are not where they were when the run first started, and it saved no checkpoint; put "

@@ -42,7 +42,7 @@ from lockstep.run.handshake import recipe_handshake
 from lockstep.run.probe.first_look import first_look
 from lockstep.run.rank_training import RankTraining, sources
 from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.resume import check_at_hand, check_first, read_alike, signing_key
+from lockstep.run.resume import check_beginning, check_first, read_alike, signing_key
 from lockstep.run.resume import resume_state as checked_state
 from lockstep.run.sinks import check_sinks
 from lockstep.run.stall_detection import stall_detector
@@ -66,6 +66,9 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     with claim.hold():
         for note in claim.notes:
             run_folder.say(note)
+        if claim.checkpoint is None and not claim.done:
+            with with_places(loaded):
+                check_beginning(ready)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done), also)
         code = on_ranks_of(resolved, ready, work, claim.folder, failures)
     wrong = [rank for failure in failures for rank in failure.wrong]
@@ -175,7 +178,8 @@ def run_rank(
             manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(resolved.run))
             resumed = Resumed(snapshot, checked_state(agreed.checkpoint, snapshot, ready), manifest.weights_sha256)
         if resumed is None:
-            check_at_hand(ready)
+            with with_places(loaded):
+                check_beginning(ready)
         looks = info.rank == 0 and resumed is None and resolved.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
         world = open_world(rendezvous, device, placement.backend)

@@ -73,6 +73,24 @@ def test_floats_are_regression_and_several_targets_too(tmp_path: Path) -> None:
     assert data.facts["columns"] == [{"name": "x", "values": ["1", "2", "3"]}]
 
 
+def test_whole_numbers_with_gaps_may_be_amounts(tmp_path: Path) -> None:
+    for gap in (1, 1000):
+        (tmp_path / "train.csv").write_text("x,y\n" + "".join(f"{n},{gap * (n // 12)}\n" for n in range(600)))
+        data = _open(tmp_path, target="y", validation=0)
+        assert len(data.facts["classes"]) == 50
+        asked = (
+            "target: 'y' has 50 different whole numbers in 600 rows; set options.kind=regression if they are amounts"
+        )
+        assert (asked in data.question) == (gap == 1000)
+    assert _open(tmp_path, target="y", validation=0, kind="classification").question == ""
+    assert _open(tmp_path, target="y", validation=0, kind="regression").facts["outputs"] == 1
+    (tmp_path / "val.csv").write_text("x,y\n1,500\n")
+    with pytest.raises(UsageError, match=r"set options\.kind=regression if they are amounts"):
+        _open(tmp_path, target="y")
+    with pytest.raises(UsageError, match="validation has the class 500, which training has not"):
+        _open(tmp_path, target="y", kind="classification")
+
+
 def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     parts = []
@@ -154,7 +172,7 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         (
             "x,y\n" + "".join(f"{n},{90_000 + n % 40}\n" for n in range(200)),
             {"target": "y"},
-            r"target: 'y' has 40 different whole numbers in 200 rows; set options\.kind=regression, or classification",
+            r"target: 'y' has 40 different whole numbers in 200 rows; set options\.kind=regression if they are",
         ),
         ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in row 0"),
     ],

@@ -35,10 +35,10 @@ class Options:
     """What of a table is learned from what.
 
     `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression, and of whole
-    numbers that are many it has to be said. Whole numbers in `categories` are names and no amounts, as all text is;
-    `ignore` is left out. `missing` numbers are an error, or the mean of training. `codes` false gives categories as
-    zeros and a one next to the numbers; true as whole numbers, a second input. `validation` is the share of the rows,
-    where there is no file for it.
+    numbers that are many or have gaps it has to be said. Whole numbers in `categories` are names and no amounts, as all
+    text is; `ignore` is left out. `missing` numbers are an error, or the mean of training. `codes` false gives
+    categories as zeros and a one next to the numbers; true as whole numbers, a second input. `validation` is the share
+    of the rows, where there is no file for it.
     """
 
     target: Text | Names
@@ -68,8 +68,14 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     train, validation, rows = _parts(files, options.validation)
     columns = [column_of(name, train[name], name in categories, means) for name in left]
     classes = _classes(train, targets, options.kind)
+    question = "" if options.kind or classes is None else _question(train, targets[0], classes)
     parts = [
-        Rows(columns, [part[column.name] for column in columns], _targets(part, targets, classes), options.codes)
+        Rows(
+            columns,
+            [part[column.name] for column in columns],
+            _targets(part, targets, classes, question),
+            options.codes,
+        )
         for part in (train, validation)
         if part is not None
     ]
@@ -81,6 +87,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         facts=facts,
         skipped=None if classes is None else skip_mask,
         name=lambda number: f"row {rows[number]}",
+        question=question,
     )
 
 
@@ -129,11 +136,23 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
     found = sorted(each for each in column.unique().to_pylist() if each is not None)
     many = len(found) > _MOST_CLASSES or (len(found) > _MOST_RARE and 10 * len(found) > len(table))
     if kind is None and types.is_integer(column.type) and many:
-        raise UsageError(
-            f"data set table: target: '{targets[0]}' has {len(found):,} different whole numbers in {len(table):,} "
-            f"rows; set options.kind=regression, or classification"
-        )
+        raise UsageError(_ask(table, targets[0], found))
     return found
+
+
+def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
+    """Ask what whole numbers are that may be amounts: several of them, and not each from the first to the last."""
+    import pyarrow.types as types
+
+    several = types.is_integer(table[target].type) and len(classes) > _MOST_RARE
+    return _ask(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
+
+
+def _ask(table: pyarrow.Table, target: str, found: list[Any]) -> str:
+    return (
+        f"data set table: target: '{target}' has {len(found):,} different whole numbers in {len(table):,} rows; set "
+        f"options.kind=regression if they are amounts, or options.kind=classification if each is a class"
+    )
 
 
 def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
@@ -149,14 +168,15 @@ def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> 
             raise UsageError(f"{problem} is of {column.type}, neither numbers nor text; name another column")
 
 
-def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None) -> torch.Tensor:
+def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, question: str) -> torch.Tensor:
     if classes is None:
         return torch.from_numpy(np.stack([_floats(name, table[name]) for name in names], axis=1))
     codes = {each: number for number, each in enumerate(classes)}
     found = [codes.get(each, -1) for each in table[names[0]].to_pylist()]
     if -1 in found:
         strange = table[names[0]][found.index(-1)].as_py()
-        raise UsageError(f"data set table: target: validation has the class {strange!r}, which training has not")
+        unknown = f"data set table: target: validation has the class {strange!r}, which training has not"
+        raise UsageError(question or unknown)
     return torch.tensor(found)
 
 
