@@ -52,9 +52,9 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
         "top5             100.00 %",
         "time             0:43",
         "samples/s        1,000, evaluating and saving included",
-        "skipped steps    0",
         "skipped samples  2",
         "run folder       runs/x",
+        "next             lockstep report runs/x",
         f"weights sha256 {SHA}",
     ]
 

@@ -67,6 +67,7 @@ def test_lines() -> None:
     assert wording.save_line(saved()) == "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far"
     expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to resume"
     assert wording.stop_line(stopped(), "runs/a") == expected
+    assert wording.stop_line(stopped(), None) == "stopped by SIGTERM after step 690; the run keeps nothing"
 
 
 def test_summary_counts_what_this_start_did() -> None:
@@ -77,10 +78,15 @@ def test_summary_counts_what_this_start_did() -> None:
         ("top5", "100.00 %"),
         ("time", "0:43"),
         ("samples/s", "1,000, evaluating and saving included"),
-        ("skipped steps", "0"),
         ("skipped samples", "2"),
         ("run folder", "runs/x"),
+        ("next", "lockstep report runs/x"),
     ]
+    of_recipe = dataclasses.replace(started(), task="task classification: the data has 10 classes")
+    rows = dict(wording.summary(dataclasses.replace(done(), skipped_samples=0), of_recipe, "my runs/x"))
+    assert rows["next"] == "lockstep report 'my runs/x', lockstep predict 'my runs/x' ..."
+    assert not [name for name in rows if name.startswith("skipped")]
+    assert wording.summary(done(), started(), None)[-1] == ("run folder", "none: the run keeps nothing")
     rows = dict(wording.summary(done(), started(46, RESUMED_FROM), "runs/x"))
     assert rows["samples/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, evaluating and saving included"
 

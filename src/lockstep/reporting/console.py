@@ -20,11 +20,12 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 class Console:
     """Writes to `stream`; `terminal` says whether it is one; by default the stream decides.
 
+    `run_dir` None is a run that keeps nothing.
     `rate_rule` is the line that says where the learning rate comes from. What is printed stays; on a terminal
     the steps are drawn over one another instead, and `close` clears that drawing, after an error too.
     """
 
-    def __init__(self, stream: TextIO, run_dir: str, rate_rule: str, terminal: bool | None = None) -> None:
+    def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
         self._rich = terminal_on(stream, terminal)
         self._moving = is_moving(self._rich)
         self._stream = stream

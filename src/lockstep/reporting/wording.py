@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -14,6 +15,7 @@ from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, St
 
 Row = tuple[str, str]
 _SURE: Final = 0.95  # that audits would have shown a fault
+_NOTHING_KEPT: Final = "the run keeps nothing"
 _RANDOM: Final = (
     f"hash seed random: a set of strings has another order at each start; if that may matter here, set {VARIABLE}=0"
 )
@@ -105,14 +107,14 @@ def save_line(event: Saved) -> str:
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
-def stop_line(event: Stopped, run_dir: str) -> str:
+def stop_line(event: Stopped, run_dir: str | None) -> str:
     """Return why the run ends early, and how to resume it."""
-    again = f"start again with run.dir={printable_line(run_dir)} to resume"
+    again = _NOTHING_KEPT if run_dir is None else f"start again with run.dir={printable_line(run_dir)} to resume"
     return f"stopped by {event.reason} after step {event.step:,}; {again}"
 
 
-def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
-    """Return the rows of the table at the end."""
+def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
+    """Return the rows of the table at the end; the last names the commands that use the run."""
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
     for name, last in event.figures.items():
         share = name in run.fractions
@@ -122,13 +124,14 @@ def summary(event: Done, run: Started, run_dir: str) -> list[Row]:
     if event.seconds > 0:
         rate = (event.samples - run.samples) / event.seconds
         rows.append(("samples/s", f"{rate:,.0f}, evaluating and saving included"))
-    rows += [
-        ("skipped steps", f"{event.skipped_steps:,}"),
-        ("skipped samples", f"{event.skipped_samples:,}"),
-        *([("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []),
-        ("run folder", printable_line(run_dir)),
-    ]
-    return rows
+    skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}
+    rows += [(name, f"{count:,}") for name, count in skipped.items() if count]
+    rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
+    if run_dir is None:
+        return [*rows, ("run folder", f"none: {_NOTHING_KEPT}")]
+    folder = printable_line(shlex.quote(run_dir))
+    uses = [f"lockstep report {folder}", *([f"lockstep predict {folder} ..."] if run.task else [])]
+    return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(uses))]
 
 
 def _fault_rate(audited: int) -> str:

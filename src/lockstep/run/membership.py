@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from lockstep.comm.world import open_world
 from lockstep.common import hashing
@@ -43,8 +43,6 @@ from lockstep.run.worker_context import WORKER_CONTEXT, Observe, OpenRun
 
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
-
-_NO_FOLDER: Final = "none: the run keeps nothing"
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +176,7 @@ def _sinks(
     """Give the sinks of rank 0, which writes to `streams`: the terminal and, where there is one, its log."""
     rule = "the loop is the script's own"
     if folder is None:
-        with closing(Console(streams[0], _NO_FOLDER, rule)) as console:
+        with closing(Console(streams[0], None, rule)) as console:
             yield [console]
         return
     with open_sinks(kept, decided, rule, folder, streams) as found:
