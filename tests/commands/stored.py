@@ -74,7 +74,7 @@ def prices(here: Path) -> None:
         "  batch: 48\n"
         "  steps: 4\n"
         "  optimizer: {lr: 0.1}\n"
-        "run: {save_every: {steps: 2}, tensorboard: false}\n"
+        "run: {save_every: {steps: 2}, log_every: 1, tensorboard: false}\n"
     )
 
 

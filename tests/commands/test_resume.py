@@ -102,18 +102,18 @@ def test_a_finished_run_says_its_hash_again_and_trains_nothing(run, finished, tm
     assert "run: holds a run of another recipe" in refused.err
 
 
-def test_a_table_s_run_goes_on_whose_recipe_would_have_to_say_more_today(run, tmp_path):
+def test_a_table_s_run_goes_on_whose_recipe_would_have_to_say_more_today(run, killed, tmp_path):
     stored.prices(tmp_path)
-    words = ("train", "prices.yaml", "run.dir=run")
-    whole = run(*words, "recipe.data.options.kind=classification")
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
-    (tmp_path / "run/result.json").unlink()
+    kind = "recipe.data.options.kind=classification"
+    whole = run("train", "prices.yaml", "run.dir=whole", kind)
+    killed("train", "prices.yaml", kind, run="run", step=3)
     config = tmp_path / "run/config.yaml"
     lines = config.read_text().splitlines(keepends=True)
     config.write_text("".join(line for line in lines if "kind: classification" not in line))
-    first = tmp_path / "run/checkpoints/step-00000002"
-    forging.change(first, lambda state: state["recipe"]["data"]["options"].pop("kind"))
-    assert run(*words).sha256 == whole.sha256
+    saved = tmp_path / "run/checkpoints/step-00000002"
+    forging.change(saved, lambda state: state["recipe"]["data"]["options"].pop("kind"))
+    assert run("train", "prices.yaml", "run.dir=run").sha256 == whole.sha256
+    assert [event["step"] for event in events(tmp_path / "run", "started")] == [0, 2]
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(stopped, run, finished):
