@@ -40,6 +40,9 @@ def command(
 
     First on one process, with which the others are compared. In --dir lie the runs, comparison.json and
     comparison.html; started again with the same --dir, finished runs are not run again, and others resume.
+
+    A sweep of learning rates, a row each: lockstep compare my.yaml --processes 1 --also recipe.optimizer.lr=0.05 --also
+    recipe.optimizer.lr=0.2
     """
     from lockstep.comparison.drive import run_all
     from lockstep.comparison.output import Display, write
