@@ -169,7 +169,8 @@ def publish(
     if best:
         durable.point(folder / BEST, final.name)
     durable.sync_folder(folder)
-    _retain(folder, keep)
+    for path in _unneeded(folder, keep):
+        remove(path)
 
 
 def abandon(final: Path) -> None:
@@ -318,14 +319,18 @@ def _aside(final: Path, kind: Literal["tmp", "old"]) -> Path:
 
 def _clear(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
-        if left := _LEFTOVER.fullmatch(path.name):
-            final = folder / left[1]
-            if left[3] == "old" and not final.exists():
-                os.rename(path, final)
-            else:
-                _remove(path)
+        if _is_leftover(path):
+            _remove(path)
+        elif left := _LEFTOVER.fullmatch(path.name):
+            os.rename(path, folder / left[1])
         elif path.name.startswith((f".{LATEST}.tmp-", f".{BEST}.tmp-")):
             path.unlink()
+
+
+def _is_leftover(path: Path) -> bool:
+    """Say whether this is what a killed save left, and not the only copy of the step that it was to replace."""
+    left = _LEFTOVER.fullmatch(path.name)
+    return left is not None and not (left[3] == "old" and not path.with_name(left[1]).exists())
 
 
 def _remove(path: Path) -> None:
@@ -336,16 +341,40 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _retain(folder: Path, keep: int) -> None:
-    steps = checkpoints(folder)
+def surplus(folder: Path, keep: int) -> list[Path]:
+    """Return what may be removed from `folder` (<run>/checkpoints) where no run writes; the caller holds its lock.
+
+    All but the newest `keep` checkpoints and those that `latest` and `best` point to; and what killed saves left. Where
+    that is anything, the newest checkpoint is verified: TrainingError where it is damaged, because then an older one is
+    needed.
+    """
+    unneeded = _unneeded(folder, keep)
+    if unneeded:
+        newest_one = checkpoints(folder)[0]
+        for name, written in manifest(newest_one).files.items():
+            _verify(newest_one / name, written)
+    leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [*unneeded, *(path for path in leftovers if _is_leftover(path))]
+
+
+def size(path: Path) -> int:
+    """Return how many bytes the files of a checkpoint have."""
+    return sum(file.lstat().st_size for file in path.iterdir())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, or what a killed save left; what cannot be is tried again by the next save."""
+    if _STEP.fullmatch(path.name):
+        # Renamed first: a kill in the middle of removing must not leave half a checkpoint under a good name.
+        doomed = _aside(path, "tmp")
+        os.rename(path, doomed)
+        path = doomed
+    _remove(path)
+
+
+def _unneeded(folder: Path, keep: int) -> list[Path]:
     linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
-    for path in steps[keep:]:
-        if path.name not in linked:
-            # Renamed first: a kill in the middle of removing must not leave half a checkpoint under a good
-            # name.
-            doomed = _aside(path, "tmp")
-            os.rename(path, doomed)
-            _remove(doomed)  # what stays is tried again by the next save
+    return [path for path in checkpoints(folder)[keep:] if path.name not in linked]
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -1,0 +1,51 @@
+"""Remove older checkpoints of runs; the newest ones and the best one stay.
+
+A run that trains is refused, and so is one whose newest checkpoint is damaged: an older one may be all that is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from lockstep.common.sizes import size_in_words
+from lockstep.common.text import printable_line
+from lockstep.errors import UsageError
+
+
+@click.command("prune")
+@click.argument("folders", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--keep", type=click.IntRange(1), default=1, show_default=True, help="How many newest ones stay.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing, and name what would be removed.")
+def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
+    """Remove checkpoints of each RUN, a run folder or a folder that holds some, to free the disk.
+
+    The newest --keep stay, and always those that `latest` and `best` point to; of what is left a run resumes, is
+    evaluated and predicts. All RUNs are looked at before anything is removed.
+    """
+    from lockstep.run.runs import run_folders
+    from lockstep.training.checkpoint import store
+    from lockstep.training.lock import lock
+
+    runs: list[Path] = []
+    for folder in folders:
+        found = list(run_folders(folder))
+        if not found:
+            raise UsageError(f"{folder}: no run, and none in it; name a run folder, or a folder that holds some")
+        runs += found
+    with ExitStack() as held:
+        for run in dict.fromkeys(runs):
+            held.enter_context(lock(run))
+        surplus = {run: store.surplus(run / store.FOLDER, keep) for run in dict.fromkeys(runs)}
+        freed = 0
+        for run, paths in surplus.items():
+            freed += (size := sum(map(store.size, paths)))
+            what = ", ".join(path.name for path in paths)
+            verb = "would free" if dry_run else "freed"
+            click.echo(f"{printable_line(str(run))}: {f'{verb} {size_in_words(size)}: {what}' if paths else 'nothing'}")
+            for path in () if dry_run else paths:
+                store.remove(path)
+    if len(surplus) > 1:
+        click.echo(f"{'would free' if dry_run else 'freed'} {size_in_words(freed)} in all")

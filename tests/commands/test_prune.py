@@ -1,0 +1,84 @@
+"""`lockstep prune`: what is not needed goes, and nothing else; a run that trains keeps all."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import invoke
+
+from lockstep.common.sizes import size_in_words
+from lockstep.training.checkpoint import store
+from lockstep.training.lock import lock
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with two runs of four checkpoints each, the second of which is the best of `a`."""
+    monkeypatch.chdir(tmp_path)
+    for name, best in (("a", 2), ("b", 4)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "events.jsonl").touch()
+        for step in range(1, 5):
+            weights = {"w": torch.full((1 << 18,), float(step))}  # 1 MiB
+            snapshot = store.Snapshot(weights, {}, None, {"step": step})
+            store.save(tmp_path / "runs" / name / store.FOLDER, step, snapshot, keep=9, best=step == best)
+    return tmp_path / "runs"
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / store.FOLDER).glob("step-*"))
+
+
+def disk(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() and file.name != "lock")
+
+
+@pytest.mark.parametrize(
+    ("words", "left"), [((), [2, 4]), (("--keep", "2"), [2, 3, 4]), (("--keep", "9"), [1, 2, 3, 4])]
+)
+def test_the_newest_and_the_best_stay(runs: Path, words: tuple[str, ...], left: list[int]) -> None:
+    before = disk(runs)
+    asked = invoke("prune", "runs/a", "--dry-run", *words).output
+    assert disk(runs) == before
+    told = invoke("prune", "runs/a", *words).output
+    assert told == asked.replace("would free", "freed")
+    gone = [f"step-{step:08d}" for step in (4, 3, 2, 1) if step not in left]
+    size = size_in_words(before - disk(runs))
+    assert told == f"runs/a: {f'freed {size}: ' if gone else 'nothing'}{', '.join(gone)}\n"
+    assert steps(runs / "a") == left
+    assert steps(runs / "b") == [1, 2, 3, 4]
+    assert store.load(runs / "a", "best").snapshot.state["step"] == 2
+    assert store.load(runs / "a").snapshot.state["step"] == 4
+    assert invoke("prune", "runs/a", *words).output == "runs/a: nothing\n"
+
+
+def test_all_runs_of_a_folder_and_what_killed_saves_left(runs: Path) -> None:
+    left = runs / "b" / store.FOLDER / ".step-00000005.tmp-7"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(3 << 20))
+    told = invoke("prune", "runs", "runs/a").output.splitlines()
+    assert told == [
+        "runs/a: freed 2 MiB: step-00000003, step-00000001",
+        "runs/b: freed 6 MiB: step-00000003, step-00000002, step-00000001, .step-00000005.tmp-7",
+        "freed 8 MiB in all",
+    ]
+    assert (steps(runs / "a"), steps(runs / "b"), left.exists()) == ([2, 4], [4], False)
+
+
+@pytest.mark.parametrize("what", ["live", "damaged", "no run", "absent"])
+def test_refused_before_anything_is_removed(runs: Path, what: str) -> None:
+    names = {"live": "runs/b", "damaged": "runs/b", "no run": "empty", "absent": "no/folder"}
+    (runs.parent / "empty").mkdir()
+    if what == "damaged":
+        (runs / "b" / store.FOLDER / "step-00000004" / store.MODEL).write_bytes(b"cut off")
+    told = {
+        "live": "runs/b: in use by process",
+        "damaged": "step-00000004/model.safetensors: damaged after it was written",
+        "no run": "empty: no run, and none in it",
+        "absent": "no/folder: no such folder",
+    }
+    with lock(runs / "b") if what == "live" else nullcontext():
+        refused = invoke("prune", "runs/a", names[what], code=1 if what == "damaged" else 2)
+    assert told[what] in refused.output
+    assert steps(runs / "a") == steps(runs / "b") == [1, 2, 3, 4]
