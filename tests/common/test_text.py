@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.common.text import printable, printable_line
+from lockstep.common.text import printable, printable_line, size, step_time
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,10 @@ def test_nothing_that_controls_is_left(text):
     assert printable(shown) == shown
     assert len(printable_line(text).splitlines()) <= 1
     shown.encode()
+
+
+def test_quantities_are_said_in_their_unit():
+    assert [size(number) for number in (0, 1023, 1024, 1.5 * 2**20, 80 << 30)] == [
+        *("0 B", "1023 B", "1 KiB", "1.5 MiB", "80 GiB")
+    ]
+    assert [step_time(seconds) for seconds in (0.0121, 0.5, 1.0, 83.2)] == ["12.1 ms", "500 ms", "1 s", "83.2 s"]

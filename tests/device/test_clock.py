@@ -59,6 +59,7 @@ def test_on_a_card_the_training_is_not_divided(now: SimpleNamespace) -> None:
     made = Clock(torch.device("cuda"), "training", split="training")
     pass_time(now, 3.0, 3.0, 0.0)
     assert made.activity_seconds() == {"training": 3.0}
+    assert made.split_seconds() == 3.0
     made.close()
 
 
@@ -67,6 +68,7 @@ def test_a_kernel_that_does_not_count_the_queue(now: SimpleNamespace, monkeypatc
     made = Clock(CPU, "training", split="training")
     pass_time(now, 3.0, 1.0, 2.0)
     assert made.activity_seconds() == {"computing": 1.0, "waiting for a core": 0.0, "waiting": 2.0}
+    assert made.split_seconds() == 3.0
     made.close()
 
 

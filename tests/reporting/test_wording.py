@@ -95,7 +95,11 @@ def test_a_run_of_no_time_has_no_speed() -> None:
     audited = dataclasses.replace(done(), audited=7)
     expected = "7; a fault in 1 of 2 steps would have shown, with 95% probability"
     assert dict(wording.summary(audited, started(), "runs/x"))["audited steps"] == expected
+    said, was = {"step_s": 0.0121, "peak_bytes": 3.4 * 2**30}, {"step_s": 1.25, "peak_bytes": 3.5 * 2**30}
+    graded = dict(wording.summary(dataclasses.replace(done(), predicted=said, measured=was), started(), "runs/x"))
+    assert graded["predicted"] == "12.1 ms a step, 3.4 GiB; was 1.25 s, 3.5 GiB"
     rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, figures={}), started(), "runs/x"))
+    assert "predicted" not in rows
     assert "audited steps" not in rows
     assert "samples/s" not in rows
 

@@ -11,7 +11,7 @@ OF_TRAINING: Final = OF_ALL | {
     *("lr", "norm", "samples_per_s", "peak_bytes", "weight_per_s", "loss_scale", "flops_per_s", "mfu"),
     *("evaluated", "of", "seconds", "fractions", "weights"),
     *("weights_sha256", "skipped_steps", "skipped_samples", "audited"),
-    *("seconds_by_rank", "peak_bytes_by_rank"),
+    *("seconds_by_rank", "peak_bytes_by_rank", "predicted", "measured"),
 }
 
 

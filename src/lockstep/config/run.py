@@ -7,7 +7,17 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.common.names import choices
-from lockstep.config.base import BY_NAME, Location, Name, NaturalInt, PositiveInt, Section, as_tuple, shorthand
+from lockstep.config.base import (
+    BY_NAME,
+    Location,
+    Name,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    as_tuple,
+    shorthand,
+)
 
 SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line of each event is always kept
 
@@ -30,6 +40,15 @@ class StartFromConfig(Section):
 
     run: Location
     optimizer: bool = False
+
+
+class PredictedConfig(Section):
+    """What a step takes at most on any rank, as it was measured before the run for a placement: seconds and bytes."""
+
+    strategy: Name
+    processes: PositiveInt
+    step_s: PositiveFloat
+    peak_bytes: NaturalInt
 
 
 def _check_sink_name(name: str) -> str:
@@ -77,3 +96,4 @@ class RunConfig(Section):
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()
     probe: Literal["auto", "off"] = "auto"  # auto: look at code that is not known to be clean, and warn
+    predicted: PredictedConfig | None = None  # by a plan; a run on that placement says in the end what it was

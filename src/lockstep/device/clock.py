@@ -13,6 +13,7 @@ import torch
 
 _SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # "ns on a core, ns in the queue for one, turns", of this thread
 _LONGEST: Final = 64
+_PARTS: Final = ("computing", "waiting for a core", "waiting")
 
 
 @final
@@ -26,6 +27,7 @@ class Clock:
 
     def __init__(self, device: torch.device, first: str, split: str) -> None:
         self._split = split if device.type == "cpu" else None
+        self._parts = _PARTS if device.type == "cpu" else (split,)
         try:
             self._schedstat = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # not Linux, or a kernel that does not count
@@ -44,9 +46,8 @@ class Clock:
         now = self._read()
         wall, on_core, for_core = (after - before for after, before in zip(now, self._before, strict=True))
         if self._activity == self._split:
-            self._spent["computing"] += on_core
-            self._spent["waiting for a core"] += for_core
-            self._spent["waiting"] += max(0.0, wall - on_core - for_core)
+            for part, seconds in zip(_PARTS, (on_core, for_core, max(0.0, wall - on_core - for_core)), strict=True):
+                self._spent[part] += seconds
         else:
             self._spent[self._activity] += wall
         self._activity, self._before = activity, now
@@ -65,6 +66,11 @@ class Clock:
         """Return the seconds so far, by what they went to."""
         self.turn_to(self._activity)
         return dict(self._spent)
+
+    def split_seconds(self) -> float:
+        """Return the seconds of `split` so far."""
+        spent = self.activity_seconds()
+        return sum(spent.get(part, 0.0) for part in self._parts)
 
     def close(self) -> None:
         """Read no more; the second time does nothing."""

@@ -12,7 +12,8 @@ import ctypes
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, final
 
 _EVERY_S: Final = 0.0002
@@ -37,6 +38,11 @@ class _Mallinfo2(ctypes.Structure):  # of glibc's <malloc.h>
     ]
 
 
+def can_count() -> bool:
+    """Whether the C library counts: glibc from version 2.33 on."""
+    return getattr(ctypes.CDLL(None), "mallinfo2", None) is not None
+
+
 @final
 class LiveBytes:
     """Counts from what is in use at its making on."""
@@ -54,6 +60,13 @@ class LiveBytes:
 
     def peak(self, work: Callable[[], object]) -> int:
         """Do the work and return the most bytes that were in use meanwhile."""
+        with self.watched() as most:
+            work()
+        return most[0]
+
+    @contextmanager
+    def watched(self) -> Iterator[list[int]]:
+        """Give a list of one number: the most bytes in use since the block began, until it ends."""
         most = [self.now()]
         done = threading.Event()
 
@@ -66,12 +79,11 @@ class LiveBytes:
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            work()
+            yield most
         finally:
             done.set()
             thread.join()
             sys.setswitchinterval(before)
-        return most[0]
 
     def _bytes(self) -> int:
         info = self._ask()

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from lockstep.common.hashing import RANDOM, VARIABLE
-from lockstep.common.text import printable_line
+from lockstep.common.text import printable_line, size, step_time
 from lockstep.core import epochs
 from lockstep.core.devices import SLOWLY
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
@@ -127,11 +127,17 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}
     rows += [(name, f"{count:,}") for name, count in skipped.items() if count]
     rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
+    rows += [("predicted", _graded(event))] if event.predicted else []
     if run_dir is None:
         return [*rows, ("run folder", f"none: {_NOTHING_KEPT}")]
     folder = printable_line(shlex.quote(run_dir))
     uses = [f"lockstep report {folder}", *([f"lockstep predict {folder} ..."] if run.task else [])]
     return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(uses))]
+
+
+def _graded(event: Done) -> str:
+    said, was = ((step_time(each["step_s"]), size(each["peak_bytes"])) for each in (event.predicted, event.measured))
+    return f"{said[0]} a step, {said[1]}; was {', '.join(was)}"
 
 
 def _fault_rate(audited: int) -> str:

@@ -40,6 +40,7 @@ from lockstep.run.events import evaluation_event, start_event
 from lockstep.run.external_engine import engine_files
 from lockstep.run.first_weights import weights_record
 from lockstep.run.folder import RunStart
+from lockstep.run.grading import Grading, is_predicted
 from lockstep.run.probe.first_look import Look
 from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
@@ -73,6 +74,7 @@ class RankTraining:
         self.clock = Clock(world.device, "setting up", split="training")
         numerics = machine.numerics(world.device, compiled=resolved.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
+        self.grading = Grading(world, self.clock) if is_predicted(resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
         # Before memory is pinned and loader processes start.
         self.cores = bind(world, resolved.recipe.threads) if resolved.placement.affinity == "auto" else []
@@ -140,6 +142,10 @@ class RankTraining:
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         """Yield the steps from number `first` on with this rank's micro-batches; the wait for them is the data's."""
+        batches = self._fetched(first)
+        yield from batches if self.grading is None else self.grading.watch(batches)
+
+    def _fetched(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         batches = iter(self.loader.training(first))
         while True:
             with self.clock.during("data"):
@@ -198,7 +204,8 @@ class RankTraining:
     def _done(self) -> Done:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
         spent, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
-        ranks = [plainfile.parse_json(text) for text in self.world.all_tell(json.dumps([spent, peak]))]
+        predicted, measured = self.resolved.run.predicted, {} if self.grading is None else self.grading.measured()
+        ranks = [plainfile.parse_json(text) for text in self.world.all_tell(json.dumps([spent, peak, measured]))]
         progress = self.rank.progress
         return Done(
             **progress.at,
@@ -209,8 +216,10 @@ class RankTraining:
             skipped_samples=int(skipped),
             audited=getattr(self.engine, "audited", 0),
             seconds=self.rank.seconds,
-            seconds_by_rank={what: [each.get(what, 0.0) for each, _ in ranks] for what in spent},
-            peak_bytes_by_rank=[each for _, each in ranks],
+            seconds_by_rank={what: [each.get(what, 0.0) for each, *_ in ranks] for what in spent},
+            peak_bytes_by_rank=[each for _, each, _ in ranks],
+            predicted={key: getattr(predicted, key) for key in measured},
+            measured={key: max(each[key] for *_, each in ranks) for key in measured},
         )
 
     @contextmanager

@@ -26,6 +26,8 @@ UNITS = {
     "peak_bytes": "bytes, the most that rank 0 has had",
     "seconds_by_rank": "s of each rank, by what they went to",
     "peak_bytes_by_rank": "bytes, the most that each rank has had",
+    "predicted": "step_s in s, peak_bytes in bytes, in use in a step",
+    "measured": "step_s in s, peak_bytes in bytes, in use in a step",
 }
 
 
@@ -175,6 +177,8 @@ class Done:
     seconds: float = 0.0
     seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by what they went to (device/clock.py)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
+    predicted: dict[str, float] = field(default_factory=dict)  # of a step, by a plan: step_s and peak_bytes
+    measured: dict[str, float] = field(default_factory=dict)  # the same of this start
     name: Literal["done"] = "done"
 
 
