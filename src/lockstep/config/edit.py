@@ -1,0 +1,72 @@
+"""A YAML text with some of its keys set anew, all else as it stood: comments, order, quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from lockstep.config.document import Path, parse
+from lockstep.config.write import flow
+from lockstep.errors import UsageError
+
+
+def with_values(text: str, source: str, given: Mapping[Path, Any]) -> str:
+    """Return the text of a mapping with other values of some keys, which are added where they are missing.
+
+    UsageError where the text is written in a way that this would not leave as it was.
+    """
+    expected = parse(text, source).values
+    for path, value in given.items():
+        section = expected
+        for name in path[:-1]:
+            section[name] = section = section.get(name) or {}
+        section[path[-1]] = value
+        text = _with_value(text, path, value)
+    found = parse(text, source)
+    if found.problems or found.values != expected:
+        listed = ", ".join(".".join(map(str, path)) for path in given)
+        raise UsageError(f"{source}: {listed} cannot be set in a file that is written like this; set them by hand")
+    return text
+
+
+def _with_value(text: str, path: Path, value: Any) -> str:
+    """Set one key: replace what stands there, or add it to the innermost mapping on the way to it."""
+    node: Any = yaml.compose(text, yaml.SafeLoader)
+    key = None
+    for depth, name in enumerate(path):
+        if not isinstance(node, yaml.MappingNode):  # nothing, where a mapping may be
+            break
+        pairs = {key.value: (key, inner) for key, inner in node.value}
+        if name not in pairs:
+            return _added(text, node, f"{name}: {flow(_nested(path[depth + 1 :], value))}")
+        key, node = pairs[name]
+    else:
+        depth = len(path)
+    assert key is not None
+    return f"{text[: key.end_mark.index]}: {flow(_nested(path[depth:], value))}{text[_end(node) :]}"
+
+
+def _nested(path: Path, value: Any) -> Any:
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+def _added(text: str, mapping: yaml.MappingNode, line: str) -> str:
+    start = mapping.start_mark
+    if mapping.flow_style:
+        inside = start.index + 1
+        return f"{text[:inside]}{line}{', ' if mapping.value else ''}{text[inside:]}"
+    end = _end(mapping)
+    end += len(text[end:].partition("\n")[0])  # behind a comment on the last line
+    return f"{text[:end]}\n{' ' * start.column}{line}{text[end:]}"
+
+
+def _end(node: Any) -> int:
+    """Return where a node's text ends: that of a block ends with its last value, not with what comes before a next."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
+    return int(node.end_mark.index)
