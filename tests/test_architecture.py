@@ -53,7 +53,7 @@ ALLOWED = {
         "run",
     ],
     "planning": [
-        *("core", "config", "device", "comm", "ranks", "strategies"),
+        *("core", "config", "device", "comm", "ranks", "parallel/engine", "strategies"),
         "run",
     ],
     "verification": [

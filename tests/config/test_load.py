@@ -319,9 +319,8 @@ def test_a_loss_scale_is_static_where_it_is_said_or_weights_are_in_fp16(asked, s
 def test_a_strategy_is_one_of_the_files(monkeypatch):
     assert {"single", "ddp", "zero3"} <= set(across.strategies())
     monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
-    expected = (
-        "override  placement.strategy.name: no strategy 'dpd'; did you mean 'ddp'? Valid: auto, ddp, single, fsdp"
-    )
+    problem = "no strategy 'dpd'; did you mean 'ddp'? Valid: auto, fastest, ddp, single, fsdp"
+    expected = f"override  placement.strategy.name: {problem}"
     assert problems("digits", "placement.strategy=dpd") == [expected]
     assert problems("digits", "placement.strategy={name: dpd, extra: 1}") == [expected]
     assert load("digits", ["placement.strategy=ddp"]).config.placement.strategy.name == "ddp"

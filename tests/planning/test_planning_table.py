@@ -1,10 +1,13 @@
 """The table of a plan: what fits comes first, by what a step takes, and what is not known is not claimed."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
+from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures
 from lockstep.planning.survey import Machine, Placed
-from lockstep.planning.table import best, draw, in_order, refused, size, to_json
+from lockstep.planning.table import best, draw, in_order, refused, to_json
 
 MIB = 2**20
 DDP = Placed("ddp", 2, "words of ddp", Figures(300 * MIB, 500 * MIB, 1.0, 100 * MIB, 4), pretended=True, seconds=2.0)
@@ -19,9 +22,9 @@ def test_what_fits_comes_first_and_is_the_best() -> None:
     rows = [*NONE, PIPELINE, ZERO3, DDP]
     room = Machine(memory=400 * MIB)
     assert [row.strategy for row in in_order(rows, room)] == ["zero3", "pipeline", "ddp", "tensor", "tensor"]
-    assert best(in_order(rows, room), room) == "words of zero3"
-    assert best(in_order(rows, Machine()), Machine()) == "words of ddp"
-    assert best(in_order(rows, Machine(memory=MIB)), Machine(memory=MIB)) == ""
+    assert best(in_order(rows, room), room) is ZERO3
+    assert best(in_order(rows, Machine()), Machine()) is DDP
+    assert best(in_order(rows, Machine(memory=MIB)), Machine(memory=MIB)) is None
 
 
 def test_cells_say_by_how_much_it_does_not_fit() -> None:
@@ -33,10 +36,11 @@ def test_cells_say_by_how_much_it_does_not_fit() -> None:
     assert lines[2] == "pipeline 2 300 MiB 150 MiB 3 s yes"
     assert len(lines) == 3
     assert refused([DDP, *NONE]) == ["not measured: tensor on 2, 4: no chunks"]
-    assert '"fits": false' in to_json([DDP], Machine(memory=400 * MIB))
-
-
-def test_sizes_are_said_in_their_unit() -> None:
-    assert [size(number) for number in (0, 1023, 1024, 1.5 * MIB, 80 << 30)] == [
-        *("0 B", "1023 B", "1 KiB", "1.5 MiB", "80 GiB")
+    priced = replace(DDP, costs=Costs(epoch=3.2075, run=24690.0, save_every=99, kept=0.98765))
+    with console.capture() as shown:
+        console.print(draw([priced], Machine()))
+    assert [" ".join(line.split()) for line in shown.get().splitlines()] == [
+        "strategy processes memory, most between steps sends a step fits an epoch the run save every, steps kept",
+        "ddp 2 500 MiB 300 MiB 100 MiB, 4 2 s 3.21 24,690 99 98.77 %",
     ]
+    assert '"fits": false' in to_json([DDP], Machine(memory=400 * MIB))

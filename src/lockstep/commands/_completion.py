@@ -76,6 +76,7 @@ def _values(key: str, start: str) -> list[str]:
 
 def _choices(key: str) -> Sequence[str]:
     from lockstep.config.across import strategies
+    from lockstep.config.placement import FASTEST
     from lockstep.config.wording import field_at, section_at
 
     if key in _NAMES:
@@ -85,7 +86,7 @@ def _choices(key: str) -> Sequence[str]:
 
         return [*SOURCES]
     if key == "placement.strategy":
-        return ["auto", *strategies()]
+        return ["auto", FASTEST, *strategies()]
     path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())
     field = field_at(path)
     kind = field.annotation if field else None

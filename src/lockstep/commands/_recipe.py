@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,3 +29,9 @@ def tell_notes(loaded: Loaded) -> None:
     """Say what an override removed in addition to what it set."""
     for note in loaded.notes:
         click.echo(printable(f"note: {note}"), err=True)
+
+
+def tell_measuring(text: str) -> None:
+    """Say on a terminal what is measured now."""
+    if sys.stderr.isatty():
+        click.echo(f"... {text}", err=True)

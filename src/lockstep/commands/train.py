@@ -44,6 +44,7 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
 
 def _alone(read: Callable[[], Loaded]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
+    from lockstep.config.placement import FASTEST
     from lockstep.run.completed import completion_notice
 
     loaded = _migrate(read())
@@ -52,6 +53,11 @@ def _alone(read: Callable[[], Loaded]) -> int:
         return EXIT_DONE
     from lockstep.run.training import train_here  # only now: torch takes seconds
 
+    if loaded.config.placement.strategy.name == FASTEST:
+        from lockstep.planning.fastest import with_fastest
+
+        loaded, words = with_fastest(loaded, _recipe.tell_measuring)
+        click.echo(words, err=True)
     return train_here(loaded)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lockstep.common.names import choices
 from lockstep.config.document import KeyProblem, Path, SourcePosition, locate, mapping_at
-from lockstep.config.placement import ALIASES
+from lockstep.config.placement import ALIASES, FASTEST
 from lockstep.config.recipe import contradictions, default_microbatches
 from lockstep.config.write import format_value
 from lockstep.core.work import too_few
@@ -48,7 +48,7 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     name = _name(placement)
-    valid = ["auto", *strategies(), *ALIASES]
+    valid = ["auto", FASTEST, *strategies(), *ALIASES]
     if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
         text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
         yield ("placement", "strategy", "name"), text
@@ -60,7 +60,7 @@ def _name(placement: dict[str, Any]) -> Any:
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if _name(placement) != "auto":  # what processes share is for the strategy to say, which needs torch
+    if _name(placement) not in ("auto", FASTEST):  # what processes share is for the strategy to say, which needs torch
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     count, size = recipe.get("microbatches"), recipe.get("microbatch")

@@ -11,6 +11,7 @@ from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.base import BY_NAME, Name, PositiveFloat, PositiveInt, Section
 
 ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
+FASTEST: Final = "fastest"  # of the strategies, by measuring: planning/fastest.py
 FOREIGN: Final = ("deepspeed",)  # strategies in the engine of another framework, which is given files of its own
 
 
@@ -28,7 +29,7 @@ class StrategyConfig(Section):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: Annotated[Name, AfterValidator(lambda name: ALIASES.get(name, name))] = (
-        "auto"  # single for one process, ddp for more
+        "auto"  # single for one process, ddp for more; fastest: measured before the run starts
     )
 
 

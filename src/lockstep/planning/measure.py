@@ -21,10 +21,13 @@ from lockstep.comm.pretended import Traffic, pretended_world
 from lockstep.comm.world import World, open_world
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE
+from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
+from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
+from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
 
 TIMED: Final = 3  # steps, of which the median is taken
@@ -63,13 +66,7 @@ def work(resolved: Resolved, link: float, folder: Path, ready: Setup, rendezvous
 def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | None) -> Figures:
     """Let this rank do steps with the recipe's first batch: its memory is counted from before the model is built on."""
     memory = _Memory(world.device)
-    engine, loader = start_engine(ready, resolved, world)
-    step, microbatches = next(iter(loader.training(0)))
-
-    def do() -> None:
-        engine.forward_backward(microbatches, step)
-        engine.update(0.0, ready.recipe.clip_norm)
-
+    engine, do = _started(ready, resolved, world)
     with traffic or nullcontext():
         do()  # which makes the optimizer's state
         held = memory.now()
@@ -79,6 +76,37 @@ def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | N
         seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
     engine.close()
     return Figures(held, peak, seconds, after[0] - before[0], after[1] - before[1])
+
+
+def work_saving(resolved: Resolved, folder: Path, ready: Setup, rendezvous: Rendezvous) -> int:
+    """Be the one rank, and write how many seconds training waits for a save to the folder."""
+    device = computing_device(resolved.placement, rendezvous.info, resolved.recipe.threads, resolved.recipe.precision)
+    world = World(rendezvous.info, device)
+    engine, do = _started(ready, resolved, world)
+    do()  # which makes the optimizer's state
+    checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
+    found = []
+    for _ in range(TIMED):
+        began = time.perf_counter()
+        checkpoints.save()
+        found.append(time.perf_counter() - began)
+        checkpoints.wait()
+    checkpoints.close()
+    engine.close()
+    (folder / "save.json").write_text(json.dumps(statistics.median(found)), encoding="utf-8")
+    return EXIT_DONE
+
+
+def _started(ready: Setup, resolved: Resolved, world: World) -> tuple[Engine, Callable[[], None]]:
+    """Start the engine of this rank; return it, and what lets it do a step with the recipe's first batch."""
+    engine, loader = start_engine(ready, resolved, world)
+    step, microbatches = next(iter(loader.training(0)))
+
+    def do() -> None:
+        engine.forward_backward(microbatches, step)
+        engine.update(0.0, ready.recipe.clip_norm)
+
+    return engine, do
 
 
 class _Memory:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from lockstep.common import plainfile
 from lockstep.common.platforms import usable_cores
+from lockstep.config.document import parse
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
+from lockstep.config.run import PredictedConfig
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.planning.measure import Figures, work
+from lockstep.planning.costs import Costs
+from lockstep.planning.measure import Figures, work, work_saving
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup, setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
@@ -55,6 +58,7 @@ class Placed:
     pretended: bool = False
     reason: str = ""
     seconds: float | None = None  # of a step
+    costs: Costs = field(default_factory=Costs)
 
     def fits(self, machine: Machine) -> bool | None:
         """Whether a rank has room; None where that is not known."""
@@ -63,8 +67,21 @@ class Placed:
         return self.figures.peak <= machine.memory
 
 
+def as_predicted(row: Placed) -> PredictedConfig:
+    """Return what a run on a measured placement is compared with at its end."""
+    assert row.figures is not None
+    strategy = parse(row.strategy, "").values
+    return PredictedConfig(
+        strategy=strategy if isinstance(strategy, str) else strategy["name"],
+        processes=row.processes,
+        step_s=float(f"{row.seconds:.4g}"),
+        peak_bytes=row.figures.peak,
+    )
+
+
 def survey(
     loaded: Loaded,
+    ready: Setup,
     strategies: Sequence[StrategyConfig],
     counts: Sequence[int],
     machine: Machine,
@@ -72,15 +89,17 @@ def survey(
 ) -> list[Placed]:
     """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
 
-    A mistake in the recipe raises UsageError. `tell` is called with what is measured.
+    `ready` is what `made_ready` returned. `tell` is called with what is measured.
     """
-    ready = made_ready(loaded)
     pairs = _pairs(loaded, strategies, counts)
     return [_placed(each, processes, loaded, ready, machine, tell) for each, processes in pairs]
 
 
 def made_ready(loaded: Loaded) -> Setup:
-    """Check what all placements have in common, and make it real for the processes that are forked from this one."""
+    """Check what all placements have in common, and make it real for the processes that are forked from this one.
+
+    A mistake in the recipe raises UsageError.
+    """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
     ready = _setup(loaded)
     check_first(ready)
@@ -111,7 +130,15 @@ def _pairs(
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
     """Return a configuration under another strategy, on so many processes, without audits and loader processes."""
-    update = {"strategy": strategy, "processes": processes, "audit_every": None, "workers": 0}
+    return _placing(loaded, {"strategy": strategy, "processes": processes, "audit_every": None, "workers": 0})
+
+
+def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
+    """Return a configuration under another strategy, on so many processes."""
+    return _placing(loaded, {"strategy": strategy, "processes": processes})
+
+
+def _placing(loaded: Loaded, update: Mapping[str, Any]) -> Loaded:
     placement = loaded.config.placement.model_copy(update=update)
     return replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
 
@@ -130,8 +157,8 @@ def _placed(
     words = f"{shlex.quote(f'placement.strategy={named}')} placement.processes={processes}"
     found = Placed(named, processes, words)
     try:
+        check_placement(resolve(with_strategy(loaded, strategy, processes), processes))
         resolved = resolve(with_placement(loaded, strategy, processes), processes)
-        check_placement(resolved)
         check_cut(resolved, ready)
     except UsageError as error:
         return replace(found, reason=str(error))
@@ -153,17 +180,48 @@ def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figur
 
     Return the largest figures of any, or why there are none.
     """
-    with TemporaryDirectory(prefix="lockstep-plan-") as name:
-        folder, ranks = Path(name), 1 if link else resolved.processes
-        body = partial(_work, resolved, link or LINK, folder)
-        code, text = in_workers_silently(body, ready, resolved.placement, ranks)
+    ranks = 1 if link else resolved.processes
+    found, reason = _results(partial(_work, resolved, link or LINK), ready, resolved, ranks)
+    each = [Figures(**one) for one in found]
+    most = (max(values) for values in zip(*(vars(one).values() for one in each), strict=True))
+    return (Figures(*most), "") if each else (None, reason)
+
+
+def save_seconds(loaded: Loaded, ready: Setup) -> float:
+    """Return how long training waits for a save on the disk of the run folder, by one process: the files are the same.
+
+    UsageError where one process cannot.
+    """
+    resolved = resolve(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
+    place = Path(resolved.run.dir or ".").absolute()
+    disk = next(each for each in (place, *place.parents) if each.is_dir())
+    found, reason = _results(partial(_work_saving, resolved), ready, resolved, 1, disk)
+    if not found:
+        raise UsageError(f"--mtbf: a save could not be measured: {reason}; give its time with --save")
+    return float(found[0])
+
+
+def _results(
+    body: Callable[[Path, Setup | None, Rendezvous], int],
+    ready: Setup,
+    resolved: Resolved,
+    ranks: int,
+    disk: Path | None = None,
+) -> tuple[list[Any], str]:
+    """Return what ranks wrote into a folder, on a `disk`, that `body` is given; nothing, and why, after a failure."""
+    with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
+        folder = Path(name)
+        code, text = in_workers_silently(partial(body, folder), ready, resolved.placement, ranks)
         files = sorted(folder.glob("*.json"))
         if code != EXIT_DONE or len(files) < ranks:
-            return None, text.partition("error: ")[2] or text or f"ended with exit code {code}"
-        each = [Figures(**plainfile.parse_json(file.read_text(encoding="utf-8"))) for file in files]
-    return Figures(*(max(values) for values in zip(*(vars(one).values() for one in each), strict=True))), ""
+            return [], text.partition("error: ")[2] or text or f"ended with exit code {code}"
+        return [plainfile.parse_json(file.read_text(encoding="utf-8")) for file in files], ""
 
 
 def _work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be a rank of a placement; one that was spawned has the recipe to make real."""
     return work(resolved, link, folder, ready or _setup(resolved.loaded), rendezvous)
+
+
+def _work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    return work_saving(resolved, folder, ready or _setup(resolved.loaded), rendezvous)

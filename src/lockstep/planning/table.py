@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.common.text import printable_line
+from lockstep.common.text import printable_line, size
 from lockstep.planning.survey import Machine, Placed
 
 _HEADINGS: Final = ("strategy", "processes", "memory, most", "between steps", "sends", "a step", "fits")
-_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_COSTS: Final[Mapping[str, str]] = {
+    "epoch": "an epoch",
+    "run": "the run",
+    "save_every": "save every, steps",
+    "kept": "kept",
+}
 
 
 def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
@@ -27,9 +32,13 @@ def draw(rows: Sequence[Placed], machine: Machine) -> Table:
     table = Table(box=None, pad_edge=False, header_style="")
     for number, heading in enumerate(_HEADINGS):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows:
-        if row.figures is not None:
-            table.add_row(*map(Text, _cells(row, machine)))
+    measured = [row for row in rows if row.figures is not None]
+    asked = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured)]
+    for key in asked:
+        table.add_column(_COSTS[key], justify="right", no_wrap=True)
+    for row in measured:
+        costs = [_cost(key, getattr(row.costs, key)) for key in asked]
+        table.add_row(*map(Text, [*_cells(row, machine), *costs]))
     return table
 
 
@@ -47,10 +56,9 @@ def refused(rows: Sequence[Placed]) -> list[str]:
     ]
 
 
-def best(rows: Sequence[Placed], machine: Machine) -> str:
-    """Return the words for the first row that is not known not to fit, "" where there is none."""
-    fitting = (row for row in rows if row.figures is not None and row.fits(machine) is not False)
-    return next((row.words for row in fitting), "")
+def best(rows: Sequence[Placed], machine: Machine) -> Placed | None:
+    """Return the first row that is not known not to fit."""
+    return next((row for row in rows if row.figures is not None and row.fits(machine) is not False), None)
 
 
 def to_json(rows: Sequence[Placed], machine: Machine) -> str:
@@ -59,16 +67,14 @@ def to_json(rows: Sequence[Placed], machine: Machine) -> str:
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
 
 
-def size(number: float) -> str:
-    """Say a number of bytes."""
-    for unit, name in _UNITS:
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.0f} B"
-
-
 def _first(reason: str) -> str:
     return reason.strip().partition("\n")[0]
+
+
+def _cost(key: str, value: float) -> str:
+    if key == "kept":
+        return f"{100 * value:.2f} %"
+    return f"{value:,.0f}" if value >= 100 or key == "save_every" else f"{value:.3g}"
 
 
 def _cells(row: Placed, machine: Machine) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def keep_old_defaults(loaded: Loaded) -> Loaded:
 
     What the user sets is kept: a conflict with the run is refused at the start.
     """
-    config = next((file for file in _config_files(loaded.config.run) if file.exists()), None)
+    config = recorded_config(loaded.config.run)
     if config is None:
         return loaded
     try:
@@ -38,9 +37,14 @@ def keep_old_defaults(loaded: Loaded) -> Loaded:
     )
 
 
-def _config_files(run: RunConfig) -> Iterator[Path]:
-    """Yield candidate paths of the resumed run's configuration: the run, or one of its checkpoints, may be named."""
+def recorded_config(run: RunConfig) -> Path | None:
+    """Return the configuration of the run that goes on, None where none does.
+
+    The run may be named, or one of its checkpoints.
+    """
+    files: tuple[Path, ...] = ()
     if run.resume == "auto":
-        yield from [Path(run.dir) / CONFIG] if run.dir else []
+        files = (Path(run.dir) / CONFIG,) if run.dir else ()
     elif run.resume != "never":
-        yield from (Path(run.resume) / CONFIG, Path(run.resume).parent.parent / CONFIG)
+        files = (Path(run.resume) / CONFIG, Path(run.resume).parent.parent / CONFIG)
+    return next((file for file in files if file.exists()), None)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from lockstep.common.importing import import_object
 from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
-from lockstep.config.placement import Placement
+from lockstep.config.placement import FASTEST, Placement
 from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.strategies.base import Strategy, Traits
@@ -26,6 +26,11 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     name = placement.strategy.name
     if name == "auto":
         name = "single" if processes == 1 else "ddp"
+    if name == FASTEST:
+        raise UsageError(
+            "placement.strategy: fastest: only lockstep train finds it, on ranks that it starts itself; name one here, "
+            "such as that which lockstep plan --write puts into a recipe"
+        )
     kind = _own(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
     options = dict(placement.strategy.model_extra or {})
     valid = [field.name for field in fields(kind)]

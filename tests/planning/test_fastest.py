@@ -1,0 +1,136 @@
+"""The fastest strategy: who is tried with all ranks, who wins, what a run keeps, and what is refused."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.config.load import Loaded, load, to_yaml
+from lockstep.config.placement import Placement
+from lockstep.device import host
+from lockstep.errors import UsageError
+from lockstep.planning import fastest
+from lockstep.planning.fastest import measured, room, with_fastest
+from lockstep.planning.measure import Figures
+from lockstep.planning.survey import Machine, Placed
+
+MIB = 2**20
+REAL = {"ddp": 3.0, "zero1": 1.0, "zero2": 2.0, "zero3": 0.5}  # seconds of a step with all ranks
+WORDS = ["placement.device=cpu", "placement.strategy=fastest", "placement.processes=2"]
+Surveyed = Callable[..., list[str]]
+
+
+def row(strategy: str, seconds: float, peak: int, pretended: bool = True) -> Placed:
+    return Placed(strategy, 2, "", Figures(peak // 2, peak, seconds), pretended=pretended, seconds=seconds)
+
+
+@pytest.fixture
+def surveyed(monkeypatch: pytest.MonkeyPatch) -> Surveyed:
+    """Return a function that sets what a survey finds, and which strategies all ranks fail under."""
+
+    def surveyed(rows: Sequence[Placed], failing: Sequence[str] = ()) -> list[str]:
+        tried: list[str] = []
+
+        def largest(resolved, ready, link):
+            assert link is None
+            tried.append(resolved.strategy_name)
+            if resolved.strategy_name in failing:
+                return None, "out of memory"
+            return Figures(MIB, 2 * MIB, REAL[resolved.strategy_name]), ""
+
+        monkeypatch.setattr(fastest, "made_ready", lambda _: None)
+        monkeypatch.setattr(fastest, "survey", lambda *_: list(rows))
+        monkeypatch.setattr(fastest, "largest", largest)
+        return tried
+
+    return surveyed
+
+
+def test_the_best_that_fit_are_tried_and_what_fails_gives_way(surveyed: Surveyed) -> None:
+    found = [row("zero3", 4.0, 2 * MIB), row("tensor", 0.1, 900 * MIB), row("ddp", 1.0, 8 * MIB)]
+    found += [row("pipeline", 2.5, MIB, pretended=False), row("zero1", 2.0, MIB), row("zero2", 3.0, MIB)]
+    tried = surveyed([*found, Placed("hsdp", 2, reason="no")], failing=["zero1"])
+    best = measured(load("digits", WORDS), 2, Machine(memory=100 * MIB), str)
+    assert [(each.strategy, each.seconds) for each in best] == [("ddp", 3.0), ("pipeline", 2.5), ("zero2", 2.0)]
+    assert tried == ["ddp", "zero1", "zero2"]
+
+
+def test_the_fastest_is_written_into_the_configuration(surveyed: Surveyed) -> None:
+    surveyed([row("ddp", 1.0, MIB), row("zero1", 1.5, MIB)])
+    loaded, words = with_fastest(load("digits", WORDS), str)
+    assert words == "placement.strategy: fastest: zero1, 1 s a step, ddp 3 s"
+    assert "  processes: 2                          # measured\n" in to_yaml(loaded)
+    config = load_again(loaded).config
+    assert (config.placement.strategy.name, config.placement.processes) == ("zero1", 2)
+    assert config.run.predicted is not None
+    assert config.run.predicted.model_dump() == {
+        "strategy": "zero1",
+        "processes": 2,
+        "step_s": 1.0,
+        "peak_bytes": 2 * MIB,
+    }
+
+
+def load_again(loaded: Loaded) -> Loaded:
+    Path("again.yaml").write_text(to_yaml(loaded), encoding="utf-8")
+    return load("again.yaml")
+
+
+@pytest.mark.parametrize(("processes", "strategy", "tried"), [(2, "zero3", []), (4, "ddp", ["ddp"])])
+def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
+    surveyed: Surveyed, processes: int, strategy: str, tried: list[str]
+) -> None:
+    kept = "run.predicted={strategy: zero3, processes: 2, step_s: 1.0, peak_bytes: 9}"
+    Path("a").mkdir()
+    Path("a/config.yaml").write_text(to_yaml(load("digits", [kept])), encoding="utf-8")
+    found = surveyed([row("ddp", 1.0, MIB)])
+    loaded, words = with_fastest(load("digits", [*WORDS[:2], f"placement.processes={processes}", "run.dir=a"]), str)
+    assert loaded.config.placement.strategy.name == strategy
+    assert found == tried
+    assert words.endswith("as it was measured before") == (not tried)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        (
+            [row("ddp", 1.0, 900 * 2**40), row("zero3", 2.0, 600 * 2**40)],
+            "nothing fits on 2 processes; zero3 comes nearest, with 6.14e+05 GiB a rank where 1 GiB are free",
+        ),
+        ([Placed("ddp", 2, reason="no\nplace")], "nothing could be measured:\nnot measured: ddp on 2: no"),
+    ],
+)
+def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
+    surveyed: Surveyed, monkeypatch: pytest.MonkeyPatch, rows: list[Placed], error: str
+) -> None:
+    surveyed(rows)
+    monkeypatch.setattr(fastest, "room", lambda *_: 2**30)
+    with pytest.raises(UsageError) as raised:
+        with_fastest(load("digits", WORDS), str)
+    assert str(raised.value).startswith(f"placement.strategy: fastest: {error}")
+
+
+def test_it_has_no_options() -> None:
+    with pytest.raises(UsageError, match=r"placement\.strategy\.spokes: fastest has no options"):
+        with_fastest(load("digits", [*WORDS, "placement.strategy.spokes=3"]), str)
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "expected"), [("cpu", None, 250), ("cpu", 600, 150), ("cpu", 5000, 250), ("auto", 600, 40)]
+)
+def test_ranks_share_what_is_free_of_the_host_or_have_a_card(
+    monkeypatch: pytest.MonkeyPatch, device: str, limit: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80 + 10 * number)
+    )
+    monkeypatch.setattr(host, "memory", lambda: {"free": 1000, "limit": limit})
+    assert room(Placement(device=device), 4) == expected  # two of the four ranks share a card
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
