@@ -1,6 +1,7 @@
 """The fastest strategy: who is tried with all ranks, who wins, what a run keeps, and what is refused."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,13 +9,13 @@ import pytest
 import torch
 
 from lockstep.config.load import Loaded, load, to_yaml
-from lockstep.config.placement import Placement
+from lockstep.config.placement import Placement, StrategyConfig
 from lockstep.device import host
 from lockstep.errors import UsageError
 from lockstep.planning import fastest
 from lockstep.planning.fastest import measured, room, with_fastest
 from lockstep.planning.measure import Figures
-from lockstep.planning.survey import Machine, Placed
+from lockstep.planning.survey import Machine, Placed, survey
 
 MIB = 2**20
 REAL = {"ddp": 3.0, "zero1": 1.0, "zero2": 2.0, "zero3": 0.5}  # seconds of a step with all ranks
@@ -110,6 +111,14 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
     with pytest.raises(UsageError) as raised:
         with_fastest(load("digits", WORDS), str)
     assert str(raised.value).startswith(f"placement.strategy: fastest: {error}")
+
+
+def test_what_unpickles_is_measured_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.planning.survey._placed", lambda strategy, *_: strategy.name)
+    found = partial(survey, load("digits"), None, counts=(2,), machine=Machine(), tell=str)
+    assert {"ddp", "zero3", "pipeline"} <= {*found(strategies=())}
+    assert "parameter_server" not in found(strategies=())
+    assert found(strategies=[StrategyConfig(name="parameter_server")]) == ["parameter_server"]
 
 
 def test_it_has_no_options() -> None:

@@ -89,7 +89,8 @@ def survey(
 ) -> list[Placed]:
     """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
 
-    `ready` is what `made_ready` returned. `tell` is called with what is measured.
+    Of these one that unpickles what it receives is left out: nobody asked for it. `ready` is what
+    `made_ready` returned. `tell` is called with what is measured.
     """
     pairs = _pairs(loaded, strategies, counts)
     return [_placed(each, processes, loaded, ready, machine, tell) for each, processes in pairs]
@@ -120,9 +121,8 @@ def _pairs(
     given = [*strategies]
     if not given:
         exact = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
-        given = [
-            each for each in exact if resolve(with_placement(loaded, each, 2), 2).strategy.traits.exactness == "bits"
-        ]
+        traits = {each: resolve(with_placement(loaded, each, 2), 2).strategy.traits for each in exact}
+        given = [each for each, has in traits.items() if has.exactness == "bits" and not has.unpickles]
     if 1 in counts:
         yield StrategyConfig(name=_SINGLE), 1
     yield from ((each, count) for count in counts if count > 1 for each in given if each.name != _SINGLE)

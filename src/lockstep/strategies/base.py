@@ -38,7 +38,8 @@ class Traits:
     have the same weights. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it; nor,
     unless `cuts_sequences`, `recipe.model.sequence_chunks`. With `spreads_sequences` ranks along tensor share these
     chunks, too. `sent` is the precision that gradients are rounded to before they are sent, where they are. Where what
-    a rank does follows from what others send it, `by_peers`, a rank alone shows nothing (`lockstep plan`).
+    a rank does follows from what others send it, `by_peers`, a rank alone shows nothing (`lockstep plan`). One that
+    `unpickles` what it receives lets others run code: only who names it gets it.
     """
 
     cuts: str
@@ -53,6 +54,7 @@ class Traits:
     spreads_sequences: bool = False
     sent: Literal["fp16", "bf16"] | None = None
     by_peers: bool = False
+    unpickles: bool = False
 
 
 class Strategy(Protocol):

@@ -44,6 +44,7 @@ class Strategy:
             cuts_rows=not self.asynchronous,
             audits=not self.asynchronous,
             by_peers=True,
+            unpickles=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
