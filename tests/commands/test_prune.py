@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import invoke
 
-from lockstep.common.sizes import size_in_words
+from lockstep.common.text import size
 from lockstep.training.checkpoint import store
 from lockstep.training.lock import lock
 
@@ -44,8 +44,8 @@ def test_the_newest_and_the_best_stay(runs: Path, words: tuple[str, ...], left: 
     told = invoke("prune", "runs/a", *words).output
     assert told == asked.replace("would free", "freed")
     gone = [f"step-{step:08d}" for step in (4, 3, 2, 1) if step not in left]
-    size = size_in_words(before - disk(runs))
-    assert told == f"runs/a: {f'freed {size}: ' if gone else 'nothing'}{', '.join(gone)}\n"
+    freed = size(before - disk(runs))
+    assert told == f"runs/a: {f'freed {freed}: ' if gone else 'nothing'}{', '.join(gone)}\n"
     assert steps(runs / "a") == left
     assert steps(runs / "b") == [1, 2, 3, 4]
     assert store.load(runs / "a", "best").snapshot.state["step"] == 2

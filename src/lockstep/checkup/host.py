@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from lockstep.checkup.finding import Finding
 from lockstep.checkup.variables import of_variables
-from lockstep.common.sizes import GIB, size_in_words
+from lockstep.common.text import size
 from lockstep.device.interfaces import is_loopback
+
+_GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,18 @@ def memory(facts: Facts, around: Around) -> Iterator[Finding]:
     """Hold the memory that is free, or that a container allows, against the ranks of the host."""
     found = facts["memory"]
     free = min(found["free"], found["limit"] or found["free"])
-    text = f"{size_in_words(free)} free of {size_in_words(min(found['all'], found['limit'] or found['all']))}"
-    text += f", {size_in_words(found['swapped'])} swapped out" if found["swapped"] > GIB else ""
+    text = f"{size(free)} free of {size(min(found['all'], found['limit'] or found['all']))}"
+    text += f", {size(found['swapped'])} swapped out" if found["swapped"] > _GIB else ""
     each = free / around.here
-    if each < GIB:
-        level: Any = "problem" if each < GIB / 4 else "warning"
+    if each < _GIB:
+        level: Any = "problem" if each < _GIB / 4 else "warning"
         text, leads_to = (
-            f"{text}: {size_in_words(int(each))} for each rank",
+            f"{text}: {size(int(each))} for each rank",
             "the kernel kills a rank when there is none left",
         )
         remedy = "end other programs, start fewer ranks here, or raise the container's limit"
         yield Finding("memory", level, text, leads_to, remedy)
-    elif found["swapped"] > GIB:
+    elif found["swapped"] > _GIB:
         yield Finding("memory", "warning", text, "what was swapped out is read back slowly", "end other programs")
     else:
         yield Finding("memory", "ok", text)
@@ -114,8 +116,8 @@ def shared_memory(facts: Facts, _: Around) -> Iterator[Finding]:
     found = facts["memory"]
     if found["shared"] is None:
         return
-    text = f"/dev/shm: {size_in_words(found['shared_free'])} free of {size_in_words(found['shared'])}"
-    if found["shared_free"] < GIB:
+    text = f"/dev/shm: {size(found['shared_free'])} free of {size(found['shared'])}"
+    if found["shared_free"] < _GIB:
         leads_to = "workers of the loader, which hand over batches there, end with a bus error"
         yield Finding("shared memory", "warning", text, leads_to, "docker run --shm-size=8g, or placement.workers=0")
     else:
@@ -139,9 +141,9 @@ def limits(facts: Facts, around: Around) -> Iterator[Finding]:
         yield Finding("processes", "ok", _at_most(processes))
     if locked is not None and found["fabric"]:
         leads_to = "InfiniBand cannot pin its memory: NCCL fails, or takes the slow network"
-        yield Finding("locked memory", "warning", f"at most {size_in_words(locked)}", leads_to, "ulimit -l unlimited")
+        yield Finding("locked memory", "warning", f"at most {size(locked)}", leads_to, "ulimit -l unlimited")
     else:
-        yield Finding("locked memory", "ok", "unlimited" if locked is None else f"at most {size_in_words(locked)}")
+        yield Finding("locked memory", "ok", "unlimited" if locked is None else f"at most {size(locked)}")
 
 
 def name(facts: Facts, around: Around) -> Iterator[Finding]:
@@ -195,7 +197,7 @@ def port(facts: Facts, _: Around) -> Iterator[Finding]:
 def folder(facts: Facts, around: Around) -> Iterator[Finding]:
     """Judge the place of run folders: whether it can be written, room, and locks."""
     found = facts["folder"]
-    place, text = found["folder"], f"{found['folder']}: {size_in_words(found['free'])} free"
+    place, text = found["folder"], f"{found['folder']}: {size(found['free'])} free"
     another = "choose another run.dir"
     if found["problem"]:
         leads_to = "a run there cannot keep its log and checkpoints"
@@ -203,7 +205,7 @@ def folder(facts: Facts, around: Around) -> Iterator[Finding]:
     elif not found["locks"]:
         leads_to = "two runs can write to one folder"
         yield Finding("run folder", "problem", f"{place}: files cannot be locked", leads_to, another)
-    elif found["free"] < GIB:
+    elif found["free"] < _GIB:
         leads_to = "a run ends when its checkpoint finds no room; older ones stay"
         yield Finding("run folder", "problem", text, leads_to, f"free some, or {another}")
     else:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.common.sizes import size_in_words
-from lockstep.common.text import printable_line
+from lockstep.common.text import printable_line, size
 from lockstep.errors import UsageError
 
 
@@ -39,13 +38,12 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
         for run in dict.fromkeys(runs):
             held.enter_context(lock(run))
         surplus = {run: store.surplus(run / store.FOLDER, keep) for run in dict.fromkeys(runs)}
-        freed = 0
+        freed, verb = 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
-            freed += (size := sum(map(store.size, paths)))
+            freed += (count := sum(map(store.size, paths)))
             what = ", ".join(path.name for path in paths)
-            verb = "would free" if dry_run else "freed"
-            click.echo(f"{printable_line(str(run))}: {f'{verb} {size_in_words(size)}: {what}' if paths else 'nothing'}")
+            click.echo(f"{printable_line(str(run))}: {f'{verb} {size(count)}: {what}' if paths else 'nothing'}")
             for path in () if dry_run else paths:
                 store.remove(path)
     if len(surplus) > 1:
-        click.echo(f"{'would free' if dry_run else 'freed'} {size_in_words(freed)} in all")
+        click.echo(f"{verb} {size(freed)} in all")

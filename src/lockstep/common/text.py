@@ -29,8 +29,8 @@ def printable_line(text: str) -> str:
 def size(number: float) -> str:
     """Say a number of bytes."""
     for unit, name in _UNITS:
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
+        if (count := number / unit) >= 1:
+            return f"{count:.3g} {name}" if count < 1000 else f"{count:,.0f} {name}"
     return f"{number:.0f} B"
 
 
