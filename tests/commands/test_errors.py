@@ -25,7 +25,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_by_choice(run):
     assert alone.sha256 == shared.sha256
     skipped = events(shared.folder / "shared", "done")[0]["skipped_steps"]
     assert 20 <= skipped <= 22
-    assert f"skipped steps    {skipped}\n" in shared.out
+    assert f"skipped steps  {skipped}\n" in shared.out
 
 
 @pytest.mark.parametrize(
