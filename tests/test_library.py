@@ -23,7 +23,7 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 dataset = torch.utils.data.TensorDataset(torch.randn(600, 4), torch.randint(3, (600,)))
 """
-EVENTS = ["Started", "Warned", "Stepped", "Evaluated", "Logged", "Skipped", "Saved", "Stopped", "Done"]
+EVENTS = ["Started", "Warned", "Stepped", "Evaluated", "Logged", "Skipped", "Corrupted", "Saved", "Stopped", "Done"]
 RESULTS = ["Checked", "Comparison", "Exported", "Prediction", "Report", "Run", "Step"]  # seen, not called
 NAMES = [
     *("LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError", "Recipe", "Placement"),

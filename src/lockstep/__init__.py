@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.run.load import load
     from lockstep.run.own_step import Step
     from lockstep.training.events import (
+        Corrupted,
         Done,
         Evaluated,
         Event,
@@ -45,12 +46,13 @@ _PLACES = {
     "run.joined": "Run join",
     "run.own_step": "Step",
     "run.load": "load",
-    "training.events": "Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
+    "training.events": "Corrupted Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
     "verification.own_loop": "Checked verify",
 }
 __all__ = ["LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError"]
 __all__ += ["Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run", "Step"]
-__all__ += ["Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Stepped", "Stopped", "Warned"]
+__all__ += ["Corrupted", "Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Stepped"]
+__all__ += ["Stopped", "Warned"]
 __all__ += ["compare", "evaluate", "export", "join", "load", "predict", "report", "train", "verify"]
 
 

@@ -54,6 +54,9 @@ def test_a_run_goes_on_without_the_rank_that_is_wrong(run):
     ]
     first, second = events(command.folder / "run", "started")
     assert (first["processes"], first["step"], second["processes"], second["step"]) == (3, 0, 2, 8)
+    [found] = events(command.folder / "run", "corrupted")
+    assert (found["step"], found["ranks"]) == (11, [1])
+    assert found["text"].startswith("audit at step 12: rank 1 (")
     alone = run(*words, 'recipe.model={name: "held:broken_of_three"}', "placement.processes=1", "run.dir=alone")
     assert command.sha256 == alone.sha256
 

@@ -7,9 +7,10 @@ from event_examples import RESUMED_FROM, SHA, done, evaluated, saved, started, s
 from view_examples import logged
 
 from lockstep.reporting.notices import notice
-from lockstep.training.events import Event, Skipped, Warned
+from lockstep.training.events import Corrupted, Event, Skipped, Warned
 
 WARNED = Warned(step=0, epoch=0, samples=0, culprit="x", text="the \x1b[2Jnumbers\nmay differ")
+CORRUPTED = Corrupted(step=11, epoch=0, samples=704, ranks=(1,), text="audit at step 12: rank 1 (a\x1b) got")
 SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
 
 
@@ -22,6 +23,7 @@ SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
         (saved(), "checkpoint", "saved after step 690: runs/x/checkpoints/step-00000690, best so far"),
         (WARNED, "warning", r"warning: the \x1b[2Jnumbers\nmay differ"),
         (SKIPPED, "warning", r"skipped 2 files that cannot be read: a.jpg, b\x1b.jpg"),
+        (CORRUPTED, "warning", r"audit at step 12: rank 1 (a\x1b) got"),
         (stopped(), "end", "stopped by SIGTERM after step 690"),
         (done(), "end", f"done after step 690, weights sha256 {SHA}"),
     ],
@@ -37,7 +39,9 @@ def test_of_a_step_nothing_is_told() -> None:
     assert notice(*logged((7.0, stepped()))) is None
 
 
-@pytest.mark.parametrize("kind", ["started", "evaluated", "saved", "warning", "skipped", "stopped", "done"])
+@pytest.mark.parametrize(
+    "kind", ["started", "evaluated", "saved", "warning", "skipped", "corrupted", "stopped", "done"]
+)
 @pytest.mark.parametrize("value", [None, [1], "x\x1b", -1, 10**400, {"a": 1}, True])
 def test_events_of_others_are_told_as_text(kind: str, value: object) -> None:
     names = ("time", "step", "text", "files", "path", "strategy", "processes", "reason", "again", "loss", "weights")

@@ -93,7 +93,8 @@ class AuditedEngine:
             return self._engine.forward_backward(microbatches, step, observe)
         for part in self._audit.parts(self._schedule, self._fetch, microbatches, step):
             if part.beside:
-                self._engine.repeat(*part.microbatches, step)
+                [microbatch] = part.microbatches
+                self._engine.repeat(microbatch, step)
             else:
                 part.sums = sums = self._engine.forward_backward(part.microbatches, step, observe)
         return sums

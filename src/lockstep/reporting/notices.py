@@ -46,6 +46,8 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
             return "start", f"resumed after step {step}: {where}{lost}"
         case "warning":
             return "warning", f"warning: {text(event, 'text')}"
+        case "corrupted":
+            return "warning", text(event, "text")
         case "skipped":
             files = event.get("files")
             names = [printable_line(each) for each in files if isinstance(each, str)] if isinstance(files, list) else []

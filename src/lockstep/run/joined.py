@@ -23,7 +23,7 @@ from lockstep.core.precision import Precision
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items
 from lockstep.data.loader import Loader, Weigh
-from lockstep.errors import EXIT_DONE
+from lockstep.errors import EXIT_DONE, CorruptionError
 from lockstep.parallel.audited import Part
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
@@ -179,8 +179,7 @@ class Run:
         self._world.compare({"run.steps": {**loop, "epochs": epochs, "steps": steps}})
         self._loop, self._evaluated = loop, plan.largest
         audits = placed.audit_schedule(plan.microbatches)
-        extra = None if audits is None else partial(audits.assignment, self.rank)
-        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), extra)
+        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
         return self._run(placed, plan, loader, audits)
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
@@ -264,6 +263,8 @@ class Run:
                 self._placed.engine.close()
         if self._placed is not None:
             self._placed.guard.close()
+        if isinstance(error, CorruptionError):
+            self._rank.write_corrupted(error)
         self._member.close(error)
 
     def __enter__(self) -> Run:
@@ -382,10 +383,11 @@ class Run:
         microbatches: int,
         placed: Placed,
         weigh: Weigh | None,
-        extra: Callable[[Step], int | None] | None = None,
+        audits: AuditSchedule | None = None,
     ) -> Loader:
         data_rank = placed.chosen.mesh(self.size).data_rank(self.rank)
         seed, workers = self._member.settings.seed, self._member.settings.placement.workers
+        extra = None if audits is None else partial(audits.assignment, self.rank)
         data, transforms = DataSet(items, items), NoTransforms()
         return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
 

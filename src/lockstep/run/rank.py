@@ -17,7 +17,7 @@ from typing import Any, Literal, final
 from lockstep.comm.world import World
 from lockstep.common.text import printable_line
 from lockstep.device.clock import Clock
-from lockstep.errors import EXIT_DONE, TrainingError, os_error_as
+from lockstep.errors import EXIT_DONE, CorruptionError, TrainingError, os_error_as
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
@@ -27,7 +27,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import digest_file
 from lockstep.run import folder as run_folder
 from lockstep.training.digests import StepDigests
-from lockstep.training.events import Done, Event, Stopped
+from lockstep.training.events import Corrupted, Done, Event, Stopped
 from lockstep.training.loop import Progress
 
 
@@ -73,6 +73,10 @@ class Rank:
         self.enter(phase)
         yield
         self.enter(before)  # not after an error, which happened in this phase
+
+    def write_corrupted(self, error: CorruptionError) -> None:
+        """Write what an audit found, which ends this start."""
+        self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
         """Write an event to all sinks, and into the folder how the run ended.

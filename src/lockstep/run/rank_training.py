@@ -23,7 +23,7 @@ from lockstep.data.loader import Loader
 from lockstep.device import machine
 from lockstep.device.clock import Clock
 from lockstep.device.meter import Meter
-from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.errors import EXIT_DONE, CorruptionError, UsageError
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
@@ -101,10 +101,14 @@ class RankTraining:
         self.rank.keep_digests(self.engine, traits.exactness, every)
         code = EXIT_DONE
         with self._sinks() as self.rank.sinks:
-            for event in self._events(stop):
-                self.rank.write(event)
-                if isinstance(event, Stopped):
-                    code = EXIT_CODES[event.reason]
+            try:
+                for event in self._events(stop):
+                    self.rank.write(event)
+                    if isinstance(event, Stopped):
+                        code = EXIT_CODES[event.reason]
+            except CorruptionError as error:
+                self.rank.write_corrupted(error)
+                raise
         self.rank.enter("ending")
         self.world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
         self.checkpoints.close()

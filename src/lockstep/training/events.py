@@ -137,6 +137,21 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Corrupted:
+    """An audit of the step after `step` found bits that are wrong. The step is not applied, and this start ends.
+
+    `ranks` are wrong, where a majority tells which: `placement.on_corruption: go_on` goes on without them.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    ranks: tuple[int, ...]
+    text: str
+    name: Literal["corrupted"] = "corrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A checkpoint is on disk, synced and hashed."""
 
@@ -182,4 +197,4 @@ class Done:
     name: Literal["done"] = "done"
 
 
-Event = Started | Warned | Stepped | Evaluated | Logged | Skipped | Saved | Stopped | Done
+Event = Started | Warned | Stepped | Evaluated | Logged | Skipped | Corrupted | Saved | Stopped | Done
