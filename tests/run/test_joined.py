@@ -1,7 +1,9 @@
 """The own loop on one rank: what it gives, what it goes on with, and what it refuses with the user's line."""
 
 import re
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.ranks.external import alone
+from lockstep.ranks.signals import stopping
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
 
@@ -69,6 +72,20 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert run.fingerprint() == whole
     with joined(tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
+
+
+def test_a_loop_in_another_thread_leaves_signals_alone(tmp_path):
+    def trained(folder: Path) -> str:
+        with joined(folder) as run:
+            model, _ = loops.placed(run)
+            assert steps(run, model, epochs=1) == [1, 2, 3]
+            return run.fingerprint()
+
+    before = [signal.getsignal(number) for number in stopping()]
+    with ThreadPoolExecutor(1) as pool:
+        threaded = pool.submit(trained, tmp_path / "there").result()
+    assert [signal.getsignal(number) for number in stopping()] == before
+    assert threaded == trained(tmp_path / "here")
 
 
 def test_settings_of_groups_go_on_with_a_run(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 from types import FrameType
 from typing import Any, Final, Literal, final
@@ -33,13 +34,17 @@ def stopping() -> list[signal.Signals]:
 
 @final
 class StopRequest:
-    """Remembers the signals that stop a run; `level` is 0 until one comes. Construct it in the main thread."""
+    """Remembers the signals that stop a run; `level` is 0 until one comes.
+
+    Python hands signals to the main thread alone: a run in another one, as Ray Train has it, leaves them to whoever
+    started that.
+    """
 
     def __init__(self) -> None:
         self.level = 0
         self._before: dict[signal.Signals, Any] = {}
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
-        for number in stopping():
+        for number in stopping() if threading.current_thread() is threading.main_thread() else ():
             self._before[number] = signal.signal(number, partial(self._heard, levels[number]))
 
     def release(self) -> None:
