@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
     [
         (
             [row("ddp", 1.0, 900 * 2**40), row("zero3", 2.0, 600 * 2**40)],
-            "nothing fits on 2 processes; zero3 comes nearest, with 6.14e+05 GiB a rank where 1 GiB are free",
+            "nothing fits on 2 processes; zero3 comes nearest, with 614,400 GiB a rank where 1 GiB are free",
         ),
         ([Placed("ddp", 2, reason="no\nplace")], "nothing could be measured:\nnot measured: ddp on 2: no"),
     ],
