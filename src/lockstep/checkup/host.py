@@ -99,10 +99,7 @@ def memory(facts: Facts, around: Around) -> Iterator[Finding]:
     each = free / around.here
     if each < _GIB:
         level: Any = "problem" if each < _GIB / 4 else "warning"
-        text, leads_to = (
-            f"{text}: {size(int(each))} for each rank",
-            "the kernel kills a rank when there is none left",
-        )
+        text, leads_to = f"{text}: {size(each)} for each rank", "the kernel kills a rank when there is none left"
         remedy = "end other programs, start fewer ranks here, or raise the container's limit"
         yield Finding("memory", level, text, leads_to, remedy)
     elif found["swapped"] > _GIB:
