@@ -21,7 +21,7 @@ class AuditSchedule:
 
     def due(self, step: Step) -> bool:
         """Whether micro-batches of `step` are repeated."""
-        return (step.number + 1) % self.every == 0
+        return is_due(step.number, self.every)
 
     def target(self, rank: int, step: Step) -> int:
         """Return which micro-batch of `rank` is repeated; the step's last one where it has none of its own."""
@@ -42,3 +42,8 @@ class AuditSchedule:
     @property
     def _others(self) -> int:
         return max(1, self.mesh.size - 1)
+
+
+def is_due(number: int, every: int) -> bool:
+    """Whether the step of that number, from 0, is audited."""
+    return (number + 1) % every == 0

@@ -8,42 +8,35 @@ named (core/majority.py).
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, final
-
-from torch import Tensor
+from typing import Any, final
 
 from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 from lockstep.comm.world import World
-from lockstep.common import plainfile
 from lockstep.common.patterns import list_some
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.digest import Digests
 from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import CorruptionError
-from lockstep.parallel.engine import Auditable, Engine, State, Sums
+from lockstep.parallel.audit_digests import DigestNotes, Findings, Subject, hash_of, tensor_findings
+from lockstep.parallel.corruption import (
+    NOT_APPLIED,
+    OTHER_HOSTS,
+    RESUME,
+    SHOWN,
+    changed_on_the_way,
+    link_verdict,
+    name_ranks,
+    told_by_all,
+)
+from lockstep.parallel.engine import Auditable, Engine, Predict, State, Sums, Update
+from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch
 
-_SHOWN: Final = 3  # names of what differs
-NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
-RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
-OTHER_HOSTS: Final = f"{NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {RESUME}"
-
-
-class Subject(NamedTuple):
-    """What several ranks can have an opinion of. `rows` tells shards apart: whoever holds the same has the same."""
-
-    kind: str
-    rows: str = ""
-
-
-Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for each name
 Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
 
 
@@ -76,11 +69,12 @@ class AuditedEngine:
     ) -> None:
         log = MessageLog()
         self._engine = engine = start(world.rotated(schedule.mesh, 0, log))
-        self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
-        self.state, self.load, self.close = engine.state, engine.load, engine.close
-        self._audit = Audit(engine, world, log)
+        self.gradients, self.state = engine.gradients, engine.state
+        self.close = engine.close
+        self._audit = Audit(engine, world, log, schedule.every)
         self._schedule = schedule
         self._fetch = fetch
+        self._step: Step  # the one under way
 
     @property
     def audited(self) -> int:
@@ -89,6 +83,7 @@ class AuditedEngine:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
+        self._step = step
         if not self._schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         for part in self._audit.parts(self._schedule, self._fetch, microbatches, step):
@@ -99,16 +94,34 @@ class AuditedEngine:
                 part.sums = sums = self._engine.forward_backward(part.microbatches, step, observe)
         return sums
 
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        update = self._engine.update(lr, max_norm)
+        self._audit.kept.note(self._step)
+        return update
+
+    def evaluation(self) -> AbstractContextManager[Predict]:
+        """See Engine."""
+        self._audit.kept.forget()
+        return self._engine.evaluation()
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self._audit.kept.forget()
+        self._engine.load(state)
+
 
 @final
 class Audit:
     """A rank's part of the audits of an engine's steps, which somebody else computes.
 
-    The engine's messages are noted in `log`. `audited` counts the steps on which the ranks agreed.
+    The engine's messages are noted in `log`. `audited` counts the steps on which the ranks agreed. `kept` is to note
+    what the update of each step leaves; every step that is a multiple of `every` is audited.
     """
 
-    def __init__(self, engine: Engine, world: World, log: MessageLog) -> None:
+    def __init__(self, engine: Engine, world: World, log: MessageLog, every: int | None) -> None:
         self.audited = 0
+        self.kept = KeptState(engine, world, every)
         self._engine = engine
         self._world = world
         self._log = log
@@ -127,8 +140,7 @@ class Audit:
         on all ranks where they do not agree on the results.
         """
         repeated, *own = microbatches
-        # With one rank nobody else holds the same.
-        findings = self._state_findings(self._engine.state()) if self._world.size > 1 else []
+        findings = self.kept.check(step)
         self._log.open()
         computed = yield from self._compute(schedule, step, repeated, own)
         self._check_links(step, self._log.close())
@@ -147,15 +159,15 @@ class Audit:
     ) -> Generator[Part, None, Findings]:
         """Have a step done, and note what other ranks have results for, causes first."""
         findings = [(yield from self._repeat(repeated))]
-        watched, seen = schedule.target(self._world.rank, step), self._new_notes()
+        watched, seen = schedule.target(self._world.rank, step), DigestNotes(self._digests)
         whole = Part([replace(each, note=seen.note) if each.index == watched else each for each in own])
         yield whole
         if digests := seen.values():  # none where this rank has no micro-batch in a short step
             findings.append((_microbatch(watched), digests))
         if self._world.size > 1:
             assert whole.sums is not None
-            findings += self._tensor_findings("the sum of the gradients", self._engine.gradients())
-            findings += self._tensor_findings("the loss of the step", {"loss": whole.sums.total})
+            findings += tensor_findings(self._digests, "the sum of the gradients", self._engine.gradients())
+            findings += tensor_findings(self._digests, "the loss of the step", {"loss": whole.sums.total})
         return findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
@@ -168,31 +180,9 @@ class Audit:
             raise link_verdict(step, *found, told)
 
     def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[Subject, dict[str, str]]]:
-        seen = self._new_notes()
+        seen = DigestNotes(self._digests)
         yield Part([replace(microbatch, note=seen.note)], beside=True)
         return _microbatch(microbatch.index), seen.values()
-
-    def _state_findings(self, state: State) -> Findings:
-        """Note what the ranks should hold alike between steps."""
-        return [
-            *self._tensor_findings("the weights", state.model),
-            *self._tensor_findings("the optimizer's state", state.optimizer),
-            (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
-            *self._tensor_findings("the averaged weights", state.ema or {}),
-        ]
-
-    def _tensor_findings(self, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
-        """Note what is whole on each rank, and this rank's rows of what is cut."""
-        whole, rows = self._new_notes(), self._new_notes()
-        for name, held in tensors.items():
-            (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
-        cut = [
-            (name, held.chunked, held.first, [*held.tensor.shape])
-            for name, held in tensors.items()
-            if isinstance(held, Shard)
-        ]
-        found = [(Subject(kind), whole.values()), (Subject(kind, hash_of(cut)), rows.values())]
-        return [(subject, digests) for subject, digests in found if digests]
 
     def _find_disputes(self, findings: Findings) -> Opinions:
         """Return what the ranks do not agree on. All ranks call it."""
@@ -213,54 +203,9 @@ class Audit:
         told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
         return _verdict(step, subject, disputed[subject], told_by_all(self._world, told))
 
-    def _new_notes(self) -> _DigestNotes:
-        return _DigestNotes(self._digests)
-
-
-@final
-class _DigestNotes:
-    """What a `note` (tasks/base.py) has seen, as digests."""
-
-    def __init__(self, digests: Digests) -> None:
-        self._digests = digests
-        self._seen: dict[str, Tensor] = {}
-
-    def note(self, name: str, tensor: Tensor) -> None:
-        self._seen[name] = self._digests.of(tensor)
-
-    def values(self) -> dict[str, str]:
-        """Return the digest of each; waits for the device."""
-        return {name: f"{int(digest):x}" for name, digest in self._seen.items()}
-
 
 def _microbatch(index: int) -> Subject:
     return Subject(f"micro-batch {index}")
-
-
-def changed_on_the_way(
-    sent: Sequence[Mapping[int, Any]], received: Sequence[Mapping[int, Any]]
-) -> tuple[int, int] | None:
-    """Return sender and receiver of a message that did not arrive as it was sent; by rank, each has noted by peer."""
-    links = ((rank, peer) for rank, noted in enumerate(sent) for peer in noted)
-    return next((link for link in links if sent[link[0]][link[1]] != received[link[1]].get(link[0])), None)
-
-
-def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str, Any]]) -> CorruptionError:
-    """Return the error of a link that changes messages; each rank has `told` its host."""
-    return CorruptionError(
-        f"audit at step {step.number + 1}: what {name_ranks([sender], told)} sent is not what "
-        f"{name_ranks([receiver], told)} received. {NOT_APPLIED} Have the link between them looked at; {RESUME}"
-    )
-
-
-def told_by_all(world: World, value: Any) -> list[Any]:
-    """Return what each rank tells, by rank: what JSON can hold. All ranks call it."""
-    return [plainfile.parse_json(each) for each in world.all_tell(json.dumps(value))]
-
-
-def hash_of(value: Any) -> str:
-    """Return a short hash of what JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _verdict(
@@ -269,7 +214,7 @@ def _verdict(
     """Return the error of who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
     found = [digests for rank in told for digests in rank["found"]]
     names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
-    what = f"{subject.kind} ({list_some(names, _SHOWN)})"
+    what = f"{subject.kind} ({list_some(names, SHOWN)})"
     start = f"audit at step {step.number + 1}"
     odd = odd_ones(opinions)
     results: dict[int, list[str]] = {}
@@ -289,9 +234,3 @@ def _verdict(
         f"{repeated if len(opinions) > len(results) else ''}. {NOT_APPLIED} Take the host out; {RESUME}",
         odd,
     )
-
-
-def name_ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
-    """Return what a person calls them; each rank has told its host."""
-    listed = ", ".join(f"{rank} ({told[rank]['host']})" for rank in ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -8,6 +8,7 @@ with each rank in the place of another. It has the same bits. Where it has not, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import combinations
 from typing import Final, NamedTuple, final
@@ -18,17 +19,18 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audited import (
+from lockstep.parallel.audit_digests import hash_of
+from lockstep.parallel.corruption import (
     NOT_APPLIED,
     OTHER_HOSTS,
     RESUME,
     changed_on_the_way,
-    hash_of,
     link_verdict,
     name_ranks,
     told_by_all,
 )
-from lockstep.parallel.engine import Rotates, Sums
+from lockstep.parallel.engine import Predict, Rotates, State, Sums, Update
+from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch
@@ -64,13 +66,14 @@ class RotatedAudit:
         own = world.rotated(schedule.mesh, 0, self._log)
         self.audited = 0
         self._engine = engine = start(own, numerics)
-        self.gradients, self.update, self.evaluation = engine.gradients, engine.update, engine.evaluation
-        self.state, self.load = engine.state, engine.load
+        self.gradients, self.state = engine.gradients, engine.state
+        self._kept = KeptState(engine, world, schedule.every)
         self._start = start
         self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
         self._world = world
         self._schedule = schedule
         self._fetch = fetch
+        self._step: Step  # the one under way
         self._places = len(schedule.mesh.groups("shard"))
         # By the distance that ranks are moved; the first one now, so that it is known to fit.
         self._rotated = {0: (own, engine)}
@@ -78,8 +81,10 @@ class RotatedAudit:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
+        self._step = step
         if not self._schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
+        self._kept.check(step)
         moved = self._again(1, step)
         played, sums = self._play(*self._rotated[0], microbatches, step, observe)
         if self._differ(moved, played):
@@ -87,6 +92,22 @@ class RotatedAudit:
             raise self._verdict(step, [moved, played, *again])
         self.audited += 1
         return sums
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        update = self._engine.update(lr, max_norm)
+        self._kept.note(self._step)
+        return update
+
+    def evaluation(self) -> AbstractContextManager[Predict]:
+        """See Engine."""
+        self._kept.forget()
+        return self._engine.evaluation()
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self._kept.forget()
+        self._engine.load(state)
 
     def close(self) -> None:
         """See Engine."""

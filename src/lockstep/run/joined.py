@@ -196,6 +196,7 @@ class Run:
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
         try:
+            placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)

@@ -148,8 +148,8 @@ def spread(
         chosen.check_model(lambda: model, None, world.size)
     no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
     problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
-    log, audited = MessageLog(), settings.placement.audit_every is not None
-    own_world = world.rotated(chosen.mesh(world.size), 0, log) if audited else world
+    log, every = MessageLog(), settings.placement.audit_every
+    own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
     engine = chosen.start(problem, make_optimizer, own_world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
@@ -162,7 +162,7 @@ def spread(
     rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
-    audit = Audit(engine, world, log)
+    audit = Audit(engine, world, log, every)
     return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, guard, audit)
 
 

@@ -199,6 +199,7 @@ class Step:
         sums = self._part.sums or self._engine.end()
         self._turn.digest()
         self._turn.done(rate, sums, self._engine.update(rate, clip))
+        self._placed.audit.kept.note(self._turn.step)
         self._seed_between(1)
         self._guard.mark(moved=True)
 

@@ -1,0 +1,58 @@
+"""Digests of what ranks compute and keep, by what it is, so that ranks which hold the same can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from lockstep.core.digest import Digests
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+
+
+class Subject(NamedTuple):
+    """What several ranks can have an opinion of. `rows` tells shards apart: whoever holds the same has the same."""
+
+    kind: str
+    rows: str = ""
+
+
+Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for each name
+
+
+@final
+class DigestNotes:
+    """What a `note` (tasks/base.py) has seen, as digests."""
+
+    def __init__(self, digests: Digests) -> None:
+        self._digests = digests
+        self._seen: dict[str, Tensor] = {}
+
+    def note(self, name: str, tensor: Tensor) -> None:
+        self._seen[name] = self._digests.of(tensor)
+
+    def values(self) -> dict[str, str]:
+        """Return the digest of each; waits for the device."""
+        return {name: f"{int(digest):x}" for name, digest in self._seen.items()}
+
+
+def tensor_findings(digests: Digests, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
+    """Return the digests of what is whole on this rank, and of its rows of what is cut."""
+    whole, rows = DigestNotes(digests), DigestNotes(digests)
+    for name, held in tensors.items():
+        (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
+    cut = [
+        (name, held.chunked, held.first, [*held.tensor.shape])
+        for name, held in tensors.items()
+        if isinstance(held, Shard)
+    ]
+    found = [(Subject(kind), whole.values()), (Subject(kind, hash_of(cut)), rows.values())]
+    return [(subject, values) for subject, values in found if values]
+
+
+def hash_of(value: Any) -> str:
+    """Return a short hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,76 @@
+"""Finds what changed on a rank between two steps, when nothing may.
+
+Rows that only one rank holds can be compared with no other's. But from the end of an update to the next step nobody
+writes weights, nor the optimizer's state: where their digests differ, the rank's memory is at fault, whoever else
+holds the same.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from lockstep.comm.world import World
+from lockstep.common.patterns import list_some
+from lockstep.core.audit_schedule import is_due
+from lockstep.core.digest import Digests
+from lockstep.core.order import Step
+from lockstep.errors import CorruptionError
+from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings
+from lockstep.parallel.corruption import NOT_APPLIED, RESUME, SHOWN, name_ranks, told_by_all
+from lockstep.parallel.engine import Engine
+
+
+@final
+class KeptState:
+    """What this rank of `engine` keeps from the step before one that is audited: each `every`-th, or none."""
+
+    def __init__(self, engine: Engine, world: World, every: int | None) -> None:
+        self._engine = engine
+        self._world = world
+        self._every = every
+        self._digests = Digests()
+        self._before: Findings | None = None
+
+    def note(self, step: Step) -> None:
+        """Call after the update of `step`: keep digests of what it left, where the next step is audited."""
+        if self._every is not None and is_due(step.number + 1, self._every):
+            self._before = self._findings()
+
+    def forget(self) -> None:
+        """Call before a state is loaded, and before an evaluation, which may move buffers of the model."""
+        self._before = None
+
+    def check(self, step: Step) -> Findings:
+        """Return what this rank keeps, at the start of an audited step. All ranks call it.
+
+        Raises CorruptionError on all ranks where one of them does not keep what its last update left.
+        """
+        findings, before = self._findings(), self._before
+        self._before = None
+        told = told_by_all(self._world, {"host": self._world.host, "changed": _changed(before or findings, findings)})
+        if odd := [rank for rank, each in enumerate(told) if each["changed"]]:
+            kind, names = told[odd[0]]["changed"]
+            raise CorruptionError(
+                f"audit at step {step.number + 1}: {kind} ({list_some(names, SHOWN)}) of {name_ranks(odd, told)} "
+                f"changed after the update of step {step.number}, when nothing writes there. {NOT_APPLIED} Take the "
+                f"host out; {RESUME}",
+                odd,
+            )
+        return findings
+
+    def _findings(self) -> Findings:
+        state = self._engine.state()
+        return [
+            *tensor_findings(self._digests, "the weights", state.model),
+            *tensor_findings(self._digests, "the optimizer's state", state.optimizer),
+            (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
+            *tensor_findings(self._digests, "the averaged weights", state.ema or {}),
+        ]
+
+
+def _changed(before: Findings, now: Findings) -> tuple[str, list[str]] | None:
+    """Return the first subject that is not as it was, and the names of what differs in it."""
+    for (subject, old), (_, new) in zip(before, now, strict=True):
+        if old != new:
+            return subject.kind, [name for name in new if old.get(name) != new[name]]
+    return None
