@@ -235,6 +235,13 @@ def test_what_a_rank_does_not_keep_is_named_by_itself(fault: Callable[[Any], Non
 
 
 @pytest.mark.worlds
+def test_the_first_step_looks_at_what_was_there_at_the_start() -> None:
+    case = replace(RUN, audit_every=1, strategy="zero3")
+    [text, *_] = worlds.run(3, audited, case, rows_of_weight, 0)
+    assert "audit at step 1: the weights (stem.weight) of rank 1 (host) changed after the start, when nothing" in text
+
+
+@pytest.mark.worlds
 @pytest.mark.parametrize("fault", [weight, momentum, average], ids=lambda fault: fault.__name__)
 def test_what_changed_before_is_found_where_several_ranks_hold_it(fault: Callable[[Any], None]) -> None:
     held = "the averaged weights (head.weight" if fault is average else "the weights (stem.weight"

@@ -21,6 +21,7 @@ from toys import Case
 
 from lockstep.comm.carrier import Transfer
 from lockstep.comm.world import World
+from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
 PLAIN: Final = pipeline_models.recipe(microbatches=6, samples=(12, 12, 7), clip=0.1, ema=True)
@@ -91,6 +92,8 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
             faulty = at_fault and step.number == 1
             if faulty and fault == "link":
                 carried_wrongly(world)
+            if faulty and fault == "memory":
+                flip(local_tensor([*engine.state().model.values()][-1]))
             with Flips(*fault) if faulty and not isinstance(fault, str) else nullcontext():
                 engine.forward_backward(toys.share(world, case, step), step)
             engine.update(toys.rate(step), None)
@@ -121,6 +124,12 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
         (PLAIN, ("pipeline", 3, ()), "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
         (TOY, ("ddp", 3, ()), "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
         (TOY, ("zero3", 3, ()), "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
+        (
+            PLAIN,
+            ("pipeline", 3, ()),
+            "memory",
+            r"the weights \(.*\) of rank 1 (host) changed after the update of step 1",
+        ),
         (PLAIN, ("pipeline", 3, ()), "nothing", "$"),
     ],
 )

@@ -72,6 +72,7 @@ class AuditedEngine:
         self.gradients, self.state = engine.gradients, engine.state
         self.close = engine.close
         self._audit = Audit(engine, world, log, schedule.every)
+        self._audit.kept.begin()
         self._schedule = schedule
         self._fetch = fetch
         self._step: Step  # the one under way
@@ -107,8 +108,8 @@ class AuditedEngine:
 
     def load(self, state: State) -> None:
         """See Engine."""
-        self._audit.kept.forget()
         self._engine.load(state)
+        self._audit.kept.begin()
 
 
 @final

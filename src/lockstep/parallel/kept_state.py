@@ -31,13 +31,17 @@ class KeptState:
         self._digests = Digests()
         self._before: Findings | None = None
 
+    def begin(self) -> None:
+        """Call when the engine has its first weights, or those of a checkpoint: keep digests of them."""
+        self._before = None if self._every is None else self._findings()
+
     def note(self, step: Step) -> None:
         """Call after the update of `step`: keep digests of what it left, where the next step is audited."""
-        if self._every is not None and is_due(step.number + 1, self._every):
-            self._before = self._findings()
+        due = self._every is not None and is_due(step.number + 1, self._every)
+        self._before = self._findings() if due else None
 
     def forget(self) -> None:
-        """Call before a state is loaded, and before an evaluation, which may move buffers of the model."""
+        """Call before an evaluation, which may move buffers of the model."""
         self._before = None
 
     def check(self, step: Step) -> Findings:
@@ -50,10 +54,10 @@ class KeptState:
         told = told_by_all(self._world, {"host": self._world.host, "changed": _changed(before or findings, findings)})
         if odd := [rank for rank, each in enumerate(told) if each["changed"]]:
             kind, names = told[odd[0]]["changed"]
+            since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
                 f"audit at step {step.number + 1}: {kind} ({list_some(names, SHOWN)}) of {name_ranks(odd, told)} "
-                f"changed after the update of step {step.number}, when nothing writes there. {NOT_APPLIED} Take the "
-                f"host out; {RESUME}",
+                f"changed after {since}, when nothing writes there. {NOT_APPLIED} Take the host out; {RESUME}",
                 odd,
             )
         return findings

@@ -68,6 +68,7 @@ class RotatedAudit:
         self._engine = engine = start(own, numerics)
         self.gradients, self.state = engine.gradients, engine.state
         self._kept = KeptState(engine, world, schedule.every)
+        self._kept.begin()
         self._start = start
         self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
         self._world = world
@@ -106,8 +107,8 @@ class RotatedAudit:
 
     def load(self, state: State) -> None:
         """See Engine."""
-        self._kept.forget()
         self._engine.load(state)
+        self._kept.begin()
 
     def close(self) -> None:
         """See Engine."""

@@ -143,6 +143,7 @@ class Run:
         if len((together := placed.calling_together)[0]) > 1:
             self._gate.alike = AlikeCalls(self._world, together)
         placed.guard.mark(moved=True)
+        placed.audit.kept.begin()
         return model, optimizer
 
     def steps(
