@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.comm import carrier
 from lockstep.comm.world import World
 from lockstep.core.batch import tensors_of
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.errors import TrainingError
 
 
@@ -91,8 +91,10 @@ def run(world: World, case: toys.Case, flip: Flip, wanted: int = 0) -> tuple[str
         for step, _, _ in toys.steps(case):
             now = step.number == flip.step
             here = flip.rank == world.rank and (now or (flip.lasts and step.number > flip.step))
-            if here and now and flip.kind in ("weight", "state"):
-                stored(engine, flip)
+            if now and flip.kind in ("weight", "state"):
+                kept = engine.state()  # all ranks ask for it
+                if here:
+                    stored(kept.model if flip.kind == "weight" else kept.optimizer, flip)
             watched = Results(flip, wanted) if here and flip.kind == "result" else None
             undo = arriving(flip) if here and flip.kind == "message" else None
             try:
@@ -113,11 +115,10 @@ def run(world: World, case: toys.Case, flip: Flip, wanted: int = 0) -> tuple[str
     return said, seen, left
 
 
-def stored(engine: Any, flip: Flip) -> None:
+def stored(kept: Mapping[str, MaybeSharded], flip: Flip) -> None:
     """Flip a bit of what the rank keeps between steps."""
-    draw, state = random.Random(flip.seed), engine.state()
-    tensors = [local_tensor(each) for each in (state.model if flip.kind == "weight" else state.optimizer).values()]
-    own = [each for each in tensors if flippable(each)]
+    draw = random.Random(flip.seed)
+    own = [each for each in map(local_tensor, kept.values()) if flippable(each)]
     if own:
         change(draw.choice(own), draw.random(), draw.randrange(32))
 

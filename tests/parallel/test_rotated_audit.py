@@ -92,8 +92,9 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
             faulty = at_fault and step.number == 1
             if faulty and fault == "link":
                 carried_wrongly(world)
+            kept = map(local_tensor, engine.state().model.values())  # which all ranks ask for
             if faulty and fault == "memory":
-                flip(local_tensor([*engine.state().model.values()][-1]))
+                flip(next(each for each in kept if each.numel() and each.dtype == torch.float32))
             with Flips(*fault) if faulty and not isinstance(fault, str) else nullcontext():
                 engine.forward_backward(toys.share(world, case, step), step)
             engine.update(toys.rate(step), None)
