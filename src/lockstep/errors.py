@@ -4,7 +4,10 @@ LockstepError
 ├── UsageError            2  what the user typed: a recipe, an override, a folder, a device
 │   ├── ConfigError       2  every problem of a configuration at once, each with its place
 │   └── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
-├── TrainingError         1  what went wrong while training: a loss that is not finite, a corrupt file
+├── TrainingError         1  what went wrong while training: a loss that is not finite, say
+│   ├── DataError         1  a file that is missing, cut off or damaged
+│   ├── HostError         1  a disk or a service that does not do what it was asked
+│   ├── TransientError    1  a rank that is gone or does not come
 │   └── CorruptionError   1  an audit: a rank, or a link, that changes bits
 ├── VerificationError     3  two runs that should agree do not
 └── PreflightError        4  the machine cannot do what the placement asks of it
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
@@ -24,6 +27,10 @@ EXIT_PREFLIGHT: Final = 4
 EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 
+# Why a start failed, for who decides what to do about it: start again ("transient"), on another host ("host"), or not
+# before somebody has mended the code, the data or what was typed.
+Cause = Literal["transient", "host", "code", "data", "usage"]
+
 _MOST_LINES: Final = 11  # of problems; with the line that counts them, 12
 
 
@@ -31,6 +38,7 @@ class LockstepError(Exception):
     """Any error that Lockstep raises on purpose; its text is meant for the user."""
 
     exit_code: int = EXIT_FAILED
+    cause: Cause = "code"
 
     @property
     def told(self) -> str:
@@ -46,6 +54,7 @@ class UsageError(LockstepError):
     """The user's mistake, found before a process group or a device exists; in code and data also while training."""
 
     exit_code = EXIT_USAGE
+    cause: Cause = "usage"
 
 
 class ConfigError(UsageError):
@@ -69,6 +78,8 @@ class ConfigError(UsageError):
 class OwnCodeError(UsageError):
     """What the user's own model, loss or data raised, in a check or while training."""
 
+    cause = "code"
+
 
 class TrainingError(LockstepError):
     """Training cannot go on: names the step, the rank and the file or figure that stopped it."""
@@ -76,8 +87,28 @@ class TrainingError(LockstepError):
     exit_code = EXIT_FAILED
 
 
+class DataError(TrainingError):
+    """A file of the data or of a checkpoint is missing, cut off or damaged."""
+
+    cause: Cause = "data"
+
+
+class HostError(TrainingError):
+    """A disk or a service of this host does not do what it was asked."""
+
+    cause = "host"
+
+
+class TransientError(TrainingError):
+    """Another rank is gone or does not come: the run resumes when it is started again."""
+
+    cause = "transient"
+
+
 class CorruptionError(TrainingError):
     """An audit found bits that are others than they should be. `ranks` are wrong, where a majority tells which."""
+
+    cause = "host"
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
@@ -94,6 +125,7 @@ class PreflightError(LockstepError):
     """The machine, its devices or its network cannot do what the placement asks."""
 
     exit_code = EXIT_PREFLIGHT
+    cause = "host"
 
 
 @contextmanager

@@ -9,14 +9,14 @@ from typing import Final
 import torch.distributed as dist
 
 from lockstep.device.ulimits import too_many_files
-from lockstep.errors import TrainingError
+from lockstep.errors import TransientError
 
 # Not every exchange is ours: fully_shard gathers in hooks, in forward and backward. What gloo raises there has no type
 # of its own, but names its source files.
 _SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 
 
-class PeerLostError(TrainingError):
+class PeerLostError(TransientError):
     """Another rank went away in the middle of an exchange; the cause is with that rank."""
 
 

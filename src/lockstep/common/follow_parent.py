@@ -32,7 +32,7 @@ from typing import Final
 
 from lockstep.common.hashing import FIXED, VARIABLE
 from lockstep.common.rank import SECRET
-from lockstep.errors import EXIT_USAGE, TrainingError
+from lockstep.errors import EXIT_USAGE, TransientError
 
 KNOWS: Final = "--knows"  # a host whose name must have an address where the command is to run
 READS_SECRET: Final = "--secret"
@@ -174,7 +174,7 @@ def die_with_launcher(launcher: str) -> None:
         return
     die_with_parent()
     if os.getppid() == 1 and _is_orphan(launcher):
-        raise TrainingError(f"the launcher that started this process ({launcher}) is gone")
+        raise TransientError(f"the launcher that started this process ({launcher}) is gone")
 
 
 def parent_command() -> list[str]:

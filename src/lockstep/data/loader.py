@@ -29,7 +29,7 @@ from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, Copies, prefetch
-from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, os_error_as
+from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
@@ -287,7 +287,7 @@ class _Refused(NamedTuple):
 
 def _unwrap_answer(answer: Any) -> Batch:
     if isinstance(answer, _Refused):
-        raise UsageError(answer.text) if answer.users else TrainingError(answer.text)
+        raise UsageError(answer.text) if answer.users else DataError(answer.text)
     return answer
 
 

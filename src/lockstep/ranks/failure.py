@@ -7,7 +7,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 from lockstep.comm.peer_errors import PeerLostError, lost_peer
 from lockstep.common import plainfile
@@ -15,7 +15,7 @@ from lockstep.common.own_code import own_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
 from lockstep.device.ulimits import too_many_files
-from lockstep.errors import EXIT_FAILED, CorruptionError, LockstepError, TrainingError, UsageError
+from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, TrainingError, UsageError
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, with_rank
 
@@ -39,6 +39,7 @@ class Failure:
     log: str = ""
     time: float = 0.0  # seconds since 1970
     wrong: list[int] = field(default_factory=list)
+    cause: Cause = "code"
 
     def __post_init__(self) -> None:
         text = printable(self.text)
@@ -57,10 +58,14 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The same in one line, where the rest is printed elsewhere: of a traceback the last one."""
+        """The same in one line, where the rest is printed elsewhere."""
+        return with_rank(self.rank, self.size, self.host, self.first_line)
+
+    @property
+    def first_line(self) -> str:
+        """The first line of the message, of a traceback the last one."""
         lines = self.text.splitlines() or [""]
-        line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        return with_rank(self.rank, self.size, self.host, line)
+        return lines[-1] if lines[0].startswith("Traceback") else lines[0]
 
     def to_json(self) -> str:
         """Return it as text."""
@@ -75,10 +80,14 @@ def from_json(text: str | bytes) -> Failure:
 def parse_failure(value: Any) -> Failure:
     """Return a failure from JSON; ValueError for anything else."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
-    failure = Failure(**fields(value, {**kinds, "secondary": bool, "log": str, "time": float, "wrong": list}))
+    failure = Failure(
+        **fields(value, {**kinds, "secondary": bool, "log": str, "time": float, "wrong": list, "cause": str})
+    )
     whole(failure.rank, most=whole(failure.size, least=1) - 1)
     for rank in failure.wrong:
         whole(rank, most=failure.size - 1)
+    if failure.cause not in get_args(Cause):
+        raise ValueError("cause: none that is known")
     whole(failure.exit_code, least=1, most=255)  # not 0: nobody may say of a failure that all went well
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
@@ -98,7 +107,8 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
     # The message of an error: the text of ours, the traceback of any other.
     whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
-    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong)
+    cause = error.cause if isinstance(error, LockstepError) else "host" if isinstance(error, MemoryError) else "code"
+    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong, cause)
 
 
 @final
@@ -109,6 +119,7 @@ class PeerFailedError(TrainingError):
         super().__init__(f"ended, because another rank failed: {failure.line}")
         self.failure = failure
         self.exit_code = failure.exit_code
+        self.cause = failure.cause
 
 
 @final

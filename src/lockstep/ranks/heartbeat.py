@@ -19,6 +19,7 @@ from typing import Any, final
 
 from lockstep.common.rank import ranks_in_words
 from lockstep.common.text import printable_line
+from lockstep.errors import Cause
 from lockstep.ranks import liveness, oom
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
@@ -162,7 +163,8 @@ class Heartbeat:
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         status = f", last {last.status}" if last.status else ""
         why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
-        return self._loss_failure(lost, f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}", why)
+        what = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
+        return self._loss_failure(lost, what, why, "host" if oom.KILLED in memory else "transient")
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""
@@ -171,13 +173,14 @@ class Heartbeat:
             [0], f"{where} has not answered for {looks * self._beat_s:.0f} s", "killed, stopped or cut off"
         )
 
-    def _loss_failure(self, ranks: list[int], what: str, why: str) -> Failure:
+    def _loss_failure(self, ranks: list[int], what: str, why: str, cause: Cause = "transient") -> Failure:
         hosts = self._rendezvous.hosts
         others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {what}: {why}{others}"
         own = self._rendezvous.rank_log.log
         log = str(own.with_name(log_name(ranks[0]))) if own else ""
-        return Failure(ranks[0], self._rendezvous.info.size, hosts[ranks[0]], text, log=log, time=time.time())
+        size = self._rendezvous.info.size
+        return Failure(ranks[0], size, hosts[ranks[0]], text, log=log, time=time.time(), cause=cause)
 
 
 def _key(rank: int) -> str:

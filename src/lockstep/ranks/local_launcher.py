@@ -28,7 +28,7 @@ from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import RankInfo
 from lockstep.device import ports
 from lockstep.device.ulimits import limit_error, too_many_files
-from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, PreflightError
+from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, Cause, PreflightError
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, from_json
 from lockstep.ranks.member import end_process, member
@@ -277,7 +277,8 @@ def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
     advice = "Start again with the same run.dir to resume from the last checkpoint"
     log = str(logs / log_name(end.rank)) if logs else ""
     text = f"error: {how}; the other ranks were stopped. {advice}"
-    return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log)
+    cause: Cause = "host" if oom.KILLED in memory else "transient" if end.code == -signal.SIGKILL else "code"
+    return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log, cause=cause)
 
 
 def _report_signal(number: int) -> int:

@@ -32,6 +32,9 @@ def peak_bytes(process: int | str = "self") -> int:
     return 0
 
 
+KILLED: Final = "out of memory: the kernel killed a process of this host"
+
+
 @final
 class Killed:
     """What there is to say of killed processes of this host; made before they start.
@@ -50,7 +53,7 @@ class Killed:
     def words(self, peak: int) -> str:
         """Say that memory ran out, if it did, and what a process had whose peak was so many bytes."""
         if kills() > self._counts[0]:
-            return "; ".join(filter(None, ["out of memory: the kernel killed a process of this host", had(peak)]))
+            return "; ".join(filter(None, [KILLED, had(peak)]))
         return had(peak)
 
 

@@ -31,7 +31,7 @@ from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
-from lockstep.errors import TrainingError, UsageError, os_error_as
+from lockstep.errors import TransientError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
 from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
@@ -67,6 +67,7 @@ class Rendezvous:
     timing: Timing = TIMING  # of whatever else works with these ranks, too
     store: JobStore | None = field(default=None, init=False)
     status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
+    keep_failure: Callable[[Failure], None] = field(default=lambda _: None, init=False)  # where the run is kept
     serves: bool = field(default=False, init=False)  # this process has the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _exchanges: int = field(default=0, init=False)
@@ -327,7 +328,7 @@ def polls(
             report_s *= 2
         time.sleep(pause)
         pause = min(1.5 * pause, timing.longest_poll_s)
-    raise TrainingError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
+    raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
 
 
 def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep.common import plainfile, schemas
-from lockstep.errors import TrainingError, UsageError, os_error_as
+from lockstep.errors import HostError, UsageError, os_error_as
 from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
@@ -31,7 +31,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with os_error_as(TrainingError, f"{path}: event not written"):
+        with os_error_as(HostError, f"{path}: event not written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         _repair(self._descriptor)
@@ -39,8 +39,8 @@ class JsonLines:
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
         if not os.fstat(self._descriptor).st_nlink:
-            raise TrainingError(f"{self._path}: was removed while the run writes to it; start again")
-        with os_error_as(TrainingError, f"{self._path}: event not written"):
+            raise HostError(f"{self._path}: was removed while the run writes to it; start again")
+        with os_error_as(HostError, f"{self._path}: event not written"):
             self._append(text.encode(errors="backslashreplace"))  # the name of a file may hold what is no UTF-8
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TextIO, final
 
 from lockstep.common import plainfile
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import HostError, UsageError
 from lockstep.reporting.curves import curves
 from lockstep.training.events import Done, Event, Started, Stopped
 
@@ -75,7 +75,7 @@ class Outside:
 
     def write(self, event: Event, time: float) -> None:
         if failed := self._answer(0):
-            raise TrainingError(f"sink {self._name}: {failed['error']}")
+            raise HostError(f"sink {self._name}: {failed['error']}")
         figures: dict[str, Any] = curves(event)
         if isinstance(event, Started):
             figures = {"processes": event.processes}
@@ -93,11 +93,11 @@ class Outside:
             code = self._process.wait(_CLOSES_S)
         except subprocess.TimeoutExpired:
             self._kill()
-            raise TrainingError(f"sink {self._name}: it did not finish within {_CLOSES_S:g} s") from None
+            raise HostError(f"sink {self._name}: it did not finish within {_CLOSES_S:g} s") from None
         answer = self._answer(0) if code else {}
         self._kill()
         if code:
-            raise TrainingError(f"sink {self._name}: {answer.get('error', f'it ended with exit code {code}')}")
+            raise HostError(f"sink {self._name}: {answer.get('error', f'it ended with exit code {code}')}")
 
     def _send(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
@@ -105,10 +105,10 @@ class Outside:
             while line:
                 line = line[os.write(self._pipe, line) :]
         except BlockingIOError:
-            raise TrainingError(f"sink {self._name}: it does not keep up with the run") from None
+            raise HostError(f"sink {self._name}: it does not keep up with the run") from None
         except BrokenPipeError:
             reason = self._answer(1).get("error", "its process has ended")
-            raise TrainingError(f"sink {self._name}: {reason}") from None
+            raise HostError(f"sink {self._name}: {reason}") from None
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         """Return what the process has answered, nothing where it has not."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
-from lockstep.errors import TrainingError, UsageError, os_error_as
+from lockstep.errors import HostError, UsageError, os_error_as
 from lockstep.training.digests import Digest
 
 DIGESTS: Final = "digests.bin"
@@ -33,7 +33,7 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
         records = _parse(b"")
         warn(f"{error}; begun anew")
     kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
-    with os_error_as(TrainingError, f"{path}: not written"):
+    with os_error_as(HostError, f"{path}: not written"):
         opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(opened, len(_HEAD) + kept.nbytes)
@@ -45,7 +45,7 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
 def append(path: Path, digests: Sequence[Digest]) -> None:
     """Add digests, of steps that follow those in the file."""
     records = np.array([(each.step | each.weights * _WEIGHTS, each.value) for each in digests], "<u8")
-    wrong = os_error_as(TrainingError, f"{path}: digests not written")
+    wrong = os_error_as(HostError, f"{path}: digests not written")
     with wrong, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
         file.write(records.tobytes())
 

@@ -20,21 +20,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
 from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
-from lockstep.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, LockstepError, TrainingError, UsageError, os_error_as
+from lockstep.errors import EXIT_USAGE, ConfigError, HostError, TrainingError, UsageError, os_error_as
+from lockstep.ranks.failure import Failure, failure_of
+from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.completed import completion_notice
 from lockstep.run.digest_file import DIGESTS
@@ -102,6 +107,8 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
         path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
         folder = rendezvous.tell(str(claim.folder) if claim else "")
         done = rendezvous.tell(claim.done if claim else "")
+        if claim:
+            rendezvous.keep_failure = partial(keep_failure, claim.folder)
         yield RunStart(Path(folder), Path(path) if path else None, done)
 
 
@@ -200,15 +207,23 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def settle(folder: Path, code: int, reason: str = "") -> None:
+def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
     """Write result.json for a start that ended with another exit code than 0 and has not concluded.
 
-    Of the reason it has the first line.
+    Without a failure it was a signal, before the training began.
     """
     if code and not (folder / RESULT).exists():
-        line = printable(reason.partition("\n")[0])[:_LONGEST_REASON]
-        with suppress(TrainingError):  # there is another error to report
-            conclude(folder, {"event": "failed", "time": time.time(), "exit_code": code, "reason": line})
+        stopped = Failure(0, 1, socket.gethostname(), "ended by a signal", code, cause="transient")
+        keep_failure(folder, failure or stopped)
+
+
+def keep_failure(folder: Path, failure: Failure) -> None:
+    """Write result.json for a start that failed: the first line of the error, its cause, and where it was."""
+    reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
+    found = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
+    where = {"rank": failure.rank, "host": failure.host}
+    with suppress(TrainingError):  # there is another error to report
+        conclude(folder, {"event": "failed", "time": time.time(), **found, **where})
 
 
 @contextmanager
@@ -216,13 +231,11 @@ def _settle_on_error(folder: Path, made: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        code, reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
-        if isinstance(error, LockstepError):
-            code, reason = error.exit_code, str(error)
-        if code == EXIT_USAGE and made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
+        failure = failure_of(error, ALONE, RankLog(ALONE))
+        if failure.exit_code == EXIT_USAGE and made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
             _remove(folder, made)
         else:
-            settle(folder, code, reason)
+            settle(folder, failure.exit_code, failure)
         raise
 
 
@@ -239,7 +252,7 @@ def _remove(folder: Path, made: Sequence[Path]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with os_error_as(TrainingError, f"{path}: not written"):
+    with os_error_as(HostError, f"{path}: not written"):
         durable.replace(path, text.encode())
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, final
 from lockstep.comm.world import World
 from lockstep.common.text import printable_line
 from lockstep.device.clock import Clock
-from lockstep.errors import EXIT_DONE, CorruptionError, TrainingError, os_error_as
+from lockstep.errors import EXIT_DONE, CorruptionError, HostError, os_error_as
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
@@ -84,12 +84,14 @@ class Rank:
         The exit code is there too: torchrun makes 1 of every code that is not 0.
         """
         now = time.time()
-        with os_error_as(TrainingError, f"{self.folder}: event not written"):
+        with os_error_as(HostError, f"{self.folder}: event not written"):
             for sink in self.sinks:
                 sink.write(event, now)
         if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
-            code = EXIT_CODES[event.reason] if isinstance(event, Stopped) else EXIT_DONE
-            run_folder.conclude(self.folder, {**figures(event, now), "exit_code": code})
+            verdict: dict[str, Any] = {"exit_code": EXIT_DONE}
+            if isinstance(event, Stopped):
+                verdict = {"exit_code": EXIT_CODES[event.reason], "cause": "transient"}
+            run_folder.conclude(self.folder, {**figures(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
         """Keep digests of the steps from here on in the folder, of every `every`-th one; only of exact ones.

@@ -95,7 +95,7 @@ def on_ranks_of(
     """
     code = on_ranks(work, ready, resolved.placement, resolved.processes, folder / run_folder.LOGS, failures.append)
     if resolved.processes > 1:
-        run_folder.settle(folder, code, *(failure.line for failure in failures))
+        run_folder.settle(folder, code, *failures[-1:])
     return code
 
 

@@ -20,7 +20,7 @@ from lockstep.data.images.pictures import pictures
 from lockstep.data.images.scan import scan
 from lockstep.data.options import Share
 from lockstep.data.request import DataRequest
-from lockstep.errors import TrainingError
+from lockstep.errors import DataError
 
 _SHOWN: Final = 3
 
@@ -79,4 +79,4 @@ class Files:
                 return bytearray(stream.read())
         except OSError as error:
             advice = "remove it" if error.errno == errno.EINVAL else "check the disk it is on"
-            raise TrainingError(f"{file}: cannot be read: {error.strerror}; {advice}") from error
+            raise DataError(f"{file}: cannot be read: {error.strerror}; {advice}") from error

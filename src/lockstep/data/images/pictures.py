@@ -17,7 +17,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
-from lockstep.errors import TrainingError
+from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, skip_mask
 from lockstep.tasks.facts import facts
 
@@ -123,7 +123,7 @@ class PictureSplit:
         except UndecodableError as error:
             if self._cut.skips:
                 return None
-            raise TrainingError(
+            raise DataError(
                 f"{self._source.name(index)}: cannot be read as an image: {error}; remove it, or set "
                 f"recipe.data.on_error=skip; lockstep doctor data finds all such files"
             ) from error

@@ -21,7 +21,7 @@ from lockstep.data.images.tar_index import TarIndex, load_index
 from lockstep.data.options import Count, Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import in_share
-from lockstep.errors import TrainingError, UsageError, os_error_as
+from lockstep.errors import DataError, UsageError, os_error_as
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Archives:
         number, place = self._locate(index)
         archive = self._archives[number]
         offset, size = archive.spans[place].tolist()
-        with os_error_as(TrainingError, f"{archive.file}: cannot be read", "; check the disk it is on"):
+        with os_error_as(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
             if number not in self._opened:
                 self._opened[number] = plainfile.descriptor(Path(archive.file), links=True)
             found = os.pread(self._opened[number], size, offset)
         if len(found) != size:
-            raise TrainingError(f"{self.name(index)}: the archive was cut off while it was in use")
+            raise DataError(f"{self.name(index)}: the archive was cut off while it was in use")
         return bytearray(found)
 
     def split(self, share: float) -> tuple[Archives, Archives]:

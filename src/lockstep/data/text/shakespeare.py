@@ -10,7 +10,7 @@ from typing import Final
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.text.files import Options, cut, text_data
-from lockstep.errors import TrainingError, error_as
+from lockstep.errors import DataError, TrainingError, error_as
 
 _FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
 _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -27,5 +27,5 @@ def shakespeare(file: Path = _FILE) -> bytes:
     with error_as(TrainingError, (OSError, ValueError), str(file), "; install Lockstep again"):
         text = bz2.decompress(file.read_bytes())
     if (found := hashlib.sha256(text).hexdigest()) != _SHA256:
-        raise TrainingError(f"{file}: its text has sha256 {found}, not {_SHA256}; install Lockstep again")
+        raise DataError(f"{file}: its text has sha256 {found}, not {_SHA256}; install Lockstep again")
     return text

@@ -16,7 +16,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import build_windows
-from lockstep.errors import TrainingError, UsageError, error_as, os_error_as
+from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
 _LARGEST: Final = 1 << 26  # bytes of meta.json
 _PLACES: Final = 16  # of a file that are looked at before a run,
@@ -106,7 +106,7 @@ class TokenFile:
             self._read(row, start)
         if found.size and found.max() >= self._vocabulary:
             place = int((starts[:, None] + np.arange(length))[found >= self._vocabulary][0])
-            raise TrainingError(
+            raise DataError(
                 f"{self._file}: token {place:,} is {found.max()}, and the vocabulary has {self._vocabulary:,}; mend "
                 f"options.vocabulary or options.dtype"
             )
@@ -117,9 +117,9 @@ class TokenFile:
         try:
             read = os.preadv(self._opened, [row.view(np.uint8).data], offset)
         except OSError as error:
-            raise TrainingError(f"{self._file}: cannot be read: {error.strerror}; check the disk it is on") from error
+            raise DataError(f"{self._file}: cannot be read: {error.strerror}; check the disk it is on") from error
         if read != row.nbytes:
-            raise TrainingError(f"{self._file}: it was cut off while it was in use, at byte {offset + read:,}")
+            raise DataError(f"{self._file}: it was cut off while it was in use, at byte {offset + read:,}")
 
 
 def _meta(file: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, whole_tensors
-from lockstep.errors import TrainingError
+from lockstep.errors import HostError
 from lockstep.training.agreement import Disagreement, disagreement
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.checkpoint.store import Snapshot
@@ -77,7 +77,7 @@ class Saver:
     def _write(self, at: dict[str, Any], best: bool, snapshot: Snapshot, began: float) -> Saved:
         step, weights = at["step"], store.weights_sha256(whole_tensors(snapshot.model))
         if (found := disagreement(self._world, snapshot.model, weights)) is not None:
-            raise TrainingError(_not_saved(step, found, self.buffers))
+            raise HostError(_not_saved(step, found, self.buffers))
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         elif self._world.rank == 0:

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from lockstep.comm.world import World
-from lockstep.errors import TrainingError
+from lockstep.errors import HostError
 from lockstep.training.checkpoint import durable, store, tensorfile
 from lockstep.training.checkpoint.store import Snapshot
 
@@ -56,7 +56,7 @@ def save(
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)
-        raise TrainingError(store.not_written(final, error)) from error
+        raise HostError(store.not_written(final, error)) from error
 
 
 def _all_succeed(world: World, action: Callable[[], T]) -> T:

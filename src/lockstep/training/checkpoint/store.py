@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lockstep.common import plainfile
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
-from lockstep.errors import TrainingError, UsageError, error_as
+from lockstep.errors import DataError, HostError, TrainingError, UsageError, error_as
 from lockstep.training.checkpoint import durable, signing, tensorfile
 from lockstep.training.checkpoint.durable import Written
 
@@ -125,7 +125,7 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key
         publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best, key)
     except OSError as error:
         abandon(final)
-        raise TrainingError(not_written(final, error)) from error
+        raise HostError(not_written(final, error)) from error
     return final
 
 
@@ -209,7 +209,7 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
         except TrainingError as error:
             problems.append(str(error))
     if problems:
-        raise TrainingError(
+        raise DataError(
             "\n".join([f"{folder}: no checkpoint is whole; restore one, or start in another run.dir", *problems])
         )
     return None
@@ -246,7 +246,7 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
         state = _mapping(path / STATE, _LARGEST_STATE)
         snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK))
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
-        raise TrainingError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
+        raise DataError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
     return snapshot
 
 
@@ -259,7 +259,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
         match content:
             case {"format": int(version)} if type(version) is int and version != _FORMAT:
                 wanted = f"this version reads {_FORMAT}; use the one that wrote it"
-                raise TrainingError(f"{place}: format {str(version)[:40]}, {wanted}")
+                raise DataError(f"{place}: format {str(version)[:40]}, {wanted}")
             case {"format": int(version), "files": dict(listed), "weights_sha256": str(weights), **rest} if (
                 not rest and version is not True
             ):
@@ -269,9 +269,9 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
         if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
             raise ValueError("a hash is none")
     except ValueError as error:
-        raise TrainingError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
+        raise DataError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
     if set(files) - {EMA, FEEDBACK} != {MODEL, OPTIMIZER, STATE}:
-        raise TrainingError(f"{place}: lists {_format_names(files)}; the checkpoint is damaged")
+        raise DataError(f"{place}: lists {_format_names(files)}; the checkpoint is damaged")
     if key is not None:
         _check_signature(path, key, _json(content), signed)
     return Manifest(files, weights)
@@ -436,10 +436,10 @@ def _verify(path: Path, expected: Written) -> None:
     with _reading(path), plainfile.reader(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
-            raise TrainingError(_differs(path, "bytes", expected.bytes, size))
+            raise DataError(_differs(path, "bytes", expected.bytes, size))
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected.sha256:
-        raise TrainingError(_differs(path, "sha256", expected.sha256, found))
+        raise DataError(_differs(path, "sha256", expected.sha256, found))
 
 
 def _mapping(path: Path, limit: int) -> dict[str, JSON]:
@@ -468,9 +468,9 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise TrainingError(f"{path}: missing; the checkpoint is not whole") from None
+        raise DataError(f"{path}: missing; the checkpoint is not whole") from None
     except OSError as error:
-        raise TrainingError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _differs(path: Path, what: str, expected: object, found: object) -> str:
