@@ -41,7 +41,8 @@ def test_a_flipped_bit_ends_the_run_and_nothing_of_its_step_is_saved(run):
     assert [event["step"] for event in events(failed.folder / "run", "step")] == [*range(1, 12)]
     assert [event["step"] for event in events(failed.folder / "run", "saved")] == [4, 8]
     result = json.loads((failed.folder / "run/result.json").read_text(encoding="utf-8"))
-    assert (result["event"], result["exit_code"]) == ("failed", 1)
+    assert (result["event"], result["exit_code"], result["cause"]) == ("failed", 1, "host")
+    assert (result["ranks"], result.get("host")) == ([1], None)
 
 
 def test_a_run_goes_on_without_the_rank_that_is_wrong(run):

@@ -1,11 +1,16 @@
 """result.json has the exit code of the last start, also of one that failed: scripts go by it."""
 
 import json
+import os
+import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import DIGITS
+from forked import as_rank
+from PIL import Image
 
 TRAIN = ("train", *DIGITS, "run.dir=run")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}  # as another launcher has it
@@ -22,6 +27,7 @@ def stopped(tmp_path: Path) -> None:
 def result(folder: Path) -> dict[str, Any]:
     found = json.loads((folder / "run" / "result.json").read_text(encoding="utf-8"))
     assert found.pop("time") > 1.5
+    assert found.pop("host") == socket.gethostname()
     return found
 
 
@@ -30,14 +36,14 @@ def test_of_a_start_that_is_refused(run, tmp_path: Path, env: dict[str, str]) ->
     (tmp_path / "run" / "events.jsonl").touch()
     run(*TRAIN, "run.resume=never", code=2, **env)
     reason = "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto to go on with it"
-    assert result(tmp_path) == {"event": "failed", "exit_code": 2, "reason": reason}
+    assert result(tmp_path) == {"event": "failed", "exit_code": 2, "reason": reason, "cause": "usage", "ranks": [0]}
 
 
 def test_of_a_mistake_that_is_found_in_the_claimed_folder(run, tmp_path: Path) -> None:
     run(*TRAIN, MISSING, code=2, **ALONE)
     found = result(tmp_path)
     assert "nowhere" in found.pop("reason")
-    assert found == {"event": "failed", "exit_code": 2}
+    assert found == {"event": "failed", "exit_code": 2, "cause": "usage", "ranks": [0]}
 
 
 def test_a_refused_start_leaves_no_folder_that_it_made(run, tmp_path: Path) -> None:
@@ -55,4 +61,38 @@ def test_of_a_rank_that_fails_and_gone_before(run, tmp_path: Path, processes: in
     assert "ValueError: result.json is there: False" in command.err + command.out
     found = result(tmp_path)
     assert "ValueError: result.json is there: False (" in found.pop("reason")
-    assert found == {"event": "failed", "exit_code": 2}
+    assert found.pop("ranks") in ([0], [1])
+    assert found == {"event": "failed", "exit_code": 2, "cause": "code"}
+
+
+@pytest.mark.parametrize(("processes", "ranks"), [(1, [0]), (2, [0, 1])])
+def test_of_a_file_that_is_damaged(run, tmp_path: Path, processes: int, ranks: list[int]) -> None:
+    for name in ("train/cat/0", "train/cat/1", "train/dog/0", "train/dog/1", "val/cat/0", "val/dog/0"):
+        file = tmp_path / f"images/{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(file)
+    file.write_bytes(b"no picture")
+    shown = ("recipe.data={name: folder, root: images, image_size: 8}", "recipe.model={name: resnet18}")
+    steps = ("recipe.epochs=1", "recipe.batch=2", "recipe.microbatches=2", f"placement.processes={processes}")
+    run("train", *shown, *steps, "recipe.threads=1", "run.dir=run", code=1)
+    found = result(tmp_path)
+    assert "images/val/dog/0.png: cannot be read as an image" in found.pop("reason")
+    assert found.pop("ranks")[0] in ranks
+    assert found == {"event": "failed", "exit_code": 1, "cause": "data"}
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_of_a_rank_that_is_killed(start, tmp_path: Path, port: int, launched: bool) -> None:
+    if launched:
+        commands = [start(*TRAIN, "recipe.epochs=50", **as_rank(rank, 2, port)) for rank in range(2)]
+    else:
+        commands = [start(*TRAIN, "recipe.epochs=50", "placement.processes=2")]
+    commands[0].until_step(2)
+    if launched:
+        commands[1].signal(signal.SIGKILL)
+    else:
+        os.kill(commands[0].workers()[1], signal.SIGKILL)
+    assert commands[0].wait() == 1
+    found = result(tmp_path)
+    assert "killed" in found.pop("reason")
+    assert found == {"event": "failed", "exit_code": 1, "cause": "transient", "ranks": [1]}

@@ -286,6 +286,8 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 
 @pytest.mark.worlds
 def test_cut_tensors_are_compared_where_others_hold_the_same_rows() -> None:
+    for size in (2, 3):
+        assert f"{NAMED}the sum of the gradients (" in found("zero1", size, sum_of_gradients)
     assert changed(KEPT[weight]) in found("zero1", 3, weight)
     assert found("zero1", 3, weight, EARLIER) == ""  # overwritten by the rank that updates these rows
     assert found("zero1", 3, momentum, EARLIER) == ""  # as is said in docs/failures.md

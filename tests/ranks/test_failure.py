@@ -7,7 +7,17 @@ import pytest
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.rank import RankInfo
-from lockstep.errors import EXIT_PREFLIGHT, ConfigError, TrainingError, UsageError
+from lockstep.errors import (
+    EXIT_PREFLIGHT,
+    ConfigError,
+    CorruptionError,
+    DataError,
+    HostError,
+    OwnCodeError,
+    PreflightError,
+    TrainingError,
+    UsageError,
+)
 from lockstep.ranks.external import _lines
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
 from lockstep.ranks.rank_log import RankLog
@@ -55,6 +65,32 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
         failure = failure_of(each, OWN, RankLog(OWN))
         assert failure.text.startswith("error: Too many open files: a process may open no more files (ulimit -n); now")
         assert (failure.exit_code, failure.secondary) == (EXIT_PREFLIGHT, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (UsageError("no"), "usage"),
+        (OwnCodeError("no"), "code"),
+        (ValueError("no"), "code"),
+        (MemoryError(), "host"),
+        (TrainingError("loss is nan"), "code"),
+        (DataError("cut off"), "data"),
+        (HostError("no space"), "host"),
+        (CorruptionError("flipped"), "host"),
+        (PreflightError("no port"), "host"),
+        (PeerLostError("gone"), "transient"),
+        (PeerFailedError(replace(FAILURE, cause="data")), "data"),
+    ],
+)
+def test_a_failure_says_what_kind_of_cause_it_had(error: Exception, cause: str) -> None:
+    failure = failure_of(error, OWN, RankLog(OWN))
+    assert (failure.cause, from_json(failure.to_json())) == (cause, failure)
+
+
+def test_a_cause_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="cause"):
+        from_json(FAILURE.to_json().replace('"code"', '"fate"'))
 
 
 def test_any_other_error_comes_with_its_traceback() -> None:

@@ -33,7 +33,7 @@ from lockstep.parallel.corruption import (
     name_ranks,
     told_by_all,
 )
-from lockstep.parallel.engine import Auditable, Engine, Predict, State, Sums, Update
+from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch
 
@@ -120,8 +120,10 @@ class Audit:
     what the update of each step leaves; every step that is a multiple of `every` is audited.
     """
 
-    def __init__(self, engine: Engine, world: World, log: MessageLog, every: int | None) -> None:
+    def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
         self.audited = 0
+        if every is not None:
+            engine.keep_whole()
         self.kept = KeptState(engine, world, every)
         self._engine = engine
         self._world = world
@@ -167,7 +169,8 @@ class Audit:
             findings.append((_microbatch(watched), digests))
         if self._world.size > 1:
             assert whole.sums is not None
-            findings += tensor_findings(self._digests, "the sum of the gradients", self._engine.gradients())
+            for sums in (self._engine.gradients(), *self._engine.witnessed()):
+                findings += tensor_findings(self._digests, "the sum of the gradients", sums)
             findings += tensor_findings(self._digests, "the loss of the step", {"loss": whole.sums.total})
         return findings
 

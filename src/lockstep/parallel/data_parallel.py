@@ -19,7 +19,7 @@ micro-batch, and those of one micro-batch are under way together (parallel/conte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,7 +49,7 @@ from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
-from lockstep.parallel.layouts.base import GathersWeights, MakeLayout, Slots, take_over
+from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, MakeLayout, Slots, take_over
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -192,6 +192,15 @@ class DataParallelEngine:
         with self.forward_beside(microbatch, step):
             loss = self._loss_of(microbatch, NamedSums(wanted=False))
         self.backward_beside(microbatch, loss, step)
+
+    def keep_whole(self) -> None:
+        """See Auditable."""
+        if isinstance(self._layout, CutsGradients):
+            self._layout.keep_whole()
+
+    def witnessed(self) -> Sequence[Mapping[str, MaybeSharded]]:
+        """See Auditable."""
+        return self._layout.witnessed() if isinstance(self._layout, CutsGradients) else []
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """As `forward`, of a dummy beside the step: see Auditable."""

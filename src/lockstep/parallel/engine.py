@@ -111,3 +111,12 @@ class Auditable(Engine, Protocol):
 
         Call it before forward_backward, or after one that is to be done again: gradients there are forgotten.
         """
+
+    def keep_whole(self) -> None:
+        """Keep what `witnessed` returns of each step until its update."""
+
+    def witnessed(self) -> Sequence[Mapping[str, MaybeSharded]]:
+        """Return rows of the step's gradient as this rank had them whole, before each rank kept some: its own, others'.
+
+        None where no rank has the whole gradient, or each keeps it.
+        """

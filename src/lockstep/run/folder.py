@@ -221,7 +221,8 @@ def keep_failure(folder: Path, failure: Failure) -> None:
     """Write result.json for a start that failed: the first line of the error, its cause, and where it was."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
     found = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
-    where = {"rank": failure.rank, "host": failure.host}
+    # Of ranks that an audit named the reason has the hosts: the failure is that of a rank which reports them.
+    where = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
     with suppress(TrainingError):  # there is another error to report
         conclude(folder, {"event": "failed", "time": time.time(), **found, **where})
 

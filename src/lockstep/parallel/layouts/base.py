@@ -50,6 +50,17 @@ class GathersWeights(Protocol):
         """Return by what was gathered so far, which is the same tensor each time, what it is gathered of."""
 
 
+@runtime_checkable
+class CutsGradients(Protocol):
+    """What a Layout has besides where each rank has the whole sum of the gradients, and keeps some rows of it."""
+
+    def keep_whole(self) -> None:
+        """Keep the whole sum of each step until its update, for `witnessed`."""
+
+    def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
+        """Return the rows of a step's whole sum that this rank is to keep, and those that the next one is to."""
+
+
 class Norms(NamedTuple):
     """What looks at whole tensors, or at those of all ranks, wherever their rows are. All ranks call each alike.
 

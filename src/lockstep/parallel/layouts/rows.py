@@ -65,6 +65,8 @@ class RowLayout:
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self.norms = norms_of_rows(world, parts, torch.device("cpu") if offload else world.device)
         self._moved = self._sort()
+        self._keeps_whole = False
+        self._sums: list[Tensor] = []  # of a step, in the order of `trained`, where they are kept until its update
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -91,16 +93,30 @@ class RowLayout:
 
     def collect(self) -> None:
         """Keep this rank's rows of the gradients, and free the rest while the optimizer works."""
+        self._sums.clear()
         for (name, parameter), (_, own) in zip(self._whole, self.trained, strict=True):
             assert parameter.grad is not None
             cut = self._cuts[name]
             gradient = parameter.grad[cut.first : cut.first + len(own)] if cut.shape else parameter.grad
             own.grad = gradient.to(own.device, copy=True)
+            if self._keeps_whole:
+                self._sums.append(parameter.grad)
             parameter.grad = None
+
+    def keep_whole(self) -> None:
+        """See CutsGradients."""
+        self._keeps_whole = True
+
+    def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
+        """See CutsGradients."""
+        named = [(name, each) for (name, _), each in zip(self.trained, self._sums, strict=True) if each.ndim]
+        ranks = (self._world.rank, (self._world.rank + 1) % self._world.size)
+        return [{name: self._rows_of(each, rank) for name, each in named} for rank in ranks]
 
     @torch.no_grad()
     def publish(self) -> None:
         """Send all ranks the rows that this one moved, and take theirs."""
+        self._sums.clear()
         if self._apart:
             for name, trained in self.trained:
                 self._cuts[name].tensor.copy_(trained)
@@ -110,8 +126,10 @@ class RowLayout:
     def _cut(self, parameter: Tensor) -> Shard:
         if not parameter.ndim:
             return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
-        first = part(len(parameter), self._world.size, self._world.rank).start
-        return Shard(self._rows(parameter.detach(), self._world.rank), first, parameter.shape)
+        return self._rows_of(parameter.detach(), self._world.rank)
+
+    def _rows_of(self, whole: Tensor, rank: int) -> Shard:
+        return Shard(self._rows(whole, rank), part(len(whole), self._world.size, rank).start, whole.shape)
 
     def _own(self, parameter: nn.Parameter, device: torch.device | str) -> Tensor:
         rows = self._cut(self._weights.of(parameter)).tensor
