@@ -11,6 +11,7 @@ import pytest
 from conftest import DIGITS
 from forked import as_rank
 from PIL import Image
+from waiting import free_port
 
 TRAIN = ("train", *DIGITS, "run.dir=run")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}  # as another launcher has it
@@ -72,8 +73,8 @@ def test_of_a_file_that_is_damaged(run, tmp_path: Path, processes: int, ranks: l
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(file)
     file.write_bytes(b"no picture")
-    shown = ("recipe.data={name: folder, root: images, image_size: 8}", "recipe.model={name: resnet18}")
-    steps = ("recipe.epochs=1", "recipe.batch=2", "recipe.microbatches=2", f"placement.processes={processes}")
+    shown = ("recipe.data={name: folder, root: images, image_size: 8}", "recipe.model=resnet18")
+    steps = ("recipe.epochs=1", "recipe.batch=4", "recipe.microbatches=2", f"placement.processes={processes}")
     run("train", *shown, *steps, "recipe.threads=1", "run.dir=run", code=1)
     found = result(tmp_path)
     assert "images/val/dog/0.png: cannot be read as an image" in found.pop("reason")
@@ -82,8 +83,9 @@ def test_of_a_file_that_is_damaged(run, tmp_path: Path, processes: int, ranks: l
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_of_a_rank_that_is_killed(start, tmp_path: Path, port: int, launched: bool) -> None:
+def test_of_a_rank_that_is_killed(start, tmp_path: Path, launched: bool) -> None:
     if launched:
+        port = free_port()
         commands = [start(*TRAIN, "recipe.epochs=50", **as_rank(rank, 2, port)) for rank in range(2)]
     else:
         commands = [start(*TRAIN, "recipe.epochs=50", "placement.processes=2")]
