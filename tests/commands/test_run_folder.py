@@ -9,10 +9,19 @@ import torch
 from lockstep.config.load import Loaded, load, load_text, to_yaml
 from lockstep.errors import UsageError
 from lockstep.run import folder as run_folder
-from lockstep.run.completed import completion_notice
+from lockstep.run.completed import completed, completion_notice
 from lockstep.training.checkpoint import store
+from lockstep.training.events import Done
 
-DONE = {"event": "done", "step": 23, "weights_sha256": "0f" * 32}
+DONE = {
+    "event": "done",
+    "step": 23,
+    "epoch": 1,
+    "samples": 1437,
+    "weights_sha256": "0f" * 32,
+    "accuracy": 0.5,
+    "best_loss": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +62,9 @@ def test_a_run_that_is_done_says_so_with_its_hash(tmp_path: Path) -> None:
         f"{tmp_path}: already done, 23 steps; to train again choose another run.dir",
         f"weights sha256 {'0f' * 32}",
     ]
+    assert completed(run(tmp_path, DONE)) == Done(
+        step=23, epoch=1, samples=1437, weights_sha256="0f" * 32, figures={"accuracy": 0.5}, best={"loss": 1}
+    )
 
 
 @pytest.mark.parametrize(

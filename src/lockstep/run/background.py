@@ -34,6 +34,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.reporting.sink import Sink
+from lockstep.run.completed import completed
 from lockstep.run.evaluation import EvalRequest, evaluate_here
 from lockstep.run.training import train_here
 from lockstep.training.events import Evaluated, Event
@@ -53,7 +54,7 @@ def train(
     `recipe` is the name of a shipped recipe, a file, or a `Recipe`. `overrides` are dotted:
     `{"recipe.epochs": 3, "run.dir": "runs/a"}`. Nothing is printed, and models and generators of this process stay as
     they are. Training starts when the first event is asked for. Where the iteration is left early, the run is saved and
-    stopped; with the same run.dir it resumes.
+    stopped; with the same run.dir it resumes. Of a run that is complete there is its last event, `Done`, alone.
 
     UsageError where the recipe, the data or an override is wrong, PreflightError where the machine cannot do it,
     TrainingError where training fails.
@@ -63,7 +64,10 @@ def train(
         loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, words)
     else:
         loaded = load_recipe(str(recipe), words)
-    yield from train_in_background(loaded)
+    if (done := completed(loaded)) is not None:
+        yield done
+    else:
+        yield from train_in_background(loaded)
 
 
 def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
