@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages, by its own protocol: what is shown, read back and clicked, and loaded."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import shutil

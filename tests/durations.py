@@ -4,8 +4,6 @@ A group is a folder and a tier. `pytest --durations-table PATH` prints the group
 more than GROWTH without its entry in PATH being changed; with `--durations-write` it writes the entries anew instead.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """The lessons of the tutorial: what their pages show, what they need, and what their commands print."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

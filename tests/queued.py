@@ -1,7 +1,5 @@
 """One queue of tests for several processes: pytest-xdist's, by file, with a place of its own for clusters and hosts."""
 
-from __future__ import annotations
-
 import tiers
 from xdist.scheduler import LoadScopeScheduling
 

@@ -1,7 +1,5 @@
 """docs/coming-from.md: its two scripts do the same, and every name on it exists, theirs and ours."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

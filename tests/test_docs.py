@@ -1,7 +1,5 @@
 """The documentation: its tables are those of the code, its links lead somewhere, its snippets print what they say."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

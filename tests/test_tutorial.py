@@ -3,8 +3,6 @@
 Those that need more than Python are run by test_tutorial_real.py.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import partial

@@ -1,7 +1,5 @@
 """The lessons of the tutorial that need etcd, Slurm, DeepSpeed, Horovod or Open MPI print what their pages show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

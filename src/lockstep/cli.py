@@ -5,8 +5,6 @@ that a word of Python's has behind it there. A file that begins with one is no c
 first lines of their docstrings and imports none, so that it answers at once whatever they import.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """Authors' programs: taken from a checkout only with the files that were looked at."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of the loop runs, with the contestants that need no other framework."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.loop import EXACT, HAND, OURS, OWN, measure

@@ -1,7 +1,5 @@
 """The table of MNIST-1D names the published, the authors' and our accuracy, and the hash of each run."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.mnist1d import MODELS, Accuracy, Row, show

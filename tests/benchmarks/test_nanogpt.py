@@ -1,7 +1,5 @@
 """The comparison with nanoGPT: ratios of the same rounds, the last estimate, and hashes by the number of processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.nanogpt import HIS, OURS, in_lines, losses, times

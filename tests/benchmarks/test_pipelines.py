@@ -1,7 +1,5 @@
 """Torch's pipelines, which ours are measured beside, do the same work: the gradients of the same stages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import worlds

@@ -1,7 +1,5 @@
 """Contestants run in processes of their own, the slowest process counts, and failures are told."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 

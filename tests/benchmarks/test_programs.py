@@ -1,7 +1,5 @@
 """Whole programs: their times, what they print, and what is said where one fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The report: ratios by round, targets in both directions, and everything in the JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory is counted to the byte, peaks are seen, and theory is ZeRO's."""
 
-from __future__ import annotations
-
 from benchmarks.learners import Work
 from benchmarks.strategies_memory import BUFFER_BYTES, Sizes
 

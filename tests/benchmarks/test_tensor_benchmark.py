@@ -1,7 +1,5 @@
 """Slicing by torch, which ours is measured beside, does the same work; and every figure is there."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Strategies as a user would write them: one that works, and what can be wrong with one."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`lockstep train` on a pretended card: from the data to the checkpoint the CPU's bits, and what waits is known."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Training on a pretended card: the CPU's bits, all tensors on one device, no wait between reports, no race."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

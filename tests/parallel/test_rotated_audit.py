@@ -1,7 +1,5 @@
 """Where no rank can repeat another's micro-batch, a whole step done in other places names the rank that is wrong."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who waits long for others is told who is late, where, and who does not answer at all."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

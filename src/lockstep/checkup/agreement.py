@@ -1,7 +1,5 @@
 """Judges what differs between ranks, and names who has what."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Judges the cards of this host: what each is, what is wrong with it, and why none can be used."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """One result of the check-up, and how those of several ranks become one list."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal

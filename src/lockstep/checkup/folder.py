@@ -1,7 +1,5 @@
 """The place of run folders: whether it can be written, has room, and locks as runs need it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

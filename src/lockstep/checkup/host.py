@@ -1,7 +1,5 @@
 """Judges what one rank found of its host: a small function for each check, from facts to findings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

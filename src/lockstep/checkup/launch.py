@@ -1,7 +1,5 @@
 """Which launcher started this process, its rank and device, and where the ranks meet; without a GPU, without torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict

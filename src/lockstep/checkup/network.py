@@ -1,7 +1,5 @@
 """Judges what was measured between the ranks: slow links and the interface that traffic takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final

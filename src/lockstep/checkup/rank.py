@@ -4,8 +4,6 @@ Whatever can hang does so in a thread of its own and for a stated time, or is an
 come are named (ranks/rendezvous.py, ranks/stall.py). So the check-up ends, and says who is missing.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

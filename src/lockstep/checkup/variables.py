@@ -1,7 +1,5 @@
 """Judges the variables of the environment that change numbers, hide failures, or make a run slow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final

@@ -6,8 +6,6 @@ nothing checks (torch, ProcessGroupGloo::send). Its all-gather, which fully_shar
 memory and back by itself. Nothing here adds, so the bits do not depend on what carries them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import final
 

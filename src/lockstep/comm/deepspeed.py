@@ -3,8 +3,6 @@
 It takes a group that is there, and makes groups of its own from it. A rank that is alone has none until here.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Exchanges between ranks that are not Lockstep's: seen before they begin, however the user's code came by them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

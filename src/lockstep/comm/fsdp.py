@@ -1,7 +1,5 @@
 """The door to torch's fully_shard (FSDP2), whose reduce-scatter hands gradients to us instead of adding them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass

@@ -13,8 +13,6 @@ then on nobody asks: a member takes part in all gathers that the schedule has be
 call, and at its end in those that are left. What it has gathered but not called stays until it calls it, or the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final

@@ -4,8 +4,6 @@ Values are small whole numbers, so that sums are exact in every dtype and in any
 ranks; the results are compared bit for bit.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence

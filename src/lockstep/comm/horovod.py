@@ -4,8 +4,6 @@ horovodrun and mpirun tell Horovod where its ranks are. Under any other launcher
 store over HTTP, where ranks find each other's addresses), at the loopback interface where all ranks are on one host.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

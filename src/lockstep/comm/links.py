@@ -4,8 +4,6 @@ Few ranks are measured two by two, each pair alone. Of many, one rank of each ho
 tournament, so that a host has one partner at a time; and within a host each rank meets the next.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Between two exchanges a rank is a function of its place, its data and what it ha
 place received the same and then sent another thing each, one of them is at fault, whatever came of it later.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial

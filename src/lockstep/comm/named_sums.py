@@ -1,7 +1,5 @@
 """Sums by name over numbered batches on several ranks: the same bits however batches are distributed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ All parameters of a unit are gathered in one dtype there, and their gradients ar
 such as an LSTM of oneDNN, may give them in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import fields
 from functools import partial

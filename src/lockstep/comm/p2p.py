@@ -11,8 +11,6 @@ one that comes before its line is asked for waits on the receiving rank.
 torch's own functions for split backwards are imported here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence

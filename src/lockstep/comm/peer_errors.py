@@ -1,7 +1,5 @@
 """When another rank goes away, torch raises a RuntimeError in the middle of an exchange: here it gets a name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final

@@ -6,8 +6,6 @@ follows from that. So memory, time and traffic can be measured, and no result me
 others send, as those of pipelines do, cannot be pretended.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

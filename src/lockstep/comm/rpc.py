@@ -5,8 +5,6 @@ else that ranks exchange can do that (docs/security.md). So there are calls only
 and they listen at the interface that gloo does.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ On the CPU a stream is one thread: gloo waits there without the interpreter's lo
 a stream: NCCL's calls return at once and order themselves against the kernels. What is submitted runs in order.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 bash gives `key=value` as three words, zsh and fish as one.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from typing import Final, get_args

@@ -1,7 +1,5 @@
 """Distinguish files and overrides among the words of a command line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Final

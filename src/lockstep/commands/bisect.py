@@ -1,7 +1,5 @@
 """Name the first tensor of a step in which two machines differ."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

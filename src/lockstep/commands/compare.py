@@ -3,8 +3,6 @@
 Exit code 0 if all ran and those that promise the same bits have them, 1 if one failed, 3 if one broke its promise.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

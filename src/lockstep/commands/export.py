@@ -1,7 +1,5 @@
 """Export a saved run to safetensors, torch, onnx, transformers or timm, and check what was written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

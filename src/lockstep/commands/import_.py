@@ -1,7 +1,5 @@
 """Turn a configuration of Distribuuuu, pycls, Accelerate or the Trainer into a recipe."""
 
-from __future__ import annotations
-
 import click
 
 

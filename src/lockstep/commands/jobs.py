@@ -1,7 +1,5 @@
 """Show how runs are doing: state, progress, speed and time left, from their event logs and Slurm's queue."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Start a run by a launcher: prints or runs the right line for torchrun, srun, mpirun or ssh."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """Measure what each placement of a recipe would take, before any of them runs."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Predict with a saved run: classes of pictures, masks, a column of a table, or what follows a prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run that trains is refused, and so is one whose newest checkpoint is damaged: an older one may be all that is left.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

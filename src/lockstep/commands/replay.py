@@ -1,7 +1,5 @@
 """Do steps of a run again, anywhere, and compare them with what the run has kept of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

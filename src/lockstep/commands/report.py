@@ -3,8 +3,6 @@
 The page is one file, which needs no network.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

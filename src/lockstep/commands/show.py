@@ -1,7 +1,5 @@
 """Print a recipe as it will run, and what follows from it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """List the strategies: what each cuts, what it needs and what it sends."""
 
-from __future__ import annotations
-
 import sys
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Give a run to Slurm's queue: a batch script that saves before the time is over and goes on by itself."""
 
-from __future__ import annotations
-
 import sys
 
 import click

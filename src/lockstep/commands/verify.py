@@ -3,8 +3,6 @@
 Exit code 0 only if all agree, 3 if not.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

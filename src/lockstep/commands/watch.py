@@ -1,7 +1,5 @@
 """Follow runs while they train, in the terminal and in a browser, until they end."""
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import ExitStack

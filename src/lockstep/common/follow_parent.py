@@ -14,8 +14,6 @@ becomes: the kernel keeps connections to it, which nobody need accept, for as lo
 that has one ends with it: `follow_srun`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Python draws it anew at each start of an interpreter, unless PYTHONHASHSEED is s
 that are forked share it; those of other launchers, and two starts, do not.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Collection, Iterator

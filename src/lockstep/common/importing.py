@@ -1,7 +1,5 @@
 """An object of the user's own code, by its import path `package.module:function`, and packages that may be missing."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """One process of a node at a time: a lock on a file, released by the kernel when its holder dies."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

@@ -1,7 +1,5 @@
 """The names nearest to a mistyped one, as an error message lists them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final

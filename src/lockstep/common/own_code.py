@@ -1,7 +1,5 @@
 """The user's own code: which files are the user's, and what they raise as one message with its file and line."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -1,7 +1,5 @@
 """Shell patterns over names, such as those of a model's parameters: `layer1.*`, `*.bias`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Final

@@ -1,7 +1,5 @@
 """Reads what others may have written: plain files only, which have an end, never through a link; and JSON."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

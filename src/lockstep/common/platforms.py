@@ -1,7 +1,5 @@
 """What systems other than Linux do in another way; none of it was ever run there (docs/limits.md)."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Who a process is among all processes of a run: what its launcher passes on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reserved names of figures: a line of the events has each figure in a field of its name, next to its own fields."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Final
 

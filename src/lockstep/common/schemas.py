@@ -9,8 +9,6 @@
 one that is missing had no other value than this one then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Text fit to print: of what others wrote nothing moves the cursor, colours, hides or reorders words; quantities."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The kind of a value that a user's code gave, in the words of errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

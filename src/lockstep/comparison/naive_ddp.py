@@ -10,8 +10,6 @@ is meant:
 - What is printed of training is rank 0's.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What came of one recipe under several placements, as the tables and charts of a page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Final

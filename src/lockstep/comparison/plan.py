@@ -1,7 +1,5 @@
 """The placements under which a recipe is to be compared, each checked before any of them is started."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Problems between keys, found before their types are validated; all are reported together."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path as FilePath

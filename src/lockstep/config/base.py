@@ -1,7 +1,5 @@
 """What every part of the configuration shares: strict types, no unknown keys, no change after loading."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator

@@ -1,7 +1,5 @@
 """Where in the file stand the keys that a later error is about: one that only building the model or data finds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

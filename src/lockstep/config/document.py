@@ -8,8 +8,6 @@ ruamel.yaml 0.19.1 was tried in its place. Its loaders stop at the first error, 
 read these files with the same code, in 1.3 to 1.6 times the seconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

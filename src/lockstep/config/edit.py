@@ -1,7 +1,5 @@
 """A YAML text with some of its keys set anew, all else as it stood: comments, order, quotes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

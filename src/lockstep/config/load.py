@@ -1,7 +1,5 @@
 """A configuration from a YAML file or a shipped recipe and overrides; all its problems are reported together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath

@@ -1,7 +1,5 @@
 """What an override takes away: what was set for another model than it names, or in another way than it does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Overrides from the command line, `a.b.c=value`, set on top of a document."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What a recipe and the number of training samples decide: the steps of the run and its learning rate."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -3,8 +3,6 @@
 Quick, for lists of many runs: no pydantic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """The whole configuration: a recipe on a placement, and what is kept of the run."""
 
-from __future__ import annotations
-
 from lockstep.config.base import Section
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe

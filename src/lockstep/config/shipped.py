@@ -1,7 +1,5 @@
 """The recipes that come with Lockstep: a file for each, and one for all models on ImageNet."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath

@@ -1,7 +1,5 @@
 """What pydantic found wrong, in words that say what was expected, what was given and what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, Final, get_args, get_origin

@@ -1,7 +1,5 @@
 """Configuration as text: YAML that reads back to the same values, with the origin of each as a comment."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

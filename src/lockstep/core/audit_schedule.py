@@ -1,7 +1,5 @@
 """Which micro-batches of a step are computed twice, and by whom: functions of the step's number alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lockstep.core.mesh import Mesh

@@ -1,7 +1,5 @@
 """A batch: a tensor, or tuples, lists and mappings of them, however nested; samples run along dim 0 of each tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which of the devices that a process sees is its own, and what carries tensors between them."""
 
-from __future__ import annotations
-
 from typing import Final, Literal
 
 from lockstep.errors import UsageError

@@ -7,8 +7,6 @@ different tensors agree with a chance of about 2^-32, wherever their bits differ
 keys are known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, final

@@ -1,7 +1,5 @@
 """A number of epochs as a person writes it."""
 
-from __future__ import annotations
-
 
 def in_words(epochs: float) -> str:
     """Return `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""

@@ -1,7 +1,5 @@
 """Which ranks are wrong where results that should be the same are not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable
 

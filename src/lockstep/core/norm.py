@@ -9,8 +9,6 @@ memory. There the right half of each row is added to the left one, element by el
 columns alone. Rows of one width are folded together, so that all of a model takes few kernels.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The precisions that a recipe can name; docs/precision.md says what each keeps, computes, sends and adds in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final, Literal
 

@@ -5,8 +5,6 @@ loader worker and after any resume. The hash is the finaliser of SplitMix64 (Ste
 "Fast splittable pseudorandom number generators", figure 16), applied to a Weyl sequence twice.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

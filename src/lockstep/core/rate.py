@@ -5,8 +5,6 @@ it, rising linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). 
 seen / samples per epoch, and rounded down where the recipe wants one rate for each epoch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

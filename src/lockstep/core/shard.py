@@ -1,7 +1,5 @@
 """A tensor that is cut over several ranks: each holds some of its rows, of the tensor itself or of it rearranged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise

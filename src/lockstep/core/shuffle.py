@@ -5,8 +5,6 @@ finite domains"). Few are sorted by a hash, which makes every order as likely as
 network on a rectangle that just holds them, and what comes out beyond the last number goes through it again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ zero and independent ones the bound grows with the root of n (Higham and Mary 20
 Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

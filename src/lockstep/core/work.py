@@ -3,8 +3,6 @@
 It imports nothing heavy: a recipe is checked before torch is imported.
 """
 
-from __future__ import annotations
-
 from lockstep.errors import UsageError
 
 

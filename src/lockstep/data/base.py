@@ -1,7 +1,5 @@
 """What a dataset is to Lockstep: two splits, each of which fetches a batch by sample numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final

@@ -1,7 +1,5 @@
 """Samples of any structure to a batch of tensors: by a function of the user's own, else leaf by leaf."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

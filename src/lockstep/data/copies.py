@@ -5,8 +5,6 @@ being given out again before the computing stream is done with it. The pinned me
 allocator of pinned memory marks a block with each copy that reads it, and gives it out again when those are over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import TypeVar, final
 

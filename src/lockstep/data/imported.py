@@ -1,7 +1,5 @@
 """Datasets from a function of the user's own: any map-style datasets, or a whole DataSet."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping

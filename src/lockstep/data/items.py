@@ -1,7 +1,5 @@
 """Datasets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
 
-from __future__ import annotations
-
 import random as python_random
 from collections.abc import Callable, Sequence
 from typing import Any, final

@@ -3,8 +3,6 @@
 Greydanus and Kobak 2024, "Scaling Down Deep Learning with MNIST-1D", arXiv 2011.14439.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

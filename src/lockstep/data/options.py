@@ -1,7 +1,5 @@
 """The options of a source: a frozen dataclass defines which there are, and what each may be."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints

@@ -1,7 +1,5 @@
 """What a recipe requests from a dataset, in the form its source receives, and which datasets support what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal

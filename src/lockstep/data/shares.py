@@ -1,7 +1,5 @@
 """Which samples are validation's where a dataset has none: a share of them, by a hash, so that it stays theirs."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Written from the documentation of NVML: it has not been run on a host with cards yet.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import warnings

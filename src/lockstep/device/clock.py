@@ -1,7 +1,5 @@
 """Where the seconds of a rank go: what it does, and whether it computes, waits for a core or waits for others."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict

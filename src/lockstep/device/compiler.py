@@ -4,8 +4,6 @@ Kernels follow from torch's settings, which some 200 environment variables chang
 in the fingerprint of a run, and what one machine has built is never used by another.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Which cores of its host a rank may run on: those near its card, shared out among the ranks whose cards are there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

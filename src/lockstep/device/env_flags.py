@@ -1,7 +1,5 @@
 """Variables of the environment that change what kernels compute: all are recorded, some are refused."""
 
-from __future__ import annotations
-
 import os
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Lets code in this process believe that it is one rank of several: to see whether what it computes depends on that."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

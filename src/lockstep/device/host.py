@@ -1,7 +1,5 @@
 """What this process has of its host: versions, cores, memory, limits, variables; ready for JSON."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The network of this host: its interfaces, what its name stands for, and which interface the ranks' traffic takes."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

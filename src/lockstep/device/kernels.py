@@ -6,8 +6,6 @@ which threads arrive: those have `torch_raises=False`. What Lockstep relies on i
 benchmarks/gpu_kernels.py; docs/gpu.md is written from both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

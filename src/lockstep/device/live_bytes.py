@@ -6,8 +6,6 @@ over Python's objects misses what autograd and the reducers of C++ hold. The pea
 from a thread, so one that is over within a millisecond may be missed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

@@ -1,7 +1,5 @@
 """What a run ran on: everything for the record, and the few facts that decide the bits."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

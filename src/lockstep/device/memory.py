@@ -4,8 +4,6 @@ A step frees its activations and gradients, and the next one wants as many bytes
 heap glibc hands back to the kernel, which then has to find and clear every page anew.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The meta device, whose tensors have shapes and no values: a model is looked at there without memory for it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """How fast training goes and how much memory it takes."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -4,8 +4,6 @@ From NVIDIA's data sheets and architecture whitepapers, in TFLOP/s, without spar
 with sparsity, half of it. Tensor cores multiply 16 bits and add in 32; fp32 is that of CUDA cores: TF32 is not fp32.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """Where rank 0 is to listen: at one address, and no more of the network than that; and who is there already."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Precision of the forward pass and the scale that keeps fp16 gradients from vanishing."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What this user or this process may have of files and processes, where that is too little for a run."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Mapping

@@ -4,8 +4,6 @@
 outputs.safetensors. A model whose function is Lockstep's, or the user's own, is built by that function.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

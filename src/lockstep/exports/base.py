@@ -1,7 +1,5 @@
 """What is exported, and what a format is to the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether an export gives what the run's own model gives: computed in a process that has no Lockstep, and compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A few samples to check an export with: of the run's validation data where they are here, else made ones."""
 
-from __future__ import annotations
-
 from typing import Any, Final, NamedTuple
 
 import numpy as np

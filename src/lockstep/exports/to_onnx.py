@@ -1,7 +1,5 @@
 """A model in ONNX, by torch's exporter: for runtimes without Python."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

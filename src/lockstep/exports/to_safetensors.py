@@ -1,7 +1,5 @@
 """A file of weights by the model's own names; how the model is built, and what its data is, stand in its metadata."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

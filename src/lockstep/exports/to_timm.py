@@ -1,7 +1,5 @@
 """A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` takes: weights, size, names, mean and std."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 

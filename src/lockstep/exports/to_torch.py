@@ -1,7 +1,5 @@
 """A program of torch.export: operations and weights, which torch alone loads and runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final, final

@@ -1,7 +1,5 @@
 """A folder that transformers' automatic classes take: config with names, weights, tokenizer or image processor."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """What was taken for what: a matrix, or the pairs of classes that are mistaken most often where there are many."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """What saved runs do, for a page: each is evaluated in this process, and what its task lets one see is shown."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a classifier gets wrong: the confusions of its classes, and its worst mistakes."""
 
-from __future__ import annotations
-
 import io
 from base64 import b64encode
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """How well a language model predicts validation text: loss by position in the context, and samples of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final

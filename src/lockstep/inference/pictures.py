@@ -1,7 +1,5 @@
 """Pictures that a run has not seen, as its evaluation would see them: decoded, cut or resized, and normalised."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

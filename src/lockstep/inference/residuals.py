@@ -1,7 +1,5 @@
 """What a regression predicts against what is true, for each of its numbers, and the samples it is furthest off for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Final
 

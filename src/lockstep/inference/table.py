@@ -1,7 +1,5 @@
 """A table that a run has not seen: its rows as the model takes them, by what the checkpoint keeps of the columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final

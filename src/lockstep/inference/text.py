@@ -1,7 +1,5 @@
 """A prompt continued by a language model, a token at a time: the likeliest one, or one drawn by its probability."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

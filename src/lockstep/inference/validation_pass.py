@@ -1,7 +1,5 @@
 """A saved run's validation data through its model, as an evaluation of the run does it, in this process alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final

@@ -1,7 +1,5 @@
 """What run folders and Slurm's queue hold, for `jobs`, `watch` and `report`. Nothing is written or run. No torch."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

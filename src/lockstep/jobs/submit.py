@@ -1,7 +1,5 @@
 """`lockstep submit` below its options: what `lockstep train` would refuse, the batch script, and its submission."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The launchers we detect: one file each, pure but for what is here, and never torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command line of torchrun's agent of one host, for each launcher that starts such agents."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from lockstep.errors import UsageError

@@ -1,7 +1,5 @@
 """What a launcher is: the contract of each file of this folder that ends with a `LAUNCHER`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Slurm's queue: the batch script of a training, its submission by sbatch, and what squeue has of its job."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

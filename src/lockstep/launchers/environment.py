@@ -1,7 +1,5 @@
 """RANK and WORLD_SIZE set by hand, or by any launcher that follows torch's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

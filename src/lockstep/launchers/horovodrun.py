@@ -1,7 +1,5 @@
 """horovodrun with gloo, which sets HOROVOD_* in each process; over MPI it leaves that to mpirun."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 from zlib import crc32

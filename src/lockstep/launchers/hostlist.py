@@ -1,7 +1,5 @@
 """Slurm's short forms: `n[1-2,5],gpu[001-004]x` for hosts, and `2(x3),1` for the number of tasks on each of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import product

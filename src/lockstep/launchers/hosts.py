@@ -1,7 +1,5 @@
 """Runs one command for each host and ends all of them when one ends: what holds several ssh together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

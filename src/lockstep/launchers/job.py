@@ -1,7 +1,5 @@
 """What is to be started where: the one thing that every launcher makes its command line from."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Final

@@ -1,7 +1,5 @@
 """Lockstep itself, which starts the processes of one host."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from lockstep.errors import UsageError

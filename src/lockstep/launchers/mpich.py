@@ -1,7 +1,5 @@
 """Hydra, the mpiexec of MPICH and of Intel MPI, which sets PMI_* and MPI_LOCAL* in each process that it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Open MPI's mpirun, which sets OMPI_COMM_WORLD_* in each process that it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 from zlib import crc32

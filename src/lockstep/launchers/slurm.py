@@ -1,7 +1,5 @@
 """Slurm: its srun, which sets SLURM_* in each task of a step. Its queue is in batch.py."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """ssh: a torchrun on each of several hosts, which follows the ssh that started it."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from typing import Final

@@ -1,7 +1,5 @@
 """torchrun, and all that is built on torch's elastic agent, as torch.distributed.launch is."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads the variables of a launcher: whole numbers and lists; all that is wrong in them is reported together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar, final
 

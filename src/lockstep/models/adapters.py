@@ -3,8 +3,6 @@
 Hu et al. 2021, "LoRA: Low-rank adaptation of large language models".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

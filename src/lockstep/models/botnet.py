@@ -4,8 +4,6 @@ Srinivas et al. 2021, "Bottleneck Transformers for Visual Recognition", arXiv 21
 Shapes: N images, K heads, P positions of the feature map (row by row), D channels of one head.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

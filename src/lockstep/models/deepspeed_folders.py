@@ -5,8 +5,6 @@ optimizer's state, and with stage 3 or 16 bits the weights too, are pickles of D
 when they are read: they are left to DeepSpeed's own program in the same folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final

@@ -3,8 +3,6 @@
 Both depend on how a batch is cut into micro-batches and must not depend on who computes which of them.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 from torch import Tensor, nn

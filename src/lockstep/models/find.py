@@ -1,7 +1,5 @@
 """Models by name: ours, timm's, torchvision's, transformers', or the user's `package.module:function`."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

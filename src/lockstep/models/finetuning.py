@@ -1,7 +1,5 @@
 """A model as a recipe tunes it: with other first weights, adapters, and parameters that are not trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

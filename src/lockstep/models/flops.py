@@ -7,8 +7,6 @@ torch.utils.flop_counter has formulas too, and a table of modules, but imports T
 and torch 2.15 counts the weight's gradient of a convolution in groups as often as there are groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final

@@ -1,7 +1,5 @@
 """Parameters that are not trained, by their names, and what that means for BatchNorm."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final

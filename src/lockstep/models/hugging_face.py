@@ -3,8 +3,6 @@
 Their code is what is installed: none is fetched with a model, and of weights only safetensors are read.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """First weights as a function of the seed: the same in every process, wherever it runs."""
 
-from __future__ import annotations
-
 import random as python_random
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT", have the
 layers are, timm's own function decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Tensors of a file brought into a model: what fits, what stays as it was initialised, and what is left over."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final

@@ -3,8 +3,6 @@
 They have its sizes: 410 parameters of the logistic regression, 15,210 of the MLP, 5,210 of the convolutional net.
 """
 
-from __future__ import annotations
-
 from typing import Final, final
 
 from torch import Tensor, nn

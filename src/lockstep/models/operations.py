@@ -5,8 +5,6 @@ does on CUDA, and nothing is computed. A model that must see values (`.item()`) 
 operations that torch takes there.
 """
 
-from __future__ import annotations
-
 import heapq
 import warnings
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Pretrained weights: fetched by one process of a node while its others wait, and fitted to our classes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

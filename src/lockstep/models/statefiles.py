@@ -3,8 +3,6 @@
 No code of a file runs: torch's files are pickles, and are read with `weights_only`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final

@@ -12,8 +12,6 @@ each rank's own. Nobody is more than two steps ahead, since the ranks agree on w
 they wait for each other, and all take the newest weights, with the BatchNorm statistics and averaged weights of rank 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -12,8 +12,6 @@ A layer that is in evaluation while its model trains, as a frozen one is, is lef
 statistics, which do not move. InstanceNorm layers that keep statistics are treated alike.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

@@ -5,8 +5,6 @@ Chen et al. 2016, "Training deep nets with sublinear memory cost". Random number
 found the generators, so it is the same forward, to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final

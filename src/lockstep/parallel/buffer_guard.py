@@ -5,8 +5,6 @@ forward writes or replaces, as spectral_norm, a counter or a mean by hand does, 
 micro-batches, once for each of them: so there is no model that is that of the recipe alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Final, final
 

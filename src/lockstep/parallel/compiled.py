@@ -6,8 +6,6 @@ what is fused depends on the piece of code that is compiled. So each shape has k
 block of the model (parallel/blocks.py), which every strategy calls as one; what stands between blocks is not compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import unwrap

@@ -17,8 +17,6 @@ parallel/isolated_grads.py). Where sequences are cut into chunks, each of these 
 micro-batch, and those of one micro-batch are under way together (parallel/context/sequence_chunks.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field

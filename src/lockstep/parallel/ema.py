@@ -1,7 +1,5 @@
 """An exponential moving average of a model's weights, for evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import final

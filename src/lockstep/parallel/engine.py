@@ -1,7 +1,5 @@
 """The contract between the loop and a strategy: three verbs, and the state they work on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

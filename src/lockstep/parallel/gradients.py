@@ -11,8 +11,6 @@ Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after th
 followed by zeros, so that the next one begins where memory of its own might.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@ What a name is given follows from all names of the model, so it is worked out on
 has a stage of the model, or rows of it, then looks its own parameters up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final

@@ -5,8 +5,6 @@ modules have its aliases in place of the parameters, and keep what its code leav
 that is in a module's `__dict__`. Buffers and submodules are the same for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final

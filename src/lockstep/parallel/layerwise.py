@@ -5,8 +5,6 @@ rows that lie on several ranks, and they add a norm up in the order of memory. H
 (parallel/layouts/base.py); all else goes element by element.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final

@@ -4,8 +4,6 @@ Where autograd knows such a step by itself it may add gradients in an order that
 views where a process that has a part alone has a tensor of its own. Here both directions are said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

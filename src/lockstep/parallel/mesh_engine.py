@@ -5,8 +5,6 @@ micro-batches alone; along `shard` they keep the model in rows, along `expert` i
 layers, along `context` positions of sequences. Pipelines have an engine of their own (parallel/pipeline/engine.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

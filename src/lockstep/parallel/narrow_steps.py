@@ -4,8 +4,6 @@ torch's kernel for a + alpha b multiplies and adds in one rounding where element
 that are left over at the end (2.15, of fp16 and bf16 alone). Rows of a tensor have another end than the whole.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, final
 
 import torch

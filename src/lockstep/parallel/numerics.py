@@ -1,7 +1,5 @@
 """What an engine is given: the part of a recipe that it computes by, and how its optimizer is made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers by name: torch's, timm's and the user's own, with every choice that changes bits made here."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

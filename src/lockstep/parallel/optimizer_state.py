@@ -1,7 +1,5 @@
 """An optimizer's state under the names of the model's parameters, instead of torch's running numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """The second half of a step, alike for all engines: unscale, clip, step or skip, forget the gradient."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, final
 

@@ -4,8 +4,6 @@ A trial finds by itself what nobody could list: whether an optimizer of torch's,
 flattened, kept in 16 bits, or resumed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -14,8 +14,6 @@ A bucket goes like this, on all ranks at once. M is a rank's gradient of a param
 All of it is linear in M, so a step depends on the sum of the errors, and not on which rank has how much of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, final

@@ -13,8 +13,6 @@ ranks.
 The gradients of weight and bias are those of each micro-batch: the engine adds them, as it adds all gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final

@@ -3,8 +3,6 @@
 Micikevicius et al. 2018, "Mixed precision training", section 3.1, has the idea: an update is too small for the copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import ClassVar, final

@@ -1,7 +1,5 @@
 """A rank's units of work in a micro-batch: the leaves of the tree (core/tree.py) whose forwards run together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, final

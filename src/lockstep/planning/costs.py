@@ -1,7 +1,5 @@
 """What a placement costs by what was measured: money for its devices, and the time that saves and failures take."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

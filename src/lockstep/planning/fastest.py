@@ -3,8 +3,6 @@
 All that promise the same bits are surveyed; of those that fit, the best few are tried with all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final

@@ -4,8 +4,6 @@ Where its peers can be pretended (comm/pretended.py) that process is alone, what
 them run on this machine.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Which placements of a recipe are legal, and what a rank of each takes."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A survey as a table, and the best of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

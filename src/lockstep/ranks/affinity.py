@@ -7,8 +7,6 @@ torch has this for torchrun (`torch.numa.binding`), but as private functions tha
 out among the cards that one process sees (under Slurm often one), and do not ask whether its launcher bound it before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

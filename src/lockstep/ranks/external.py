@@ -1,7 +1,5 @@
 """A rank that another launcher started: it reports its end at the store, and on the terminal if no other rank does."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How a rank failed: the one record of it, for the other ranks, the process that started them, and the user."""
 
-from __future__ import annotations
-
 import json
 import time
 import traceback

@@ -1,7 +1,5 @@
 """torch's own record of the exchanges between ranks, its flight recorder, where this torch has one and keeps it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

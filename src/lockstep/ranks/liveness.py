@@ -4,8 +4,6 @@ Read from Linux itself: psutil counts the start of a process from the wall clock
 the process would then be taken for another. Elsewhere nothing is known, and a rank is waited for.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import suppress

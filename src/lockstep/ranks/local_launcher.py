@@ -5,8 +5,6 @@ agent holds open, and gloo listens at the loopback interface (comm/world.py). Th
 ends.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -5,8 +5,6 @@ of such ranks is a file, and one that is killed or stopped while it writes there
 another launcher has nobody above it who reads a pipe, and reports at the store (ranks/external.py).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

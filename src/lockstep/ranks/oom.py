@@ -3,8 +3,6 @@
 Read from Linux itself: psutil has neither the counter of kills nor, on Linux, a peak (VmHWM).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank prints: on the terminal that all ranks share, and in a log of its own."""
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import os

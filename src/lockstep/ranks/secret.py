@@ -1,7 +1,5 @@
 """The secret of a job, with which its ranks sign what they write at the store."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """Requests to stop: the first one is kept for the next step boundary, a second Ctrl-C ends at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

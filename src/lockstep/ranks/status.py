@@ -1,7 +1,5 @@
 """What a rank does, as reported to those that wait for it or have lost it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

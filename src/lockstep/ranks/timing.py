@@ -1,7 +1,5 @@
 """How long the ranks of a run wait for each other, and for what: all seconds of this package, each with its reason."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

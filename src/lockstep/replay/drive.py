@@ -1,7 +1,5 @@
 """`lockstep replay`: which steps are asked for, one replay after the other, and what is printed and written."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps of a loop of the user's own, done again by its own script in a folder that is thrown away."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

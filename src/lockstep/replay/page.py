@@ -1,7 +1,5 @@
 """What a replay found, in lines for a terminal and as the sections of a page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A replay begins from the nearest checkpoint before its first step, or from the f
 the folder of the run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

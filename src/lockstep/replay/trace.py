@@ -3,8 +3,6 @@
 `lockstep replay RUN --step N --trace FILE` writes one; `lockstep bisect` finds the first tensor in which two differ.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Plots as plotly's figures in plain values, without the colours of a page."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a person sees while a run trains: moving lines on a terminal, one line for each event in a pipe."""
 
-from __future__ import annotations
-
 from typing import Final, TextIO, final
 
 from rich.console import Group

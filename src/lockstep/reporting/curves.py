@@ -1,7 +1,5 @@
 """Which figures of an event are plotted against the step, under one name in every sink."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from lockstep.reporting import jsonl

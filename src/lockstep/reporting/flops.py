@@ -1,7 +1,5 @@
 """How much of what the devices could do a run does: its FLOP/s, worked out from what it reports anyway."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lockstep.training.events import Started, Stepped

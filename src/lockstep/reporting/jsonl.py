@@ -4,8 +4,6 @@ A resumed run appends: after a kill, steps that were done since the last checkpo
 and the `started` line between them marks where the run resumed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What a person sees who watches runs in a terminal: a view that is drawn anew each second; in a pipe, lines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Final, TextIO, final

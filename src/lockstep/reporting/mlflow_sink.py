@@ -4,8 +4,6 @@ Without a tracking server, named by `uri` or MLFLOW_TRACKING_URI, it is a databa
 `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

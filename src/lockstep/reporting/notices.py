@@ -1,7 +1,5 @@
 """What a person who watches a run sees besides its figures: starts, evaluations, checkpoints, warnings, the end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal

@@ -1,7 +1,5 @@
 """A sink that training can do without: where it fails it is switched off with one warning, and the run continues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import final

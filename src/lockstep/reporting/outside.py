@@ -11,8 +11,6 @@ As a program it is that process. The parent writes lines of JSON to its standard
 An end of file without an `end` before it means that the run failed. What a library prints goes to the log.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Several runs at a glance: a line for each, in what their recipes differ, and why some failed; as JSON too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

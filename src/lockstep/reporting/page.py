@@ -5,8 +5,6 @@ hashes: text of runs is escaped, and where that failed it still could not run. A
 first: it asks the server that it came from for them, again and again, and for nothing else.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from base64 import b64encode

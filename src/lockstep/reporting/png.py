@@ -1,7 +1,5 @@
 """Plots as PNG files, rendered by the Chromium or Chrome of this machine, without a network."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Sequence

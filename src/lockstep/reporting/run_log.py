@@ -1,7 +1,5 @@
 """What an event log holds: how far the run is, its curves, its starts and its checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Any number of runs side by side, as the tables and charts of a page; of runs that are followed, how far they are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

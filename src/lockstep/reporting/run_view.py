@@ -1,7 +1,5 @@
 """A run as those see it who look at it from outside, at one moment: its state, its log and its configuration."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

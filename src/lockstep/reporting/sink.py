@@ -1,7 +1,5 @@
 """Where events go: what every sink can do."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from lockstep.training.events import Event

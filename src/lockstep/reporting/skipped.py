@@ -1,7 +1,5 @@
 """skipped.txt: the files that a run could not read, a path in each line."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import final

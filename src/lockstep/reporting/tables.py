@@ -3,8 +3,6 @@
 A resumed run drops the rows of steps that it recomputes, so that each step appears once.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Curves for TensorBoard: figures against the step, in <run>/tensorboard."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is drawn on a terminal: rich's console without its guesses, a line that is redrawn in place, a progress bar."""
 
-from __future__ import annotations
-
 from typing import TextIO
 
 from rich.console import Console, RenderableType

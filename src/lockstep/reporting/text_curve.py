@@ -1,7 +1,5 @@
 """A curve as lines of text, of the eighths of a block that fonts have: for a terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """A curve of any length in bounded memory: of each stretch its lowest and highest point, so no spike is lost."""
 
-from __future__ import annotations
-
 import math
 from operator import attrgetter
 from typing import Final, NamedTuple, final

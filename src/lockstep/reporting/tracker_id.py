@@ -1,7 +1,5 @@
 """Which run of a service is that of a run folder: `<run>/wandb-run.txt` or `mlflow-run.txt` has its id."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a verification found: as a table for people, and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

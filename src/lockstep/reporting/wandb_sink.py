@@ -3,8 +3,6 @@
 The key comes from where wandb itself looks for it (WANDB_API_KEY, or `wandb login`), never from a recipe.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Events in words: the lines and tables that a person reads, as plain text."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The adapters of a run in peft's own files, to be loaded with peft."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import safetensors.torch

@@ -1,7 +1,5 @@
 """From a configuration to the things it names: what every command that trains or evaluates needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The checkpoints of a run: the one that it resumes from, and those that it saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final

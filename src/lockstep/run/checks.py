@@ -1,7 +1,5 @@
 """What a placement cannot do with a recipe, found before any process starts."""
 
-from __future__ import annotations
-
 import torch
 
 from lockstep.config.placement import Placement

@@ -3,8 +3,6 @@
 Whether a model can be computed so is found before any process is started.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial

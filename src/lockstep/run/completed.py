@@ -1,7 +1,5 @@
 """Whether the requested run is already complete, with its hash. Quick: no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

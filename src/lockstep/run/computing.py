@@ -1,7 +1,5 @@
 """The device that a rank computes on, made ready for it."""
 
-from __future__ import annotations
-
 import torch
 
 from lockstep.comm.world import choose_device

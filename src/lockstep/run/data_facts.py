@@ -1,7 +1,5 @@
 """Facts about a dataset: ranks compare them before a run, and checkpoints keep them for resuming and inference."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ number of updates that are done, with its highest bit set where the digest is on
 in the order of the steps. A resumed run first cuts off those of the steps that it does again.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

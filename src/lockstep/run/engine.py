@@ -1,7 +1,5 @@
 """The engine and the loader of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """`lockstep eval` below its options: open a checkpoint, or weights that a recipe names, and evaluate on the ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

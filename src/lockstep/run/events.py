@@ -1,7 +1,5 @@
 """The events of a run that say what it is and how well it does, from what the run was made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A few samples of the data, as the model sees them: looked at before a run, in training and in evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The configuration files of another framework's engine, such as DeepSpeed's JSON, made from a recipe."""
 
-from __future__ import annotations
-
 import json
 
 from lockstep.config.load import Loaded

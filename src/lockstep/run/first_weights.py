@@ -4,8 +4,6 @@ What they are belongs to the recipe, as a SHA-256 of the tensors; where they lie
 them no more. Nothing of a file or of another's run folder is run: only tensors and JSON are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

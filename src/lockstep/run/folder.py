@@ -15,8 +15,6 @@ runs/<recipe>-<model>-<time>/
 └── lock
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

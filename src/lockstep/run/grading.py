@@ -1,7 +1,5 @@
 """How good a prediction was: what a step of the run takes beside what a plan said of it (planning/measure.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final, TypeVar, final
 

@@ -1,7 +1,5 @@
 """What must be equal on all ranks of a run, compared before the data is opened."""
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

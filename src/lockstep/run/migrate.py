@@ -1,7 +1,5 @@
 """Keep the old defaults of a resumed run where a newer version has changed them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The optimizer that a recipe asks for, with what it says of single parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

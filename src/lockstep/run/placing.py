@@ -5,8 +5,6 @@ groups, which their code may schedule, are handed to its groups; they are compar
 checkpoints. Rates go through step.update.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Whoever runs the steps moves `progress` and says in which phase the rank is; other threads report both.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The training of one rank: what its loop yields goes to the sinks, and its state to checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

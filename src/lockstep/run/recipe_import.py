@@ -1,7 +1,5 @@
 """A recipe from a configuration of another framework, for the number of GPUs that it is trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """What `lockstep replay` asks of a script, by the environment: to do steps again, in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A configuration on a number of processes: what it means there is worked out once, and handed on whole."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ out again and compared: every tensor's name, shape and dtype, the optimizer's sl
 trained tensor holds follows from nothing but training; against changes there is run.key_file (docs/security.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict

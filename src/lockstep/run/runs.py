@@ -1,7 +1,5 @@
 """Run folders from outside: where they are, whether one is in use, its job, its machine, its failure. No torch."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

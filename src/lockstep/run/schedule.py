@@ -1,7 +1,5 @@
 """The learning rate of a run: by one of our curves, or by `package.module:function` of the user's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from numbers import Real

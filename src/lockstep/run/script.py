@@ -1,7 +1,5 @@
 """A script of the user's own, which joins a run, in processes that Lockstep starts."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Where the events of a run go: files of the run folder, the terminal, and what `run.sinks` names."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

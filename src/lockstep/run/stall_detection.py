@@ -1,7 +1,5 @@
 """The detector of stalls, as a placement asks for it."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

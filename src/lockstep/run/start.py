@@ -1,7 +1,5 @@
 """N ranks of a function: in this process, in processes that it starts, or as one rank that a launcher started."""
 
-from __future__ import annotations
-
 import io
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """The strategy that a placement names: one of ours, or `package.module:Class` of the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module

@@ -4,8 +4,6 @@ Ranks that are forked here, spawned here, or started by a launcher all come to `
 and checked by one list, `open_and_check`: before the ranks are forked, or by each rank once they have joined.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The user's own is what lies neither in Python's library, nor among installed pac
 recipe names by an import path.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

@@ -4,8 +4,6 @@ Import statements are read, not followed: what is found does not depend on what 
 what code imports by other means, such as importlib, is not seen.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The context of a worker process in which Lockstep calls a user's function: its ranks, and settings it overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field

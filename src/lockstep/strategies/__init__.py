@@ -4,8 +4,6 @@ What one has to have is written in base.py, which alone is none. This file impor
 checked without torch.
 """
 
-from __future__ import annotations
-
 import pkgutil
 
 

@@ -1,7 +1,5 @@
 """What a strategy is: the contract of each file of this folder, and of a strategy of the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable

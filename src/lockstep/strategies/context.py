@@ -5,8 +5,6 @@ Models". Into how many chunks is the recipe's (`recipe.model.sequence_chunks`): 
 that computes all chunks (parallel/context/sequence_chunks.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

@@ -4,8 +4,6 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 buckets. What is ours is the order of the sum: that of one process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final, Literal, final
 

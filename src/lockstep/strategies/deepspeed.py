@@ -4,8 +4,6 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 "DeepSpeed" (KDD); Rajbhandari et al. 2021, "ZeRO-Infinity", for the offload to NVMe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module

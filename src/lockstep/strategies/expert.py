@@ -5,8 +5,6 @@ to the process that has their expert, and what it makes of them comes back (para
 groups the experts are cut is the recipe's (`recipe.model.chunks`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

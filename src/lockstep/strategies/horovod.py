@@ -6,8 +6,6 @@ engine of `ddp` (parallel/gradients.py), by buckets; here its sum is Horovod's, 
 number of processes. BatchNorm statistics, losses and figures are added as everywhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import final

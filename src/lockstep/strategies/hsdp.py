@@ -4,8 +4,6 @@ Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data paral
 ranks that follow each other, as on one host, so parameters travel within it, and between hosts but the gradients' sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

@@ -5,8 +5,6 @@ of them. Ranks that share the chunks of a layer are next to each other, then tho
 then the members that share parameters, then the stages of a pipeline: what talks most is nearest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Final, final

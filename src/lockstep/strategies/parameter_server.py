@@ -7,8 +7,6 @@ the weights, where an all-reduce moves about twice the gradients at each of them
 rings and trees replaced it; benchmarks/parameter_server.py has figures.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import final
 

@@ -3,8 +3,6 @@
 Huang et al. 2019, "GPipe", has the idea and the first schedule; parallel/pipeline/schedule.py names the others'.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import final
 

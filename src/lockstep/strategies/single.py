@@ -1,7 +1,5 @@
 """One process with the whole model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

@@ -5,8 +5,6 @@ Which layers are cut, and into how many chunks, is the recipe's (`recipe.model.c
 process that computes all chunks (parallel/tensor/chunks.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import final
 

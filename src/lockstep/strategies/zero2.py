@@ -4,8 +4,6 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 fully_shard, as FSDP's SHARD_GRAD_OP: parameters are gathered once a step, and are whole from forward to backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

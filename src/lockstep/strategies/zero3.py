@@ -4,8 +4,6 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 fully_shard (FSDP2) does it block by block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

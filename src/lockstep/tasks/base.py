@@ -1,7 +1,5 @@
 """What is learned, as the rest sees it: a batch becomes inputs, a weight, a loss that is a sum, and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """What a batch and a model's outputs usually look like: which part is the targets, and which tensor the predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 

@@ -1,7 +1,5 @@
 """Classification: cross entropy or the user's loss as a sum, and how often the truth is among k guesses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

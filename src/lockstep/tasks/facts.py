@@ -3,8 +3,6 @@
 They are among a dataset's `facts`, which tasks and models read, and which a checkpoint keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """The task of a recipe: one of ours by its name, what `auto` makes of the data, or the user's own by its path."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """Language modelling: how well each token is predicted from those before it, counted in tokens, not sequences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Metrics of the user's own, by import path, come on top of any task: functions of
 which are read over the weight.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter

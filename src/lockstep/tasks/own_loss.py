@@ -1,7 +1,5 @@
 """A loss of the user's own: a function of outputs and targets that gives a sum, or one value for each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 

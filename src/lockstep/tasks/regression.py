@@ -1,7 +1,5 @@
 """Regression: squared, absolute or Huber errors, or the user's loss, of one number a sample or of several."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Segmentation: the cross entropy of every pixel that counts, and how far the regions of truth and guess overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final

@@ -4,8 +4,6 @@ What all have whole must be the same on all; of what is cut, what the ranks that
 each rank see whether it is. Only where it is not are tensors compared one by one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

@@ -5,8 +5,6 @@ at once, with a report or a save: that is a message and a write. Where a digest 
 only every k-th step has one.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Evaluation that visits every sample once, whatever the number of processes, and adds sums."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple

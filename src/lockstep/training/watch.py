@@ -1,7 +1,5 @@
 """Looks at every step's loss, but waits for the device only on request."""
 
-from __future__ import annotations
-
 import math
 from typing import final
 

@@ -1,7 +1,5 @@
 """Which framework a configuration is of, and the recipe that it becomes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath

@@ -3,8 +3,6 @@
 Neither needs its library here.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from lockstep.config.elsewhere.translation import Translation

@@ -1,7 +1,5 @@
 """Distribuuuu and pycls, of which one took over from the other: keys that need more than a row in their tables."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from lockstep.config.elsewhere.pycls_networks import network

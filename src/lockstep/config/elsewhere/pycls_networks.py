@@ -1,7 +1,5 @@
 """The networks of pycls, found by their numbers among those of torchvision and timm."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from lockstep.config.elsewhere.translation import Translation

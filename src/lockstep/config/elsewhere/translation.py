@@ -1,7 +1,5 @@
 """A configuration of another framework, and what became of each of its keys: by its table, and code for the rest."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence

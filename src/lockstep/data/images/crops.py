@@ -1,7 +1,5 @@
 """Which part of an image is seen: a random share of it in training, the centre in validation. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """An image file's bytes to pixels."""
 
-from __future__ import annotations
-
 import re
 from io import BytesIO
 from typing import Final

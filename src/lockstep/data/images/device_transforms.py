@@ -3,8 +3,6 @@
 Every sample has random numbers of its own, so the picture it becomes does not depend on which others are in its batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The handwritten digits that come with Lockstep: 1,797 real images of 8x8; DIGITS.md has the credits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Images in a folder for each class, as ImageNet is stored."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """One value of a user's sample as a tensor: a picture, an array, a tensor or a number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

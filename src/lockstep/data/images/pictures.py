@@ -1,7 +1,5 @@
 """A split of pictures that are read, cut and resized on demand, wherever their bytes are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final

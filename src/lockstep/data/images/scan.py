@@ -1,7 +1,5 @@
 """The images of a folder of classes, found by their names and without torch, and what is wrong with it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Images that can be learned and need no files: a smooth random picture for each class, under noise."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The offsets of the pictures in a tar archive, and the class of each; found once and cached next to the archive."""
 
-from __future__ import annotations
-
 import os
 import tarfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A split held in memory as one tensor of images."""
 
-from __future__ import annotations
-
 from typing import final
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CIFAR-10, CIFAR-100, MNIST and FashionMNIST by way of torchvision, kept in memory."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Columns of a table as a model takes them; what is found in training holds for validation too."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final

@@ -1,7 +1,5 @@
 """Datasets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

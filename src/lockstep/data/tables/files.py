@@ -1,7 +1,5 @@
 """Tables from files, by the library pyarrow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

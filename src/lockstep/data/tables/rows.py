@@ -1,7 +1,5 @@
 """A split whose samples are the rows of a table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, final
 

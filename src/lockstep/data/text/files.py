@@ -1,7 +1,5 @@
 """Text in files, cut into windows: a file, or all files of a folder that end in .txt."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters; SHAKESPEARE.md has the credits."""
 
-from __future__ import annotations
-
 import bz2
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From text to tokens and back: by byte, by character, or by a file of the library `tokenizers`."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

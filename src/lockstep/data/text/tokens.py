@@ -1,7 +1,5 @@
 """Tokens in files as nanoGPT's prepare.py writes them: train.bin and val.bin, read in place."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

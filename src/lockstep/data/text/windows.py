@@ -1,7 +1,5 @@
 """Splits of a long row of tokens: a sample is a window of it, and the same window one token further is its target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Final, Protocol, final

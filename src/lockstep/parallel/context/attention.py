@@ -5,8 +5,6 @@ each has a part of the heads for all positions; it attends as usual, and a secon
 their positions (parallel/context/exchange.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, final
 

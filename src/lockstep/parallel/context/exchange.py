@@ -7,8 +7,6 @@ only moves elements, and its backward moves them back: nothing is added, so the 
 in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import final

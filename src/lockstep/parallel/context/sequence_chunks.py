@@ -7,8 +7,6 @@ know of each other in attention alone (parallel/context/attention.py).
 With M micro-batches in a step, leaf c * M + m is chunk c of micro-batch m.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

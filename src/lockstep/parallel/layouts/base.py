@@ -7,8 +7,6 @@ element by element does the same to a row wherever it is. What looks at whole te
 Shapes: R rows of a whole parameter (its dim 0; 1 for one without dims), r of them on this rank, ... its other dims.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, final, runtime_checkable

@@ -1,7 +1,5 @@
 """The layout of a model that each process has whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

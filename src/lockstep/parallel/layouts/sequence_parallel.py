@@ -4,8 +4,6 @@ What is cut has gradients of all chunks of a sequence on each rank that has it, 
 so they are two sums, over other ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final

@@ -1,7 +1,5 @@
 """A model that is followed while it is whole, and the code of its stages once a rank has its own tensors alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
 

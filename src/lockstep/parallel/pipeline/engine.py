@@ -13,8 +13,6 @@ seeded by its number; of a stage their forwards are under way together.
 In which order a rank does what is the schedule's business (parallel/pipeline/schedule.py) and changes no number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

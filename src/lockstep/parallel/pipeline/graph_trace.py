@@ -5,8 +5,6 @@ stays the Python module that it is, whatever its code does, for any batch size. 
 modules only the model itself and those that are `entered`.
 """
 
-from __future__ import annotations
-
 import random as python_random
 import traceback
 from itertools import count

@@ -4,8 +4,6 @@ Ranks with the same stages in pipelines side by side may share the work of the o
 first stage of ZeRO does (parallel/layouts/rows.py). Norms that a step needs are over the stages of all ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import final
 

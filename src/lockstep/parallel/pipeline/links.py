@@ -10,8 +10,6 @@ With S stages each pair of stages beside each other has two lines, and each tied
 | 2 S + t | owner | borrower | its new values |
 """
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

@@ -1,7 +1,5 @@
 """The part of a model that one rank holds: its own tensors are real, those of other ranks have no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

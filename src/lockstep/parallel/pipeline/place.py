@@ -1,7 +1,5 @@
 """Where the stages of a pipeline are."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final

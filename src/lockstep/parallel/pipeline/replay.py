@@ -4,8 +4,6 @@ What enters are the arguments of its first module that depend on modules before 
 from the model's inputs alone, which each rank has: it is computed again, as in a single process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial

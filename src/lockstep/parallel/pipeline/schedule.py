@@ -14,8 +14,6 @@ from another it waits for, and it never waits for what it sends: any order in wh
   the weights later, where the rank would wait (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", ZB-H1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 

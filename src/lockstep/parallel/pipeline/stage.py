@@ -7,8 +7,6 @@ Of a micro-batch that is cut into several leaves of the tree (parallel/work_unit
 way together, and one backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What a rank of a pipeline says of its optimizer's state: under the names and numbers of a single process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final

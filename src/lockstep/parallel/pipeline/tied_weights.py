@@ -4,8 +4,6 @@ The owner trains them. For each micro-batch it is sent the borrower's gradient, 
 in one process, before the sum over micro-batches. After each change the borrower is sent the new values.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

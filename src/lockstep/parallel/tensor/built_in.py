@@ -1,7 +1,5 @@
 """Plans of models that we know: those of timm and our own by their modules, those of transformers by its own plans."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Final
 

@@ -1,7 +1,5 @@
 """An engine of a model in chunks, whose state has the shapes that the model has without them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod

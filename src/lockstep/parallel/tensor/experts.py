@@ -20,8 +20,6 @@ Backward goes the same ways. The gradients of a rank's experts are kept apart by
 Shapes: n rows, d features, k experts for each row, p pairs of a group.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

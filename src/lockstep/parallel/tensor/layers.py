@@ -6,8 +6,6 @@ one product for all of a rank's chunks, but whether they do is the kernel's busi
 each shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -17,8 +17,6 @@ The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module
 method of it that is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

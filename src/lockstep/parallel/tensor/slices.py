@@ -1,7 +1,5 @@
 """A model in chunks of which this rank keeps its own, and where these are in the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Self, final

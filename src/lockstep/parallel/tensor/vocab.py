@@ -8,8 +8,6 @@ what they are, with their names and their weights, which two may share; only the
   ranks get all of them. The gradient of the inputs is added over the chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, final

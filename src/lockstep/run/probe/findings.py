@@ -1,7 +1,5 @@
 """From facts about the user's own code to what is wrong with it, in words: nothing here runs anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple

@@ -4,8 +4,6 @@ It is the probe of `lockstep verify` (run/probe/probe.py) on a few samples, in a
 generators, globals and the state of models and data, of which the run must see nothing.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -6,8 +6,6 @@ another rank; what forward left behind is looked for in attributes, buffers, gen
 these, so it wants a process of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace

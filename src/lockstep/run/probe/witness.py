@@ -4,8 +4,6 @@ Python reports each call to a profiler, and to a tracer each line of code that i
 pass several times slower, so they are asked only once there is something to explain.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import random as python_random

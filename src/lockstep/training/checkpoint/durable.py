@@ -1,7 +1,5 @@
 """Files that are whole or absent, also after a kill, a power cut or a full disk."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable

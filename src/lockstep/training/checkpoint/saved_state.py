@@ -1,7 +1,5 @@
 """What state.json holds, checked strictly: types, ranges, and how far a run can have come after so many steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

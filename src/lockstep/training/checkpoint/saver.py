@@ -5,8 +5,6 @@ the other ranks, happens on a thread, in a world of its own, while the next step
 waits for the one before.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace

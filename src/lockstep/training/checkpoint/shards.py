@@ -5,8 +5,6 @@ processes. All ranks see the run's folder, as they must to go on. Rank 0 makes t
 written, for their hashes, and gives the checkpoint its name.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from pathlib import Path

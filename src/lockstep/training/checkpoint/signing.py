@@ -1,7 +1,5 @@
 """Signs manifests of checkpoints with a key that only the user has, so that nobody else can write one."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

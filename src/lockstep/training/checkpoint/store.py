@@ -17,8 +17,6 @@ lock. Damage raises TrainingError, and an older checkpoint is taken; what was ma
 belong here raises UsageError.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

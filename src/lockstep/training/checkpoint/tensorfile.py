@@ -5,8 +5,6 @@ weights), and hashes nothing. The format is a length, a JSON header and the raw 
 the library reads it. Every platform torch is built for is little-endian, and so is the format.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
