@@ -66,6 +66,7 @@ TOGETHER: Final[dict[str, str]] = {
     "parallel/context/test_exchange.py": "parallel: linear_map",
     "parallel/pipeline/test_pipeline_cut.py": "parallel/pipeline: call_trace part",
     "config/elsewhere/test_elsewhere_find.py": "config/elsewhere: imagenet pycls_networks translation",
+    "parallel/test_audited.py": "parallel: audit_digests corruption kept_state",
     "parallel/test_data_parallel.py": "comm: fsdp\nparallel: engine numerics work_units\n"
     "parallel/layouts: base replicated",
     "parallel/test_deepspeed_engine.py": "comm: deepspeed",
