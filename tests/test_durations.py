@@ -12,7 +12,7 @@ from durations import group, groups_of, grown, slow_of, summary
         ("commands/test_eval.py", ["commands", "test_eval.py"], "commands commands"),
         ("parallel/layouts/test_rows.py", ["worlds", "quick", "parallel"], "parallel worlds"),
         ("test_cli.py", ["commands"], ". commands"),
-        ("benchmarks/test_harm.py", ["real", "worlds"], "benchmarks real"),
+        ("benchmarks/test_pipelines.py", ["real", "worlds"], "benchmarks real"),
     ],
 )
 def test_a_group_is_a_folder_and_a_tier(file: str, keywords: list[str], expected: str) -> None:

@@ -51,19 +51,12 @@ _CLUSTERS: Final = (
     "test_tutorial_real.py",
 )
 # What scripts/test --all runs and the gate does not, and where the gate has what it shows. Single tests are marked so.
-_BENCHMARK: Final = (
-    "it runs a benchmark, whose pieces have tests of their own; test_loop_overhead.py shows that one runs"
-)
 EXTENDED: Final = {
-    "benchmarks/test_context_benchmark.py": _BENCHMARK,
-    "benchmarks/test_expert_benchmark.py": _BENCHMARK,
     "benchmarks/test_gpu_copies.py": "the section runs on the CPU; tests/data/test_copies.py has the copies themselves",
     "benchmarks/test_gpu_doctor.py": "the section runs on the CPU; tests/device has what it measures",
     "benchmarks/test_gpu_memory.py": "the section runs on the CPU; test_strategies_memory.py has theory and counting",
-    "benchmarks/test_harm.py": "tests/commands/test_commands_usual.py has the usual script, the rest of it is training",
     "benchmarks/test_pipelines.py": "it is of torch's pipelines, which ours are measured beside",
     "benchmarks/test_tensor_benchmark.py": "it is of torch's slicing, which ours is measured beside",
-    "benchmarks/test_tokens_benchmark.py": _BENCHMARK,
 }
 _COMMANDS: Final = (
     "commands",

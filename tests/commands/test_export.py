@@ -221,19 +221,3 @@ def test_transformers_makes_a_language_model_with_its_tokenizer(run, tmp_path, b
     found = model.generate(**prompt, max_new_tokens=5, do_sample=False)
     ours = run("predict", "run", "--prompt", "Grüße", "--tokens", "5").out
     assert tokenizer.decode(found[0]) + "\n" == ours
-
-
-@pytest.mark.extended("tests/models/test_adapters.py has the merging, the tests above the two formats")
-@pytest.mark.usefixtures("_loaded")
-def test_adapters_are_merged(run, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    (tmp_path / "text.txt").write_text("abcdefgh" * 60)
-    data = "{name: text, root: text.txt, options: {context: 12}}"
-    run("train", plain(tmp_path, LORA, data, 3, 0.05))
-    for to, out in (("transformers", "exported"), ("torch", "net.pt2")):
-        found = run("export", "run", "--to", to, "--out", out).out
-        assert ("the outputs differ by " in found) or (EQUAL in found)
-    assert "net.pt2, inputs of shape [any, any]" in found
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert not [name for name in model.state_dict() if "lora" in name]

@@ -19,7 +19,6 @@ from waiting import free_port
 LINEAR = (*DIGITS, 'recipe.model={name: "held:linear"}', "run.dir=run", "run.save_every.steps=5")
 SHORT = ("recipe.epochs=", "recipe.steps=2")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-LAUNCH = ("torch.distributed.launch", "--nproc-per-node=2")
 
 
 @pytest.fixture
@@ -72,18 +71,6 @@ def test_sigterm_to_torchrun_saves(launch, run, finished):
     assert command.left() == []
     assert run("train", *LINEAR).sha256 == finished('recipe.model={name: "held:linear"}').sha256
     assert steps(command.folder / "run") == list(range(1, 24))
-
-
-@pytest.mark.extended("launchers/test_elastic.py trains under it, and kills an agent of torchrun, which its agent is")
-def test_torchs_other_launcher_leaves_no_process_when_it_is_killed(launch, port):
-    """Its agent is torchrun's; that its ranks come to the same bits is shown by launchers/test_elastic.py."""
-    hold("run", 3)
-    command = launch(*LAUNCH, f"--master-port={port}")
-    command.until_step(3)
-    assert "rank 1 of 2  local rank 1  host " in command.out
-    command.signal(signal.SIGKILL)
-    assert command.wait() == -signal.SIGKILL
-    assert command.left() == []
 
 
 def test_variables_by_hand(by_hand, reference, port):

@@ -61,9 +61,6 @@ def sizes(strategy: str, name: str) -> list[int]:
 PAIRS = [
     (strategy, name, sizes(strategy, name)[0]) for strategy in STRATEGIES for name in CASES if sizes(strategy, name)
 ]
-OTHERS = [(strategy, name, size) for strategy, name, _ in PAIRS for size in sizes(strategy, name)[1:]]
-
-
 # Cut by fully_shard, in two dtypes, and not all used by each micro-batch: what releases of torch differ in.
 QUICK = ("zero3", "fp16-compute, skipping")
 
@@ -74,13 +71,6 @@ QUICK = ("zero3", "fp16-compute, skipping")
     [pytest.param(*pair, marks=pytest.mark.quick if pair[:2] == QUICK else ()) for pair in PAIRS],
 )
 def test_the_bits_are_those_of_one_process(strategy: str, name: str, size: int) -> None:
-    check_same(name, strategy, size, STRATEGIES[strategy][size])
-
-
-@pytest.mark.extended("each case meets each strategy, and each strategy each of its sizes, in the test before")
-@pytest.mark.worlds
-@pytest.mark.parametrize(("strategy", "name", "size"), OTHERS)
-def test_the_bits_are_those_of_one_process_at_every_size(strategy: str, name: str, size: int) -> None:
     check_same(name, strategy, size, STRATEGIES[strategy][size])
 
 
