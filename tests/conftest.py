@@ -66,8 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(tiers.tier(item))
         if tiers.is_quick(item):
             item.add_marker("quick")
-        if tiers.is_extended(item):
-            item.add_marker("extended")
     if config.option.durations_table is not None:
         items[:] = tiers.ordered(items, slow_of(config.option.durations_table))
 

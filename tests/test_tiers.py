@@ -23,7 +23,6 @@ from pairs import pairs
         *tiers._QUICK,
         *tiers._SOME_QUICK,
         *tiers._CLUSTERS,
-        *tiers.EXTENDED,
     ],
 )
 def test_what_a_list_names_is_there(place: str) -> None:

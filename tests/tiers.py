@@ -50,14 +50,6 @@ _CLUSTERS: Final = (
     "common/test_follow_srun.py",
     "test_tutorial_real.py",
 )
-# What scripts/test --all runs and the gate does not, and where the gate has what it shows. Single tests are marked so.
-EXTENDED: Final = {
-    "benchmarks/test_gpu_copies.py": "the section runs on the CPU; tests/data/test_copies.py has the copies themselves",
-    "benchmarks/test_gpu_doctor.py": "the section runs on the CPU; tests/device has what it measures",
-    "benchmarks/test_gpu_memory.py": "the section runs on the CPU; test_strategies_memory.py has theory and counting",
-    "benchmarks/test_pipelines.py": "it is of torch's pipelines, which ours are measured beside",
-    "benchmarks/test_tensor_benchmark.py": "it is of torch's slicing, which ours is measured beside",
-}
 _COMMANDS: Final = (
     "commands",
     "run",
@@ -98,11 +90,6 @@ def is_quick(item: pytest.Item) -> bool:
         return False
     marked = bool(item.get_closest_marker("quick"))
     return marked or tier(item) == "pure" or _stands_in(item.path, _QUICK)
-
-
-def is_extended(item: pytest.Item) -> bool:
-    """Say whether a test is left to scripts/test --all."""
-    return _stands_in(item.path, tuple(EXTENDED))
 
 
 def starts_a_cluster(path: Path) -> bool:

@@ -7,6 +7,8 @@ from card import DEVICE, Card
 from benchmarks import gpu_copies
 from lockstep.parallel.numerics import Numerics
 
+pytestmark = pytest.mark.extended("the section runs on the CPU; tests/data/test_copies.py has the copies themselves")
+
 
 def test_no_step_waits_and_bytes_travel_as_bytes() -> None:
     found = gpu_copies.run(torch.device("cpu"), 60.0)

@@ -4,6 +4,8 @@ import torch
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import Case
 
+pytestmark = pytest.mark.extended("the section runs on the CPU; test_strategies_memory.py has theory and counting")
+
 
 def test_memory_is_theorys() -> None:
     found = gpu_memory.run(torch.device("cpu"), 300.0)

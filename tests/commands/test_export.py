@@ -28,7 +28,6 @@ LLAMA = (
     "{name: llama, source: transformers, options: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
     "num_key_value_heads: 1, intermediate_size: 16}"
 )
-LORA = f"{LLAMA}, lora: {{target_modules: [q_proj, down_proj], r: 2}}}}"
 # Each export starts a process that imports what loads it, and some tests have several.
 EQUAL = "the outputs are equal, bit for bit"
 
@@ -204,14 +203,11 @@ def test_transformers_makes_an_image_classifier(run, images, tmp_path):
 
 
 @pytest.mark.usefixtures("_loaded")
-@pytest.mark.parametrize(
-    "by", ["character", pytest.param("byte", marks=pytest.mark.extended("data/text/test_text_files.py has its tokens"))]
-)
-def test_transformers_makes_a_language_model_with_its_tokenizer(run, tmp_path, by):
+def test_transformers_makes_a_language_model_with_its_tokenizer(run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (tmp_path / "text.txt").write_text("Grüße\tan\nalle, 漢字. " * 30)
-    data = f"{{name: text, root: text.txt, options: {{context: 12, by: {by}}}}}"
+    data = "{name: text, root: text.txt, options: {context: 12, by: character}}"
     run("train", plain(tmp_path, LLAMA + "}", data, 1, 0.01))
     assert EQUAL in run("export", "run", "--to", "transformers", "--out", "exported").out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")

@@ -98,10 +98,9 @@ def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(
-    "name", ["wandb", pytest.param("mlflow", marks=pytest.mark.extended("reporting/test_outside.py resumes its runs"))]
-)
-def test_a_service_has_one_run_of_a_killed_and_resumed_loop(start, run, name: str, monkeypatch) -> None:
+def test_a_service_has_one_run_of_a_killed_and_resumed_loop(start, run, monkeypatch) -> None:
+    """That of mlflow is resumed in reporting/test_outside.py."""
+    name = "wandb"
     require_package(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     killed = start(*on(1, f"['{name}']"), WANDB_MODE="offline")

@@ -18,7 +18,6 @@ from test_train import FP16
 
 from lockstep.config.load import load
 
-ONE = pytest.mark.extended("tests/parallel has the bits; in test_stopping.py 1 goes on on 2, and 2 on 1")
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
 
 
@@ -62,11 +61,10 @@ def stopped(_stopped_once: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), *(pytest.param(*each, marks=ONE) for each in ((3, 1), (1, 4)))])
-def test_a_stopped_run_ends_with_the_bits_of_one_that_was_not(start, run, finished, before, after):
-    stopped = stop(start, f"placement.processes={before}")
+def test_a_stopped_run_ends_with_the_bits_of_one_that_was_not(start, run, finished):
+    stopped = stop(start, "placement.processes=2")
     (end,) = events(stopped.folder / "run", "stopped")
-    resumed = run(*TRAIN, f"placement.processes={after}")
+    resumed = run(*TRAIN, "placement.processes=3")
     reference = undisturbed(finished)
     assert resumed.sha256 == reference.sha256
     assert f"resuming after step {end['step']} from run/checkpoints/step-{end['step']:08d}" in resumed.out
