@@ -108,7 +108,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 def _torch(path: Path) -> dict[str, Tensor]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # of a file that is damaged, or none of torch's, it may be anything
         if type(error).__name__ == "UnpicklingError":
             raise UsageError(
