@@ -46,7 +46,7 @@ def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest
 
 def test_summary_counts_parameters_and_names_buffers() -> None:
     summary = check(digits_convnet, torch.zeros(1, 1, 8, 8), 10)
-    assert (summary.parameters, summary.dims, summary.batchnorm) == (151_274, (1, 2, 4), True)
+    assert (summary.parameters, summary.batchnorm) == (151_274, True)
     assert len(summary.buffers) == 24
     assert "4.shortcut.1.running_mean" in summary.buffers
 

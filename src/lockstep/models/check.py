@@ -43,10 +43,9 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the preflight found of a model; `dims` are the numbers of dims of its parameters, each once."""
+    """What the preflight found of a model."""
 
     parameters: int
-    dims: tuple[int, ...]
     tensors: Mapping[str, Form]  # of its state
     trained: Mapping[str, Form]  # of its parameters that want a gradient, in the model's order
     batchnorm: bool  # whether a layer normalises over the samples of a micro-batch, and is not frozen
@@ -193,7 +192,6 @@ def _trial(
             trained = _outputs(model, name, map_tensors(lambda each: each.to(device), training))
         flops = backward_flops(counter, trained) if device == "meta" else None
     parameters = list(model.parameters())
-    dims = tuple(sorted({parameter.ndim for parameter in parameters}))
     normalising = {
         name: each
         for name, each in model.named_modules()
@@ -201,7 +199,6 @@ def _trial(
     }
     summary = Summary(
         parameters=sum(parameter.numel() for parameter in parameters),
-        dims=dims,
         tensors={name: _form(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)},
         trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
         batchnorm=bool(normalising),

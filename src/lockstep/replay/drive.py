@@ -26,9 +26,9 @@ class Options:
     steps: str | None
     check: int | None
     samples: bool
-    changes: Sequence[str]
+    changes: tuple[str, ...]
     out: Path | None
-    overrides: Sequence[str]
+    overrides: tuple[str, ...]
     trust: bool
     trace: Path | None = None
     script: Sequence[str] = ()  # the command of a loop of the user's own
@@ -85,15 +85,9 @@ def _script(options: Options, first: int, last: int, tell: Callable[[str], None]
 
 
 def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:
+    traced = options.trace is not None
     return ReplayRequest(
-        options.folder,
-        first,
-        last,
-        tuple(options.overrides),
-        tuple(options.changes),
-        options.trust,
-        examined,
-        options.trace is not None,
+        options.folder, first, last, options.overrides, options.changes, options.trust, examined, traced
     )
 
 
