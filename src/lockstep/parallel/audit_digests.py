@@ -1,7 +1,5 @@
 """Digests of what ranks compute and keep, by what it is, so that ranks which hold the same can be compared."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

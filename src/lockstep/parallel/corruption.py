@@ -1,7 +1,5 @@
 """How the ranks of an audit compare what they found, and the words for whom they name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

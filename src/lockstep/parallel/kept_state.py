@@ -5,8 +5,6 @@ writes weights, nor the optimizer's state: where their digests differ, the rank'
 holds the same.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 from lockstep.comm.world import World
