@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep.inference.predict import Prediction, predict
     from lockstep.inference.report import Report, report
     from lockstep.run.background import evaluate, train
+    from lockstep.run.batch_sampler import BatchSampler
     from lockstep.run.joined import Run, join
     from lockstep.run.load import load
     from lockstep.run.own_step import Step
@@ -43,6 +44,7 @@ _PLACES = {
     "inference.predict": "Prediction predict",
     "inference.report": "Report report",
     "run.background": "evaluate train",
+    "run.batch_sampler": "BatchSampler",
     "run.joined": "Run join",
     "run.own_step": "Step",
     "run.load": "load",
@@ -50,8 +52,8 @@ _PLACES = {
     "verification.own_loop": "Checked verify",
 }
 __all__ = ["LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError"]
-__all__ += ["Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run", "Step"]
-__all__ += ["Corrupted", "Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Stepped"]
+__all__ += ["BatchSampler", "Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run"]
+__all__ += ["Corrupted", "Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Step", "Stepped"]
 __all__ += ["Stopped", "Warned"]
 __all__ += ["compare", "evaluate", "export", "join", "load", "predict", "report", "train", "verify"]
 

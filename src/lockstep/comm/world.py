@@ -367,6 +367,11 @@ def open_world(
     return world
 
 
+def process_group() -> tuple[int, int] | None:
+    """Return this process's rank and the number of ranks in torch's process group, if any code has made one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
     """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
     count = torch.cuda.device_count()
