@@ -258,6 +258,7 @@ def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
         "replay",
         "planning",
         "verification",
+        "testing",
         "config",
     )
     assert all(any(_within(module, place) for place in allowed) for module in users)

@@ -40,7 +40,9 @@ _REAL: Final = (
     "reporting/test_watched_in_chromium.py",
     "common/test_follow_srun.py",
     "test_tutorial_real.py",
-    "verification/test_own_loop.py",  # forks ranks from the tests' process, which must not have started a thread
+    # Both fork ranks from the tests' process, which must not have started a thread.
+    "test_testing.py",
+    "verification/test_own_loop.py",
 )
 # Of these, what starts programs that would be in each other's way, and waits for them most of the time.
 _CLUSTERS: Final = (

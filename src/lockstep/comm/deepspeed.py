@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final, Literal
 
-import torch.distributed as dist
-
 from lockstep.comm.peer_errors import lost_peer, translate_peer_errors
-from lockstep.comm.world import World
+from lockstep.comm.world import World, open_lone_group
 
 _LOGGER: Final = "DeepSpeed"
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an operation that it would compile at the start, for inference alone
@@ -38,10 +36,8 @@ def library(world: World) -> Any:
     """
     module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
-    if world.size == 1 and not dist.is_initialized():
-        backends = f"cpu:gloo,cuda:{world.backend}" if world.on_gpu else "gloo"
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backends, store=store, rank=0, world_size=1)
+    if world.size == 1:
+        open_lone_group(world)
     with translate_peer_errors():
         module.init_distributed(world.backend, auto_mpi_discovery=False, verbose=False)
     return module

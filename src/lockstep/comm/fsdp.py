@@ -318,6 +318,11 @@ def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
     return policy(param_dtype_override_fn=lambda each: each.dtype if each in narrow.wide else None)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is without shards; all ranks that have a shard of it call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def own_gradient(parameter: DTensor) -> Tensor:
     """Return this rank's rows of a parameter's gradient."""
     if parameter.grad is None:

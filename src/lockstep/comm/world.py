@@ -367,6 +367,14 @@ def open_world(
     return world
 
 
+def open_lone_group(world: World) -> None:
+    """Make a process group of a rank that is alone, for code that asks for one; it stays until the process ends."""
+    if not dist.is_initialized():
+        backends = f"cpu:gloo,cuda:{world.backend}" if world.on_gpu else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backends, store=store, rank=0, world_size=1)
+
+
 def process_group() -> tuple[int, int] | None:
     """Return this process's rank and the number of ranks in torch's process group, if any code has made one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None

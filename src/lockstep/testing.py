@@ -1,0 +1,185 @@
+"""For tests of training code that Lockstep knows nothing of: whether its numbers depend on how many ranks there are.
+
+The code runs on each number of ranks, in processes of its own, and reports what it computes to a trace. All that is
+reported is compared with one number of ranks, gate by gate in the order in which a step comes about.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.fsdp import whole
+from lockstep.comm.world import choose_device, open_lone_group, open_world
+from lockstep.common.patterns import list_some
+from lockstep.config.placement import Placement
+from lockstep.errors import EXIT_DONE, UsageError, VerificationError
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.verification.compare import Values, farthest
+
+ORDER: Final = "order"
+RANDOM: Final = "random numbers"
+SCALE: Final = "loss scale"
+GRADIENT: Final = "gradient sum"
+NORM: Final = "gradient norm"
+WEIGHTS: Final = "weights"
+EVALUATION: Final = "evaluation"
+
+_ROUNDING: Final = 1e-4  # of the largest magnitude: what is closer was computed alike, in another order
+_SHOWN: Final = 6  # samples
+
+
+@final
+@dataclass
+class Trace:
+    """What a rank reports of its training; `assert_placement_invariant` passes one to the function on each rank.
+
+    A step is all that is reported up to `weights`, which every rank calls once for each.
+    """
+
+    _steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=lambda: [{}], init=False)
+
+    def samples(self, indices: Sequence[int] | Tensor, outputs: Tensor | None = None) -> None:
+        """Report the numbers of samples that this rank trains on, and the model's output for each, along dim 0."""
+        for place, number in enumerate(torch.as_tensor(indices).tolist()):
+            row, name = torch.zeros(()) if outputs is None else outputs[place], f"sample {number}"
+            while name in self._steps[-1].get(ORDER, {}):
+                name += " again"
+            self._add(ORDER, name, row)
+
+    def gradients(self, model: nn.Module, norm: float | Tensor | None = None) -> None:
+        """Report the gradients that the optimizer will take, and their norm as it is clipped by. All ranks call it."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self._add(GRADIENT, name, parameter.grad)
+        if norm is not None:
+            self._add(NORM, "norm", torch.as_tensor(norm))
+
+    def weights(self, model: nn.Module) -> None:
+        """Report the weights after an update, which ends the step. All ranks call it."""
+        for name, parameter in model.named_parameters():
+            self._add(WEIGHTS, name, parameter)
+        self._steps.append({})
+
+    def metric(self, name: str, value: float | Tensor) -> None:
+        """Report a figure as the code would show it, such as a mean loss; after `weights` it is of the ended step."""
+        ended = len(self._steps) > 1 and not self._steps[-1]
+        self._add(EVALUATION, name, torch.as_tensor(value), at=-2 if ended else -1)
+
+    def _add(self, gate: str, name: str, value: Tensor, at: int = -1) -> None:
+        self._steps[at].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
+
+
+Function = Callable[[Trace], object]
+Ranks = list[list[dict[str, dict[str, Tensor]]]]  # what each rank reported: by step, gate and name
+
+
+def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2, 3), tolerance: float = 0.0) -> None:
+    """Assert that training code gives the same numbers on each of these numbers of ranks as on the first of them.
+
+    `function` trains a few steps, on each rank of a process group that is there (gloo on the CPU), and reports to the
+    Trace that it is passed. Of what it reports, gates are compared in this order: samples of all ranks together
+    ("order"), outputs sample by sample ("random numbers"), a gradient that is a multiple of the other ("loss scale"),
+    the gradient of each parameter ("gradient sum"), the reported norm, the weights, figures ("evaluation"). What it
+    reports nothing of is not compared. Values must be equal, or differ by `tolerance` times their tensor's largest.
+
+    AssertionError names, for each number of ranks, the first step and gate that differ, with both values. UsageError
+    where nothing is reported, VerificationError where the function fails.
+    """
+    if len(worlds) < 2 or min(worlds) < 1:
+        raise UsageError(f"worlds is {tuple(worlds)}; give two or more numbers of ranks, from 1")
+    import_for_all()
+    with tempfile.TemporaryDirectory(prefix="lockstep-testing-") as folder:
+        reference, *others = (_run(function, size, Path(folder) / str(place)) for place, size in enumerate(worlds))
+    found = [
+        f"{size} rank{'s' * (size > 1)} against {worlds[0]}: {difference}"
+        for size, ranks in zip(worlds[1:], others, strict=True)
+        if (difference := next(_differences(reference, ranks, tolerance), ""))
+    ]
+    if found:
+        raise AssertionError("\n".join(found))
+
+
+def _run(function: Function, size: int, folder: Path) -> Ranks:
+    """Run the function on so many ranks; return what they reported."""
+    folder.mkdir()
+    code, text = in_workers_silently(partial(_work, function, folder), None, Placement(), size)
+    if code != EXIT_DONE:
+        raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
+    found: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+    if not any(found[0]):
+        raise UsageError("the function reported nothing; call the trace's methods in it, such as trace.weights(model)")
+    return found
+
+
+def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
+    """Be one of the ranks."""
+    world = open_world(rendezvous, choose_device("auto", rendezvous.info))
+    if world.size == 1:
+        open_lone_group(world)
+    trace = Trace()
+    function(trace)
+    torch.save([step for step in trace._steps if step], folder / f"{world.rank}.pt")
+    return EXIT_DONE
+
+
+def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
+    """Yield what differs, the first to come about first."""
+    for number, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
+        expected, found = steps[: len(reference)], steps[len(reference) :]
+        taken, other = (sorted(name for each in side for name in each.get(ORDER, {})) for side in (expected, found))
+        if taken != other:
+            lost, new = ([*(Counter(one) - Counter(two))] for one, two in ((taken, other), (other, taken)))
+            difference = f"{list_some(new, _SHOWN) or 'none'} in place of {list_some(lost, _SHOWN) or 'none'}"
+            yield f"step {number}, {ORDER}: {difference}"
+        outputs: dict[str, Tensor] = {}
+        for each in expected:
+            outputs |= each.get(ORDER, {})
+        for rank, each in enumerate(found):
+            if difference := _first(outputs, each.get(ORDER, {}), tolerance, partial=True):
+                yield f"step {number}, {RANDOM}: rank {rank}, {difference}"
+        for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
+            for rank, each in enumerate(found):
+                if difference := _first(expected[0].get(gate, {}), each.get(gate, {}), tolerance):
+                    multiple = _multiple(expected[0][gate], each[gate]) if gate == GRADIENT else ""
+                    yield f"step {number}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
+
+
+def _first(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float, partial: bool = False) -> str:
+    """Say which of the values differs first, and by how much; "" for none. `partial`: some may be on other ranks."""
+    if not partial and expected.keys() != found.keys():
+        return f"{list_some([*found], _SHOWN) or 'nothing'} in place of {list_some([*expected], _SHOWN) or 'nothing'}"
+    for name in (name for name in found if name in expected):
+        values = farthest(expected[name], found[name])
+        if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
+            index = f" at {list(values.index)}" if values.index else ""
+            return f"{name}{index} is {values.found}, not {values.reference}{_by(values)}"
+    return ""
+
+
+def _by(values: Values) -> str:
+    """Say where a difference is one of rounding alone: by its size it may be."""
+    if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
+        return ""
+    return f" ({values.distance / values.scale:.1e} of the largest: it may be rounding, which tolerance= allows)"
+
+
+def _multiple(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Say which multiple of the other a gradient is, "" where it is none, or the same but for rounding."""
+    if [each.shape for each in expected.values()] != [each.shape for each in found.values()]:
+        return ""
+    one, other = (torch.cat([each.double().flatten() for each in side.values()]) for side in (expected, found))
+    factor = float(one @ other / (one @ one)) if one.any() else math.nan
+    alike = float((other - factor * one).norm()) < _ROUNDING * float(other.norm())
+    return f"; all of it is {factor:.6g} times the other" if alike and abs(factor - 1) > _ROUNDING else ""
