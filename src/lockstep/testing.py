@@ -117,7 +117,8 @@ def _run(function: Function, size: int, folder: Path) -> Ranks:
     code, text = in_workers_silently(partial(_work, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
-    found: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+    # Written by the processes above, in a folder that only this user reads.
+    found: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
     if not any(found[0]):
         raise UsageError("the function reported nothing; call the trace's methods in it, such as trace.weights(model)")
     return found
