@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
 from lockstep.common.own_code import refusal, with_its_line
@@ -36,6 +37,7 @@ from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_e
 from lockstep.run.own_placed import ChunkPlan, Placed, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other
+from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import Step
 from lockstep.run.placing import check_pair, hand_over
@@ -110,6 +112,7 @@ class Run:
         optimizer: Opt,
         strategy: str | Mapping[str, Any] = "auto",
         *,
+        scheduler: LRScheduler | None = None,
         chunks: int = 1,
         plan: Mapping[str, str] | None = None,
     ) -> tuple[M, Opt]:
@@ -117,8 +120,9 @@ class Run:
 
         Returns both: the model to call within micro-batches, and the optimizer, whose settings may be read and changed.
         `strategy` is a name (docs/strategies.md), or a mapping of `name` and its options; auto is single on one process
-        and ddp on more. A pipeline needs a recipe. `chunks` and `plan` are those of a recipe's model
-        (docs/tensor-slicing.md), for tensor, expert and mesh: they decide the bits, under any strategy.
+        and ddp on more. A pipeline needs a recipe. A `scheduler` of this optimizer, which the loop steps itself, sets
+        the rates of updates that are given none; checkpoints keep its state. `chunks` and `plan` are those of a
+        recipe's model (docs/tensor-slicing.md), for tensor, expert and mesh: they decide the bits, under any strategy.
 
         Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.
         UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
@@ -127,9 +131,11 @@ class Run:
         if self._placed is not None:
             raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
+        own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
             with with_its_line():
-                placed = self._placed = spread(self._member, model, optimizer, strategy, ChunkPlan(chunks, plan or {}))
+                what = self._member, model, optimizer, strategy
+                placed = self._placed = spread(*what, ChunkPlan(chunks, plan or {}), own_scheduler)
             if self.dir is not None:
                 self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.canonical, self._origin)
                 if self._member.checkpoint is not None:
@@ -333,6 +339,8 @@ class Run:
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
+        if placed.scheduler is not None:
+            placed.scheduler.check_saved(self._step.number)
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
@@ -350,13 +358,16 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
-        self._world.compare({"the optimizer's settings": placed.groups.changes()})
+        changes = placed.changes()
+        self._world.compare({"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]})
+        if placed.scheduler is not None:
+            placed.scheduler.note_save()
         return kept.save()
 
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
-        return {"recipe": {"loop": self._loop or placed.decisive(), "settings": placed.groups.changes()}, "data": {}}
+        return {"recipe": {"loop": self._loop or placed.decisive(), **placed.changes()}, "data": {}}
 
     def _finish(self, placed: Placed) -> None:
         kept, at = self._checkpoints, self._rank.progress

@@ -29,6 +29,7 @@ from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
 from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
+from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import Settings
 from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
 from lockstep.run.probe.state import digest
@@ -79,6 +80,7 @@ class Placed:
     rate: float  # the optimizer's default
     made: Mapping[str, Any]  # the optimizer's settings
     groups: Groups
+    scheduler: OwnScheduler | None
     guard: Guard | Unguarded
     audit: Audit
 
@@ -95,7 +97,8 @@ class Placed:
     def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers, as far as it is known once the model is placed."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
-        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan)}
+        scheduler = None if self.scheduler is None else self.scheduler.name
+        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), "scheduler": scheduler}
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the whole weights by their names. All ranks call it."""
@@ -115,6 +118,13 @@ class Placed:
         """Take over the settings of groups that a checkpoint was saved with, where it says so."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
+        if self.scheduler is not None:
+            self.scheduler.load(saved.get("scheduler"))
+
+    def changes(self) -> dict[str, Any]:
+        """Return what `take_settings` takes over."""
+        scheduler = None if self.scheduler is None else self.scheduler.state()
+        return {"settings": self.groups.changes(), "scheduler": scheduler}
 
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
@@ -126,7 +136,12 @@ class Placed:
 
 
 def spread(
-    member: Member, model: nn.Module, optimizer: Optimizer, asked: str | Mapping[str, Any], chunks: ChunkPlan
+    member: Member,
+    model: nn.Module,
+    optimizer: Optimizer,
+    asked: str | Mapping[str, Any],
+    chunks: ChunkPlan,
+    scheduler: OwnScheduler | None = None,
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
@@ -159,11 +174,11 @@ def spread(
             f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "
             f"torch's, NumPy's and Python's generators, and from nothing that differs between ranks"
         )
-    rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups)
+    rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups, scheduler is not None)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     audit = Audit(engine, world, log, every)
-    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, guard, audit)
+    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, scheduler, guard, audit)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:

@@ -184,8 +184,9 @@ class Step:
     def update(self, lr: float | None = None, clip: float | None = None) -> None:
         """Divide the gradient by the step's weight, clip its L2 norm to `clip`, and update the weights at rate `lr`.
 
-        Left out, `lr` is the rate that the optimizer was made with, and nothing is clipped. Groups keep the ratio of
-        their rates. Every rank calls it, once for each step and with the same arguments.
+        Left out, `lr` is the rate that the scheduler has set, if `run.place` was given one, else that which the
+        optimizer was made with, and nothing is clipped. Groups keep the ratio of their rates. Every rank calls it, once
+        for each step and with the same arguments.
         """
         if self.updated:
             raise refusal(f"step {self.number}: a second step.update", "call it once for each step")
@@ -193,12 +194,18 @@ class Step:
             raise self._unfinished()
         self._guard.check()
         self._guard.give_back()
+        scheduler = self._placed.scheduler
+        if scheduler is not None and lr is not None:
+            raise refusal(f"step {self.number}: a rate besides that of the scheduler", "give one of the two")
         rate = self._placed.rate if lr is None else float(lr)
+        shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
         self._placed.agree(self.number, rate, clip)
         self._gate.step = self._guard.step = 0
         sums = self._part.sums or self._engine.end()
         self._turn.digest()
-        self._turn.done(rate, sums, self._engine.update(rate, clip))
+        self._turn.done(shown, sums, self._engine.update(rate, clip))
+        if scheduler is not None:
+            scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
         self._seed_between(1)
         self._guard.mark(moved=True)

@@ -2,7 +2,7 @@
 
 The user's optimizer does not step. Before the one of the engine does, the numbers among the settings of the user's
 groups, which their code may schedule, are handed to its groups; they are compared between ranks and kept in
-checkpoints. Rates go through step.update.
+checkpoints. Rates go through step.update, or are a scheduler's.
 """
 
 import zlib
@@ -151,12 +151,13 @@ def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(_: Optimizer, given: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
         raise refusal(f"optimizer.{name}() is not this loop's to call", advice)
 
+    refuse.__dict__["_wrapped_by_lr_sched"] = True  # a scheduler would warn of a step that it does not know
     return refuse
 
 
 Settings = dict[str, Any]
 
-_RATE: Final = "give the rate to step.update(lr=...), as a function of step.samples_seen: so a resumed run knows it"
+_RATE: Final = "give the rate to step.update(lr=...), as a function of step.samples_seen, or run.place a scheduler"
 _OTHER: Final = "between steps change numbers alone, such as weight_decay or betas; all else before run.place"
 
 
@@ -164,21 +165,25 @@ _OTHER: Final = "between steps change numbers alone, such as weight_decay or bet
 class OwnGroup(dict[str, Any]):
     """A group of the user's optimizer: what cannot be heeded is refused in the line that sets it."""
 
+    scheduled = False  # a scheduler sets its rate
+
     def __setitem__(self, name: str, value: Any) -> None:
-        _check(self, name, value)
+        _check(self, name, value, scheduled=self.scheduled)
         super().__setitem__(name, value)
 
 
 @final
 class Groups:
-    """The groups of the user's optimizer, whose settings `take` hands on."""
+    """The groups of the user's optimizer, whose settings `take` hands on, and rates where they are `scheduled`."""
 
-    def __init__(self, optimizer: Optimizer, of_engine: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, optimizer: Optimizer, of_engine: Sequence[Mapping[str, Any]], scheduled: bool = False) -> None:
         self._optimizer = optimizer
+        self._scheduled = scheduled
         self._before = [(each, {**each}) for each in optimizer.param_groups]  # the user's code may have these still
         for number, (group, own) in enumerate(zip(optimizer.param_groups, of_engine, strict=True)):
-            scale = {SCALE: own[SCALE]} if SCALE in own else {}
-            optimizer.param_groups[number] = OwnGroup({**group, **scale})
+            scale = {SCALE: own[SCALE]} if SCALE in own and not scheduled else {}
+            optimizer.param_groups[number] = kept = OwnGroup({**group, **scale})
+            kept.scheduled = scheduled
         self._groups: list[Settings] = [*optimizer.param_groups]
         self._made = [{**each} for each in self._groups]
         self._last = [{**each} for each in self._groups]
@@ -196,8 +201,10 @@ class Groups:
         for group, last, own in zip(self._groups, self._last, of_engine, strict=True):
             if group != last:
                 for name in (name for name in {**last, **group} if group.get(name) is not last.get(name)):
-                    _check(last, name, group.get(name), f"step {step}: ")
+                    _check(last, name, group.get(name), f"step {step}: ", self._scheduled)
                     own[name] = last[name] = group[name]
+            if self._scheduled:  # an update at rate 1 takes the group's to the bit
+                own[SCALE] = float(group["lr"])
 
     def digest(self, *numbers: float | None) -> int:
         """Return a number that is another for other settings, and other `numbers`."""
@@ -221,12 +228,14 @@ class Groups:
                 group[name] = last[name] = own[name] = tuple(value) if isinstance(value, list) else value
 
 
-def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "") -> None:
+def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", scheduled: bool = False) -> None:
     """Raise UsageError where a setting of a group cannot become this value."""
     before: Any = group.get(name)
     if value is before or value == before or (name not in group and name != SCALE):
         return
-    if name == "lr":
+    if name == SCALE and scheduled:
+        raise refusal(f"{at}{SCALE} of a group of the optimizer was changed, whose rate a scheduler sets", _OTHER)
+    if name == "lr" and not scheduled:
         raise refusal(f"{at}the optimizer's rate was changed, as a scheduler does", _RATE)
     numbers = (name == SCALE or _is_number(before)) and _is_number(value)
     pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)

@@ -1,0 +1,93 @@
+"""A learning rate scheduler of torch's kind in a loop of the user's own.
+
+The loop steps it where it always did. An update takes the rates that it has set, checkpoints keep what it counts, and a
+resumed run gets that back.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.common.own_code import refusal
+from lockstep.errors import UsageError
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class OwnScheduler:
+    """The user's scheduler of their optimizer's rates."""
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        if not isinstance(scheduler, LRScheduler):
+            what = type(scheduler).__name__
+            raise refusal(f"run.place: the scheduler is a {what}", "give one of torch.optim.lr_scheduler's kind")
+        if scheduler.optimizer is not optimizer:
+            raise refusal("run.place: the scheduler is of another optimizer", "make it of the one that is placed")
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._saved: Any = None  # its state, where this step was saved
+
+    @property
+    def name(self) -> str:
+        """The class, which a resumed run has to have alike."""
+        return f"{type(self._scheduler).__module__}.{type(self._scheduler).__qualname__}"
+
+    @property
+    def rate(self) -> float:
+        """The rate of the first group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def state(self) -> Any:
+        """Return what it counts, ready for JSON."""
+        return _plain(self._scheduler.state_dict())
+
+    def load(self, saved: Any) -> None:
+        """Take over what `state` returned of one that was made alike."""
+        self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), saved))
+
+    def note_update(self) -> None:
+        """Let it know that there was an update, before which it should not be stepped."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._saved = None
+
+    def note_save(self) -> None:
+        """Keep what was saved, for `check_saved`."""
+        self._saved = self.state()
+
+    def check_saved(self, step: int) -> None:
+        """Raise UsageError where it was stepped after a save: a resumed run would begin without that."""
+        if self._saved not in (None, self.state()):
+            raise refusal(
+                f"step {step}: scheduler.step() after run.save, so that a resumed run would leave it out",
+                "step the scheduler first, and save then",
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return a state as JSON can hold it; what is no number or text of its own stays with the script."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+def _restored(now: Any, saved: Any) -> Any:
+    """Return a state in which all is as it was saved; what is the same already stays the object that it is."""
+    if _plain(now) == saved:
+        return now
+    if isinstance(now, Mapping) and isinstance(saved, dict) and {*map(str, now)} == {*saved}:
+        return {name: _restored(each, saved[str(name)]) for name, each in now.items()}
+    if isinstance(now, list | tuple) and isinstance(saved, list) and len(now) == len(saved):
+        return type(now)(map(_restored, now, saved))
+    if isinstance(now, float) and isinstance(saved, str):
+        return float(saved)
+    if isinstance(now, int | float | None) and isinstance(saved, int | float | None):
+        return saved
+    raise UsageError(f"the scheduler has {now!r}, and had {saved!r}; make it as it was, or choose another dir")
