@@ -112,6 +112,49 @@ def test_settings_of_groups_go_on_with_a_run(tmp_path):
         assert run._placed.optimizer.param_groups[0]["betas"] == (0.5, 0.9)
 
 
+def test_an_average_of_the_weights_is_kept_and_evaluated_with(tmp_path):
+    def trained(run: Any, last: int, average: dict[str, torch.Tensor]) -> None:
+        model = loops.net()
+        model, _ = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2), ema=0.75)
+        live = {name: each for name, each in model.state_dict().items() if each.is_floating_point()}
+        for step in run.steps(loops.data(), batch=16, microbatches=4, steps=6):
+            average = average or {name: each.clone() for name, each in live.items()}
+            for batch in step:
+                step.backward(loops.loss(model, batch))
+            step.update()
+            average.update({name: torch.lerp(each, live[name], 0.25) for name, each in average.items()})
+            if step.number == last:
+                break
+        own = {name: each.clone() for name, each in live.items()}
+        for _ in run.each(loops.data(), batch=20):
+            for name, each in live.items():
+                torch.testing.assert_close(each, average[name])
+        assert all(torch.equal(each, own[name]) for name, each in live.items())
+        if run.dir is not None:
+            run.save()
+        kept.append((run.fingerprint(), average))
+
+    kept: list[tuple[str, dict[str, torch.Tensor]]] = []
+    with joined() as run:
+        trained(run, 6, {})
+    with joined(tmp_path / "run") as run:
+        trained(run, 4, {})
+    with joined(tmp_path / "run") as run:
+        trained(run, 6, kept[1][1])
+    assert kept[2][0] == kept[0][0]
+    loaded = lockstep.load(tmp_path / "run", model=loops.net).state_dict()
+    for name, each in kept[0][1].items():
+        torch.testing.assert_close(loaded[name], each)
+    with (
+        pytest.raises(UsageError, match=r"of another loop.*\n  ema: 0\.75, and now None"),
+        joined(tmp_path / "run") as run,
+    ):
+        loops.placed(run)
+    model = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match=r"ema is 1\.0"), joined() as run:
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=1.0)
+
+
 def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
     def trained(run: Any, epochs: int, chunks: int = 4) -> str:
         model = loops.cut_net()

@@ -17,7 +17,7 @@ parallel/isolated_grads.py). Where sequences are cut into chunks, each of these 
 micro-batch, and those of one micro-batch are under way together (parallel/context/sequence_chunks.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -220,9 +220,9 @@ class DataParallelEngine:
         """See Engine."""
         return {name: self._layout.as_shard(name, gradient(tensor)) for name, tensor in self._layout.trained}
 
-    def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine."""
-        update = self._updates.update(lr, max_norm, self._loss, self._now.step.weight)
+    def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
+        """See Engine; with `only` the optimizer's groups of these numbers are moved, and the others left alone."""
+        update = self._updates.update(lr, max_norm, self._loss, self._now.step.weight, only)
         self._running.settle(update.applied, self._observed)
         if self._ema is not None and update.applied:
             self._ema.update()

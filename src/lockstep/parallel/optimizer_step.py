@@ -1,5 +1,6 @@
 """The second half of a step, alike for all engines: unscale, clip, step or skip, forget the gradient."""
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -37,12 +38,20 @@ class Updates:
         """Return what a backward starts from, times the loss scale where there is one."""
         return self._scaler.scale(seed) if self._scales else seed
 
-    def update(self, lr: float, max_norm: float | None, loss: Tensor, weight: int) -> Update:
-        """Do what Engine.update says of weights; `loss` and `weight` are those of the whole step."""
+    def update(
+        self, lr: float, max_norm: float | None, loss: Tensor, weight: int, only: Collection[int] | None = None
+    ) -> Update:
+        """Do what Engine.update says of weights; `loss` and `weight` are those of the whole step.
+
+        With `only`, those of the groups of these numbers; the gradients of the others count as zeros in the norm.
+        """
         if not weight:
             self.forget()
             return Update(None, applied=False)
         scale = None
+        resting = [] if only is None else self._resting(only)
+        for parameter in resting:
+            gradient(parameter).zero_()
         if self._scales:
             unscale_(self._scaler, self.optimizer)
             self._layout.norms.agree_(self._infinities())
@@ -55,6 +64,8 @@ class Updates:
         if applied:
             if max_norm is not None and norm is not None:
                 clip_(self._gradients(), norm, max_norm)
+            for parameter in resting:
+                parameter.grad = None  # which an optimizer passes over
             applied = self._step(lr)
             self._layout.publish()
         if self._scales:
@@ -85,6 +96,10 @@ class Updates:
         """Take the gradients away."""
         for tensor in self._trained:  # as zero_grad does, at a tenth of its time
             tensor.grad = None
+
+    def _resting(self, only: Collection[int]) -> list[Tensor]:
+        groups = enumerate(self.optimizer.param_groups)
+        return [parameter for number, group in groups if number not in only for parameter in group["params"]]
 
     def _infinities(self) -> list[Tensor]:
         return list(self._scaler._found_inf_per_device(self.optimizer).values())

@@ -113,6 +113,7 @@ class Run:
         strategy: str | Mapping[str, Any] = "auto",
         *,
         scheduler: LRScheduler | None = None,
+        ema: float | None = None,
         chunks: int = 1,
         plan: Mapping[str, str] | None = None,
     ) -> tuple[M, Opt]:
@@ -121,8 +122,10 @@ class Run:
         Returns both: the model to call within micro-batches, and the optimizer, whose settings may be read and changed.
         `strategy` is a name (docs/strategies.md), or a mapping of `name` and its options; auto is single on one process
         and ddp on more. A pipeline needs a recipe. A `scheduler` of this optimizer, which the loop steps itself, sets
-        the rates of updates that are given none; checkpoints keep its state. `chunks` and `plan` are those of a
-        recipe's model (docs/tensor-slicing.md), for tensor, expert and mesh: they decide the bits, under any strategy.
+        the rates of updates that are given none; checkpoints keep its state. With `ema`, a decay such as 0.999, an
+        average of the weights moves with each update; `run.each` evaluates with it, and `lockstep.load` returns it.
+        `chunks` and `plan` are those of a recipe's model (docs/tensor-slicing.md), for tensor, expert and mesh: they
+        decide the bits, under any strategy.
 
         Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.
         UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
@@ -131,11 +134,13 @@ class Run:
         if self._placed is not None:
             raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
+        if ema is not None and not 0 <= ema < 1:
+            raise refusal(f"run.place: ema is {ema}", "give a decay from 0 to below 1, such as 0.999")
         own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
             with with_its_line():
                 what = self._member, model, optimizer, strategy
-                placed = self._placed = spread(*what, ChunkPlan(chunks, plan or {}), own_scheduler)
+                placed = self._placed = spread(*what, ChunkPlan(chunks, plan or {}), own_scheduler, ema)
             if self.dir is not None:
                 self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.canonical, self._origin)
                 if self._member.checkpoint is not None:
@@ -205,6 +210,7 @@ class Run:
         try:
             placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
+                guard.mark(moved=True)  # averaged weights are in the places of the trained ones
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)
                     self._gate.open = True

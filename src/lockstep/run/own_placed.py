@@ -98,7 +98,8 @@ class Placed:
         """Return what decides the numbers, as far as it is known once the model is placed."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
         scheduler = None if self.scheduler is None else self.scheduler.name
-        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), "scheduler": scheduler}
+        made = {"scheduler": scheduler, "ema": self.numerics.ema_decay}
+        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), **made}
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the whole weights by their names. All ranks call it."""
@@ -108,11 +109,11 @@ class Placed:
         """Return a digest of each of these. All ranks call it."""
         return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
-    def agree(self, step: int, rate: float, clip: float | None) -> None:
-        """Hand the optimizer's settings on, and see that they, the rate and `clip` are the same on all ranks."""
+    def agree(self, step: int, rate: float, clip: float | None, of: str | None) -> None:
+        """Hand the optimizer's settings on, and see that they, the rate, `clip` and `of` are the same on all ranks."""
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            self.world.note(self.groups.digest(rate, clip))
+            self.world.note(self.groups.digest(rate, clip, of))
 
     def take_settings(self, saved: Mapping[str, Any]) -> None:
         """Take over the settings of groups that a checkpoint was saved with, where it says so."""
@@ -142,6 +143,7 @@ def spread(
     asked: str | Mapping[str, Any],
     chunks: ChunkPlan,
     scheduler: OwnScheduler | None = None,
+    ema: float | None = None,
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
@@ -154,6 +156,7 @@ def spread(
         static_scale=default_static_scale(settings.precision),
         offload_activations=settings.placement.offload_activations,
         recompute=recompute_interval(settings.placement, chosen),
+        ema_decay=ema,
         guarded=member.guarded,
     )
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}

@@ -22,7 +22,8 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
-    loop = {"chunks": 1, "plan": {}, **loop}  # runs of earlier versions do not say so
+    # Runs of earlier versions do not say so.
+    loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, **loop}
     refuse_other(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop

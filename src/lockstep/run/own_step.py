@@ -30,7 +30,10 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class Step:
-    """One step of `run.steps`: iterate over its micro-batches, give `backward` each one's loss, and `update` once."""
+    """One step of `run.steps`: iterate over its micro-batches, give `backward` each one's loss, and `update` once.
+
+    Or once for each of some groups of the optimizer, `update(of=...)`, with an iteration before each.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Step:
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
-        self._begun = self._duplicate = False
+        self._begun = self._duplicate = self._updated = False
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
@@ -89,8 +92,8 @@ class Step:
 
     @property
     def updated(self) -> bool:
-        """Whether `update` is done."""
-        return self._turn.sums is not None
+        """Whether `update` is done: after each iteration over the micro-batches anew."""
+        return self._updated
 
     @property
     def loss(self) -> Tensor:
@@ -126,7 +129,7 @@ class Step:
         """
         if self._begun:
             raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
-        self._begun = True
+        self._begun, self._updated = True, False
         self._gate.step = self._guard.step = self.number
         try:
             for microbatch in self._microbatches():
@@ -181,7 +184,7 @@ class Step:
         self._guard.mark()
         self._gate.ended_at = self._guard.last
 
-    def update(self, lr: float | None = None, clip: float | None = None) -> None:
+    def update(self, lr: float | None = None, clip: float | None = None, *, of: str | None = None) -> None:
         """Divide the gradient by the step's weight, clip its L2 norm to `clip`, and update the weights at rate `lr`.
 
         Left out, `lr` is the rate that the scheduler has set, if `run.place` was given one, else that which the
@@ -189,7 +192,10 @@ class Step:
         for each step and with the same arguments.
         """
         if self.updated:
-            raise refusal(f"step {self.number}: a second step.update", "call it once for each step")
+            raise refusal(
+                f"step {self.number}: a second step.update",
+                "call it once for each step, or with of= after another iteration over its micro-batches",
+            )
         if not self._complete:
             raise self._unfinished()
         self._guard.check()
@@ -199,16 +205,30 @@ class Step:
             raise refusal(f"step {self.number}: a rate besides that of the scheduler", "give one of the two")
         rate = self._placed.rate if lr is None else float(lr)
         shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
-        self._placed.agree(self.number, rate, clip)
+        only = None if of is None else self._groups_of(of)
+        self._placed.agree(self.number, rate, clip, of)
         self._gate.step = self._guard.step = 0
         sums = self._part.sums or self._engine.end()
-        self._turn.digest()
-        self._turn.done(shown, sums, self._engine.update(rate, clip))
+        if self._turn.sums is None:
+            self._turn.digest()
+            self._turn.done(shown, sums, self._engine.update(rate, clip, only))
+        else:  # the step is counted; its loss and norm are those of its last update
+            self._turn.sums, self._turn.update = sums, self._engine.update(rate, clip, only)
+        self._updated = True
+        if only is not None:
+            self._begun, self._done, self._part = False, 0, Part(self._turn.microbatches)
         if scheduler is not None:
             scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
         self._seed_between(1)
         self._guard.mark(moved=True)
+
+    def _groups_of(self, of: str) -> frozenset[int]:
+        """Return the numbers of the groups to update."""
+        if self._audit is not None or self._placed.numerics.ema_decay is not None:
+            what = "in a step that is audited" if self._audit is not None else "while the weights are averaged (ema)"
+            raise refusal(f"step {self.number}: an update of some groups {what}", "leave one of the two out")
+        return self._placed.groups.named(of)
 
     def _unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""

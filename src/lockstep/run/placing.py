@@ -206,7 +206,18 @@ class Groups:
             if self._scheduled:  # an update at rate 1 takes the group's to the bit
                 own[SCALE] = float(group["lr"])
 
-    def digest(self, *numbers: float | None) -> int:
+    def named(self, name: str) -> frozenset[int]:
+        """Return the numbers of the groups of that name; UsageError where there are none."""
+        names = [group.get("name") for group in self._groups]
+        if name not in names:
+            known = ", ".join(sorted({repr(each) for each in names if each is not None})) or "none"
+            raise refusal(
+                f"step.update: of={name!r}, and the optimizer's groups are named: {known}",
+                'give groups names where the optimizer is made: {"params": ..., "name": ...}',
+            )
+        return frozenset(number for number, each in enumerate(names) if each == name)
+
+    def digest(self, *numbers: float | str | None) -> int:
         """Return a number that is another for other settings, and other `numbers`."""
         return zlib.crc32(repr([self.changes(), numbers]).encode())
 

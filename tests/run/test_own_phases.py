@@ -1,0 +1,148 @@
+"""Several updates in a step of the own loop, each of some groups of the optimizer: two nets against each other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adversaries
+import pytest
+import torch
+import worlds
+from adversaries import gan, in_one_module, wasserstein
+from loop_ends import ended
+from test_joined import joined
+from torch import nn
+
+from lockstep.comm.world import World
+from lockstep.errors import UsageError
+
+Body = Callable[[Any], Any]
+
+
+def trained(world: World, strategy: str, body: Body) -> str:
+    return ended(world, strategy, body)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("body", [gan, wasserstein])
+def test_every_placement_comes_to_the_same_bits(body: Body) -> None:
+    [alone] = worlds.run(1, trained, "single", body)
+    for size, strategy in ((2, "ddp"), (3, "ddp"), (3, "zero1")):
+        assert worlds.run(size, trained, strategy, body) == [alone] * size
+
+
+@pytest.mark.worlds
+def test_one_module_is_the_same_in_rows_where_it_calls_what_it_has_equally_often() -> None:
+    [alone] = worlds.run(1, trained, "single", in_one_module)
+    assert worlds.run(2, trained, "zero2", in_one_module) == [alone] * 2
+    for text in worlds.run(2, trained, "zero3", in_one_module):
+        assert "is called more often than in the first forward" in text
+
+
+def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    with joined() as run:
+        gan(run)
+        whole = run.fingerprint()
+    with joined(tmp_path / "run") as run:
+        gan(run, last=4)
+    with joined(tmp_path / "run") as run:
+        gan(run)
+        assert run.fingerprint() == whole
+
+
+def test_it_is_what_two_optimizers_do() -> None:
+    """One micro-batch, and noise by the step: the sums then are those of plain PyTorch."""
+    noises = [torch.randn(16, adversaries.NOISE, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+    with joined() as run:
+        model = adversaries.nets()
+        other = adversaries.nets()
+        other.load_state_dict(model.state_dict())
+        model, _ = run.place(model, adversaries.adam(model))
+        of_critic, of_generator = (
+            torch.optim.Adam(other[name].parameters(), lr=2e-2, betas=(0.5, 0.999)) for name in ("critic", "generator")
+        )
+        for step in run.steps(adversaries.data(), batch=16, microbatches=1, steps=4, drop_last=True):
+            noise = noises[step.number]
+            for (real,) in step:
+                step.backward(critic_loss(model, real, noise))
+            step.update(of="critic")
+            for _ in step:
+                step.backward(adversaries.judged(model, model["generator"](noise), real=True))
+            step.update(of="generator")
+            for optimizer, loss in ((of_critic, critic_loss), (of_generator, generator_loss)):
+                other.zero_grad()
+                (loss(other, real, noise) / 16).backward()
+                optimizer.step()
+        for name, each in model.state_dict().items():
+            torch.testing.assert_close(each, other.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def critic_loss(model: nn.ModuleDict, real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    fake = model["generator"](noise).detach()
+    return adversaries.judged(model, real, real=True) + adversaries.judged(model, fake, real=False)
+
+
+def generator_loss(model: nn.ModuleDict, _: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return adversaries.judged(model, model["generator"](noise), real=True)
+
+
+def once(step: Any, model: nn.ModuleDict) -> None:
+    for (real,) in step:
+        step.backward(judged_twice(model, real))
+
+
+def judged_twice(model: nn.ModuleDict, real: torch.Tensor) -> torch.Tensor:
+    return adversaries.judged(model, real, real=True)
+
+
+def unknown(step: Any, model: nn.ModuleDict) -> None:
+    once(step, model)
+    step.update(of="judge")
+
+
+def second(step: Any, model: nn.ModuleDict) -> None:
+    once(step, model)
+    step.update(of="critic")
+    step.update(of="generator")
+
+
+def left_open(step: Any, model: nn.ModuleDict) -> None:
+    once(step, model)
+    step.update(of="critic")
+    once(step, model)
+
+
+def again(step: Any, model: nn.ModuleDict) -> None:
+    once(step, model)
+    step.update()
+    once(step, model)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (unknown, "step.update: of='judge', and the optimizer's groups are named: 'critic', 'generator'"),
+        (second, "step 1: a second step.update"),
+        (left_open, "step 1: left without step.update"),
+        (again, "step 1: its micro-batches are gone through a second time"),
+    ],
+)
+def test_what_is_no_phase_is_refused(body: Callable[[Any, nn.ModuleDict], None], text: str) -> None:
+    refuses(body, text)
+
+
+def test_an_average_of_which_nobody_knows_how_often_it_moves_is_refused() -> None:
+    refuses(second, "step 1: an update of some groups while the weights are averaged (ema)", ema=0.9)
+
+
+def refuses(body: Callable[[Any, nn.ModuleDict], None], text: str, **given: float) -> None:
+    def loop(run: Any) -> None:
+        model = adversaries.nets()
+        model, _ = run.place(model, adversaries.adam(model), **given)
+        for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=1):
+            body(step, model)
+
+    with pytest.raises(UsageError) as raised, joined() as run:
+        loop(run)
+    assert str(raised.value).startswith(text)
+    assert "test_own_phases.py:" in str(raised.value)
