@@ -135,6 +135,22 @@ def test_an_average_of_which_nobody_knows_how_often_it_moves_is_refused() -> Non
     refuses(second, "step 1: an update of some groups while the weights are averaged (ema)", ema=0.9)
 
 
+def test_a_save_between_two_updates_is_refused(tmp_path: Path) -> None:
+    text = r"step 1: .* gone through again after run\.save .*test_own_phases\.py"
+    with pytest.raises(UsageError, match=text), joined(tmp_path / "run") as run:
+        save_between(run)
+
+
+def save_between(run: Any) -> None:
+    model = adversaries.nets()
+    model, _ = run.place(model, adversaries.adam(model))
+    for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=1):
+        once(step, model)
+        step.update(of="critic")
+        run.save()
+        once(step, model)
+
+
 def refuses(body: Callable[[Any, nn.ModuleDict], None], text: str, **given: float) -> None:
     def loop(run: Any) -> None:
         model = adversaries.nets()

@@ -244,8 +244,10 @@ class Run:
         if self._checkpoints is None:
             raise refusal("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
         # First: a run that is killed now goes on after this step, and would not report it again.
-        for event in self._report() if self._step is not None and self._step.updated else ():
-            self._rank.write(event)
+        if self._step is not None:
+            self._step._saved = True
+            for event in self._report() if self._step.updated else ():
+                self._rank.write(event)
         for saved in self._save(placed, self._checkpoints):
             self._rank.write(saved)
 

@@ -59,7 +59,7 @@ class Step:
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
-        self._begun = self._duplicate = self._updated = False
+        self._begun = self._duplicate = self._updated = self._saved = False
         self._done = 0  # backwards
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
@@ -129,6 +129,11 @@ class Step:
         """
         if self._begun:
             raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
+        if self._saved:
+            raise refusal(
+                f"step {self.number}: its micro-batches are gone through again after run.save",
+                "save after the last update of a step: a resumed run begins with the next step",
+            )
         self._begun, self._updated = True, False
         self._gate.step = self._guard.step = self.number
         try:
