@@ -88,9 +88,11 @@ def facts(text: str) -> dict[str, object]:
     }
 
 
-def test_the_readme_says_the_same_in_both_languages() -> None:
-    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
-    assert facts(english.replace("(README.zh.md)", "(README.md)")) == facts(chinese)  # each links to the other
+@pytest.mark.parametrize("page", ["README", "docs/first-steps"])
+def test_a_page_says_the_same_in_both_languages(page: str) -> None:
+    english, chinese = ((ROOT / f"{page}{end}").read_text(encoding="utf-8") for end in (".md", ".zh.md"))
+    name = Path(page).name
+    assert facts(english.replace(f"({name}.zh.md)", f"({name}.md)")) == facts(chinese)  # each links to the other
 
 
 def test_facts_are_told_apart() -> None:
