@@ -153,7 +153,8 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
         for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
             for rank, each in enumerate(found):
                 if difference := _first(expected[0].get(gate, {}), each.get(gate, {}), tolerance):
-                    multiple = _multiple(expected[0][gate], each[gate]) if gate == GRADIENT else ""
+                    sides = expected[0].get(gate, {}), each.get(gate, {})
+                    multiple = _multiple(*sides) if gate == GRADIENT else ""
                     yield f"step {number}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
 
 

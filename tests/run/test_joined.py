@@ -112,6 +112,39 @@ def test_settings_of_groups_go_on_with_a_run(tmp_path):
         assert run._placed.optimizer.param_groups[0]["betas"] == (0.5, 0.9)
 
 
+def test_a_setting_that_was_set_back_before_a_save_goes_on_as_it_is(tmp_path):
+    def trained(run: Any, last: int) -> str:
+        model, optimizer = loops.placed(run)
+        for step in run.steps(loops.data(), batch=16, microbatches=4, steps=6):
+            optimizer.param_groups[0]["weight_decay"] = 0.5 if step.number == 4 else 0.01
+            for batch in step:
+                step.backward(loops.loss(model, batch))
+            step.update()
+            optimizer.param_groups[0]["weight_decay"] = 0.01  # what it was made with
+            if step.number == last:
+                break
+        return run.fingerprint()
+
+    with joined() as run:
+        whole = trained(run, 6)
+    with joined(tmp_path / "run") as run:
+        trained(run, 4)
+        run.save()
+    with joined(tmp_path / "run") as run:
+        assert trained(run, 6) == whole
+
+
+def test_an_evaluation_with_averaged_weights_may_be_left_early():
+    with joined() as run:
+        model = loops.net()
+        model, _ = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2), ema=0.9)
+        assert steps(run, model, before=0) == [1, 2, 3]
+        own = run.fingerprint()
+        for _ in run.each(loops.data(), batch=20):
+            break
+        assert run.fingerprint() == own
+
+
 def test_an_average_of_the_weights_is_kept_and_evaluated_with(tmp_path):
     def trained(run: Any, last: int, average: dict[str, torch.Tensor]) -> None:
         model = loops.net()

@@ -14,7 +14,7 @@ from test_joined import joined
 from torch import nn
 
 from lockstep.comm.world import World
-from lockstep.errors import UsageError
+from lockstep.errors import TrainingError, UsageError
 
 Body = Callable[[Any], Any]
 
@@ -37,6 +37,55 @@ def test_one_module_is_the_same_in_rows_where_it_calls_what_it_has_equally_often
     assert worlds.run(2, trained, "zero2", in_one_module) == [alone] * 2
     for text in worlds.run(2, trained, "zero3", in_one_module):
         assert "is called more often than in the first forward" in text
+
+
+def differing_at_first(run: Any) -> None:
+    model = adversaries.nets()
+    model, _ = run.place(model, adversaries.adam(model))
+    for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=2):
+        once(step, model)
+        step.update(lr=0.01 + run.rank / 100, of="critic")
+        once(step, model)
+        step.update(lr=0.01, of="generator")
+
+
+@pytest.mark.worlds
+def test_each_update_of_a_step_is_compared_between_the_ranks() -> None:
+    for text in worlds.run(2, trained, "ddp", differing_at_first):
+        assert text.startswith("ranks gave step.update other rates, other values of clip or of")
+
+
+def test_a_loss_that_is_not_finite_in_one_update_stays_seen() -> None:
+    with pytest.raises(TrainingError, match="loss is inf at step 2"), joined() as run:
+        not_finite(run)
+
+
+def not_finite(run: Any) -> None:
+    model = adversaries.nets()
+    model, _ = run.place(model, adversaries.adam(model))
+    for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=2):
+        for (real,) in step:
+            step.backward(judged_twice(model, real) / (3 if step.number == 1 else 0))
+        step.update(of="critic")
+        for (real,) in step:
+            step.backward(judged_twice(model, real) / 5)  # another divisor than before, as each has its own
+        step.update(of="generator")
+
+
+def test_what_is_trained_outside_in_the_second_update_alone_is_refused() -> None:
+    with pytest.raises(UsageError, match="a Linear outside the placed model"), joined() as run:
+        outside(run)
+
+
+def outside(run: Any) -> None:
+    model, other = adversaries.nets(), nn.Linear(6, 6)
+    model, _ = run.place(model, adversaries.adam(model))
+    for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=1):
+        once(step, model)
+        step.update(of="critic")
+        for (real,) in step:
+            step.backward(judged_twice(model, other(real)))
+        step.update(of="generator")
 
 
 def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ SCHEDULERS: dict[str, Make] = {
     "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3, 3], 0.3),
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda n: 0.9**n, lambda n: 1 / (3 + n)]),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.03], total_steps=9),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3),
     "SequentialLR": one_after_the_other,
 }
@@ -149,6 +150,28 @@ def test_what_would_not_be_heeded_is_refused(text: str, tmp_path: Path) -> None:
         trained(run)
     assert str(raised.value).startswith(text)
     assert "test_own_scheduler.py:" in str(raised.value)
+
+
+class Warmup(lr_scheduler.LRScheduler):
+    """As the much used ones that go over into another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: Any) -> None:
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return self.after.get_last_lr()
+
+
+def test_what_a_checkpoint_could_not_keep_is_refused() -> None:
+    model = loops.net()
+    optimizer = groups(model)
+    for scheduler, text in (
+        (Warmup(optimizer, lr_scheduler.StepLR(optimizer, 2)), r"the scheduler holds what no checkpoint can: after \("),
+        (lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)), 2), "whose lr is a tensor"),
+    ):
+        with pytest.raises(UsageError, match=text), joined() as run:
+            run.place(model, scheduler.optimizer, scheduler=scheduler)
 
 
 def test_a_scheduler_that_is_none_of_this_optimizer_is_refused() -> None:

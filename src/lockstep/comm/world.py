@@ -420,8 +420,8 @@ class _StopAgreement:
         level, largest, smallest = self._sent.tolist()
         if largest != -smallest:
             raise UsageError(
-                "ranks gave step.update other rates, other values of clip or groups of the optimizer other settings; "
-                "make them functions of step.number, step.epoch and step.samples_seen alone"
+                "ranks gave step.update other rates, other values of clip or of, or groups of the optimizer other "
+                "settings; make them functions of step.number, step.epoch and step.samples_seen alone"
             )
         return int(level)
 

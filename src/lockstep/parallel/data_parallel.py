@@ -237,6 +237,11 @@ class DataParallelEngine:
         return self._updates.optimizer.param_groups
 
     @property
+    def compresses(self) -> bool:
+        """Whether gradients are sent in low rank, and what that leaves of them is kept for the next step."""
+        return self._low_rank is not None
+
+    @property
     def kept_buffers(self) -> list[Tensor]:
         """The buffers that are kept alike on all ranks: BatchNorm's."""
         return self._running.buffers

@@ -75,7 +75,8 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
     """Send the other ranks why this one ends, and print what no other rank prints."""
     timing = rendezvous.timing
     first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may be gone
-    at_most(timing.report_s, lambda: rendezvous.keep_failure(first or failure))  # so may the disk
+    if (keep := rendezvous.keep_failure) is not None:
+        at_most(timing.report_s, lambda: keep(first or failure))  # so may the disk
     for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
             rendezvous.rank_log.notice(line)

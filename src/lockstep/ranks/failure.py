@@ -98,6 +98,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     if known is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, of a device
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
@@ -105,7 +106,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
     # The message of an error: the text of ours, the traceback of any other.
     whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
-    cause = error.cause if isinstance(error, LockstepError) else "host" if isinstance(error, MemoryError) else "code"
+    cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
     return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong, cause)
 
 

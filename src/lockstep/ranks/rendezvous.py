@@ -67,7 +67,7 @@ class Rendezvous:
     timing: Timing = TIMING  # of whatever else works with these ranks, too
     store: JobStore | None = field(default=None, init=False)
     status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
-    keep_failure: Callable[[Failure], None] = field(default=lambda _: None, init=False)  # where the run is kept
+    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)  # where the run is kept
     serves: bool = field(default=False, init=False)  # this process has the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _exchanges: int = field(default=0, init=False)

@@ -28,7 +28,8 @@ class BatchSampler(Sampler[list[int]]):
 
     `steps_done` is where to begin: the only state, and the same on every rank and for any number of them. A loader with
     workers asks for batches before they are trained: what is yielded is not what is done. So give it the steps that the
-    loop itself has counted, as trainers do (`global_step`), or set `sampler.steps_done` after each update.
+    loop itself has counted, as trainers do (`global_step`); or set `sampler.steps_done` after each update, for what
+    calls `state_dict`: an iteration that begins goes by the constructor and by `load_state_dict`.
 
     `rank` and `world_size` are those of the process group, or of the launcher before there is one; give both where
     several ranks train on the same samples. UsageError where a rank would have no samples in a step, and, unless

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -231,6 +231,8 @@ def _settle_on_error(folder: Path, made: Sequence[Path]) -> Iterator[None]:
         yield
     except Exception as error:
         failure = failure_of(error, ALONE, RankLog(ALONE))
+        if isinstance(error, ConfigError):  # whose text has the number of problems before the first
+            failure = replace(failure, text=str(error))
         if failure.exit_code == EXIT_USAGE and made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
             _remove(folder, made)
         else:

@@ -68,7 +68,7 @@ class Run:
         self._placed: Placed | None = None
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
-        self._losses = LossCheck(self._world.size, member.rank.warn)
+        self._losses: list[LossCheck] = []  # of the first update of each step, of the second ...
         self._step: Step | None = None
         self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
@@ -76,7 +76,7 @@ class Run:
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
         self._ended = False
-        self._module_checked = False
+        self._modules_checked = 0  # updates of a step
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
@@ -220,7 +220,7 @@ class Run:
                     self._gate.end_batch()
         finally:
             self._gate.open = False
-        guard.mark(moved=True)
+            guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
         """Return the sum over all ranks of `values`, one for each batch of `run.each`: numbers, tensors, dicts of them.
@@ -337,7 +337,7 @@ class Run:
             placed.check_structure()
         self._rank.phase = "training"
         self._report = turn.report
-        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._losses, audit)
+        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
         placed.guard.mark()
         return self._step
 
@@ -354,10 +354,16 @@ class Run:
             assert turn.sums is not None
             self._member.observe(turn.step.number + 1, float(turn.sums.loss), placed.digests())
 
-    def _module_check(self) -> StrayModuleCheck | None:
-        """Return what looks at the first micro-batch of this process, None for all others."""
-        looked, self._module_checked = self._module_checked, True
+    def _module_check(self, phase: int) -> StrayModuleCheck | None:
+        """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
+        looked, self._modules_checked = self._modules_checked > phase, max(self._modules_checked, phase + 1)
         return None if looked else StrayModuleCheck(self._here().model)
+
+    def _loss_check(self, phase: int) -> LossCheck:
+        """Return what looks at the losses of that update of a step, from 0."""
+        if phase == len(self._losses):
+            self._losses.append(LossCheck(self._world.size, self._rank.warn))
+        return self._losses[phase]
 
     def _boundary(self, placed: Placed, _: Progress) -> list[Saved]:
         """Save at the end of the loop, or as a signal asks, unless that was done."""

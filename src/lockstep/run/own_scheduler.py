@@ -5,9 +5,10 @@ resumed run gets that back.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,6 +28,13 @@ class OwnScheduler:
             raise refusal(f"run.place: the scheduler is a {what}", "give one of torch.optim.lr_scheduler's kind")
         if scheduler.optimizer is not optimizer:
             raise refusal("run.place: the scheduler is of another optimizer", "make it of the one that is placed")
+        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+            raise refusal("run.place: a scheduler of an optimizer whose lr is a tensor", "give it a number as lr")
+        if unknown := [*_unknown("", scheduler.state_dict())]:
+            raise refusal(
+                f"run.place: the scheduler holds what no checkpoint can: {', '.join(unknown)}",
+                "use one of torch.optim.lr_scheduler's, such as SequentialLR, or step.update(lr=...)",
+            )
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._saved: Any = None  # its state, where this step was saved
@@ -67,8 +75,20 @@ class OwnScheduler:
             )
 
 
+def _unknown(name: str, value: Any) -> Iterator[str]:
+    """Yield the names of what is no number, text or function in a state."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _unknown(f"{name}.{key}" if name else str(key), each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _unknown(name, each)
+    elif isinstance(value, LRScheduler) or not (isinstance(value, int | float | str | None) or callable(value)):
+        yield name
+
+
 def _plain(value: Any) -> Any:
-    """Return a state as JSON can hold it; what is no number or text of its own stays with the script."""
+    """Return a state as JSON can hold it; functions stay with the script."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -41,8 +41,8 @@ class Step:
         gate: Gate,
         leaves: int,
         placed: Placed,
-        make_stray_check: Callable[[], StrayModuleCheck | None],
-        losses: LossCheck,
+        make_stray_check: Callable[[int], StrayModuleCheck | None],
+        losses: Callable[[int], LossCheck],
         audit: Callable[[], Iterator[Part]] | None,
     ) -> None:
         self._turn = turn
@@ -61,6 +61,7 @@ class Step:
         self._stray_check: StrayModuleCheck | None = None
         self._begun = self._duplicate = self._updated = self._saved = False
         self._done = 0  # backwards
+        self._phase = 0  # iterations over the micro-batches that ended with an update
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
         self._seed_between(0)
@@ -140,7 +141,7 @@ class Step:
             for microbatch in self._microbatches():
                 if self._done:
                     self._guard.check(whole=False, modes=True)
-                self._stray_check = None if self._done else self._make_stray_check()
+                self._stray_check = None if self._done else self._make_stray_check(self._phase)
                 self._current = microbatch
                 self._duplicate = microbatch.dummy
                 seed_python_and_numpy(random.extend_key(self._draws, 2, microbatch.index))  # torch's the engine seeds
@@ -172,7 +173,7 @@ class Step:
                 f"step {self.number}: {what}",
                 "call step.backward once for each, within `for batch in step`, with the sum of its losses",
             )
-        self._losses.check(self.number, loss, microbatch, self._counts, self._gate.returned)
+        self._losses(self._phase).check(self.number, loss, microbatch, self._counts, self._gate.returned)
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
         self._leave()
@@ -218,9 +219,10 @@ class Step:
             self._turn.digest()
             self._turn.done(shown, sums, self._engine.update(rate, clip, only))
         else:  # the step is counted; its loss and norm are those of its last update
-            self._turn.sums, self._turn.update = sums, self._engine.update(rate, clip, only)
+            self._turn.again(sums, self._engine.update(rate, clip, only))
         self._updated = True
         if only is not None:
+            self._phase += 1
             self._begun, self._done, self._part = False, 0, Part(self._turn.microbatches)
         if scheduler is not None:
             scheduler.note_update()
@@ -230,8 +232,12 @@ class Step:
 
     def _groups_of(self, of: str) -> frozenset[int]:
         """Return the numbers of the groups to update."""
-        if self._audit is not None or self._placed.numerics.ema_decay is not None:
-            what = "in a step that is audited" if self._audit is not None else "while the weights are averaged (ema)"
+        reasons = {
+            "in a step that is audited": self._audit is not None,
+            "while the weights are averaged (ema)": self._placed.numerics.ema_decay is not None,
+            "where gradients are compressed, which keeps a part of those of other groups": self._engine.compresses,
+        }
+        if what := next((reason for reason, holds in reasons.items() if holds), ""):
             raise refusal(f"step {self.number}: an update of some groups {what}", "leave one of the two out")
         return self._placed.groups.named(of)
 

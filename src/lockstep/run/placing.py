@@ -179,6 +179,7 @@ class Groups:
     def __init__(self, optimizer: Optimizer, of_engine: Sequence[Mapping[str, Any]], scheduled: bool = False) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
+        self._chained = 0, 0  # a step, and the digest of its updates
         self._before = [(each, {**each}) for each in optimizer.param_groups]  # the user's code may have these still
         for number, (group, own) in enumerate(zip(optimizer.param_groups, of_engine, strict=True)):
             scale = {SCALE: own[SCALE]} if SCALE in own and not scheduled else {}
@@ -217,6 +218,12 @@ class Groups:
             )
         return frozenset(number for number, each in enumerate(names) if each == name)
 
+    def chain(self, step: int, *numbers: float | str | None) -> int:
+        """Return a digest of these and of those of all updates of the step before."""
+        before = self._chained[1] if self._chained[0] == step else 0
+        self._chained = step, zlib.crc32(repr([before, self.digest(*numbers)]).encode())
+        return self._chained[1]
+
     def digest(self, *numbers: float | str | None) -> int:
         """Return a number that is another for other settings, and other `numbers`."""
         return zlib.crc32(repr([self.changes(), numbers]).encode())
@@ -227,7 +234,8 @@ class Groups:
             {
                 name: value
                 for name, value in group.items()
-                if (_is_number(value) or _is_pair(value)) and value != made.get(name)
+                if (_is_number(value) or _is_pair(value))
+                and (value != made.get(name) or (self._scheduled and name in ("lr", "initial_lr")))
             }
             for group, made in zip(self._groups, self._made, strict=True)
         ]
@@ -236,7 +244,10 @@ class Groups:
         """Take over what `changes` returned."""
         for group, last, own, saved in zip(self._groups, self._last, of_engine, changed, strict=True):
             for name, value in saved.items():
-                group[name] = last[name] = own[name] = tuple(value) if isinstance(value, list) else value
+                group[name] = last[name] = tuple(value) if isinstance(value, list) else value
+            # The engine's are those of the last update before the save: what was set back since then is in no change.
+            numbers = {name: value for name, value in group.items() if _is_number(value) or _is_pair(value)}
+            own.update({name: value for name, value in numbers.items() if name != "lr"})
 
 
 def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", scheduled: bool = False) -> None:

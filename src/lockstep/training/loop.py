@@ -143,6 +143,15 @@ class Turn:
         self.lr, self.sums, self.update = lr, sums, update
         self.progress.advance(self.step, update.applied)
 
+    def again(self, sums: Sums, update: Update) -> None:
+        """Note the results of a further update of a step that is counted: a loss that is not finite stays seen."""
+        assert self.sums is not None
+        assert self.update is not None
+        before = self.sums.total
+        self.progress.skipped_steps += self.update.applied and not update.applied
+        self.sums = sums._replace(total=torch.where(before.isfinite(), sums.total, before))
+        self.update = update._replace(applied=self.update.applied and update.applied)
+
     def report(self) -> Sequence[Stepped]:
         """Return what is reported of the step, once it is done; a second call returns nothing. All ranks call it."""
         counted, self.counted = self.counted, True
