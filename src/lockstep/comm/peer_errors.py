@@ -41,12 +41,16 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
     while each is not None:
         if isinstance(each, PeerLostError):
             return each
-        if isinstance(each, dist.DistBackendError) or (
-            isinstance(each, RuntimeError) and any(sign in str(each) for sign in _SIGNS)
-        ):
+        if _from_exchange(each):
             return _peer_lost(each)
         each = each.__cause__ or each.__context__
     return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store where groups are made is gone
+
+
+def _from_exchange(error: BaseException) -> bool:
+    return isinstance(error, dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    )
 
 
 def _peer_lost(error: BaseException) -> PeerLostError:

@@ -29,7 +29,7 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     every = [
         each.reshape(len(each), math.prod(each.shape[1:])) if each.ndim else each.reshape(1, 1) for each in tensors
     ]
-    if tensors and tensors[0].is_cuda:
+    if tensors and _is_folded(tensors[0]):
         return folded_norms(every)
     return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in every]
 
@@ -60,6 +60,10 @@ def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the tensors in place so that their total norm is at most `max_norm`; smaller ones stay as they are."""
     factor = (max_norm / norm).clamp(max=1.0).float()
     torch._foreach_mul_(list(tensors), factor)
+
+
+def _is_folded(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
