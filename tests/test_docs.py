@@ -144,6 +144,21 @@ def test_figures_in_prose_are_those_of_the_results(
     assert text.format(measured) in prose
 
 
+def test_the_planted_flips_are_counted() -> None:
+    totals = json.loads((ROOT / "benchmarks/results/corruption.json").read_text(encoding="utf-8"))["totals"].values()
+    planted, effect, found, named, nobody, errors = (
+        sum(row.get(name, 0) for row in totals)
+        for name in ("planted", "effect", "found", "named", "nobody named", "error")
+    )
+    assert effect == found
+    page = " ".join((ROOT / "docs/failures.md").read_text(encoding="utf-8").split())
+    assert f"{planted:,} flips" in page
+    assert (
+        f"{effect} had an effect. All of them were found; the rank was named for {named}, no rank for {nobody}," in page
+    )
+    assert f"{errors} of the {planted:,} ended the run with an error" in page
+
+
 def test_the_runs_that_prove_the_bits_are_counted_with_their_date_and_commit() -> None:
     proof = json.loads((ROOT / "benchmarks/results/bits.json").read_text(encoding="utf-8"))
     runs = sum(len(row["placements"]) for row in proof["rows"])
