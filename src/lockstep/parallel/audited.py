@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -33,7 +32,7 @@ from lockstep.parallel.corruption import (
     name_ranks,
     told_by_all,
 )
-from lockstep.parallel.engine import Auditable, Predict, State, Sums, Update
+from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch
 
@@ -72,10 +71,11 @@ class AuditedEngine:
         self.gradients, self.state = engine.gradients, engine.state
         self.close = engine.close
         self._audit = Audit(engine, world, log, schedule.every)
-        self._audit.kept.begin()
+        kept = self._audit.kept
+        kept.begin()
+        self.update, self.evaluation, self.load = kept.update, kept.evaluation, kept.load
         self._schedule = schedule
         self._fetch = fetch
-        self._step: Step  # the one under way
 
     @property
     def audited(self) -> int:
@@ -84,7 +84,7 @@ class AuditedEngine:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        self._step = step
+        self._audit.kept.step = step
         if not self._schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         for part in self._audit.parts(self._schedule, self._fetch, microbatches, step):
@@ -94,22 +94,6 @@ class AuditedEngine:
             else:
                 part.sums = sums = self._engine.forward_backward(part.microbatches, step, observe)
         return sums
-
-    def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine."""
-        update = self._engine.update(lr, max_norm)
-        self._audit.kept.note(self._step)
-        return update
-
-    def evaluation(self) -> AbstractContextManager[Predict]:
-        """See Engine."""
-        self._audit.kept.forget()
-        return self._engine.evaluation()
-
-    def load(self, state: State) -> None:
-        """See Engine."""
-        self._engine.load(state)
-        self._audit.kept.begin()
 
 
 @final

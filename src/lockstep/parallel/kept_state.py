@@ -5,6 +5,7 @@ writes weights, nor the optimizer's state: where their digests differ, the rank'
 holds the same.
 """
 
+from contextlib import AbstractContextManager
 from typing import final
 
 from lockstep.comm.world import World
@@ -15,12 +16,17 @@ from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings
 from lockstep.parallel.corruption import NOT_APPLIED, RESUME, SHOWN, name_ranks, told_by_all
-from lockstep.parallel.engine import Engine
+from lockstep.parallel.engine import Engine, Predict, State, Update
 
 
 @final
 class KeptState:
-    """What this rank of `engine` keeps from the step before one that is audited: each `every`-th, or none."""
+    """What this rank of `engine` keeps from the step before one that is audited: each `every`-th, or none.
+
+    `update`, `evaluation` and `load` are the engine's; `step` is the one under way.
+    """
+
+    step: Step
 
     def __init__(self, engine: Engine, world: World, every: int | None) -> None:
         self._engine = engine
@@ -37,6 +43,22 @@ class KeptState:
         """Call after the update of `step`: keep digests of what it left, where the next step is audited."""
         due = self._every is not None and is_due(step.number + 1, self._every)
         self._before = self._findings() if due else None
+
+    def update(self, lr: float, max_norm: float | None) -> Update:
+        """See Engine."""
+        update = self._engine.update(lr, max_norm)
+        self.note(self.step)
+        return update
+
+    def evaluation(self) -> AbstractContextManager[Predict]:
+        """See Engine."""
+        self.forget()
+        return self._engine.evaluation()
+
+    def load(self, state: State) -> None:
+        """See Engine."""
+        self._engine.load(state)
+        self.begin()
 
     def forget(self) -> None:
         """Call before an evaluation, which may move buffers of the model."""

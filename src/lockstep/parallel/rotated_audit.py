@@ -8,7 +8,6 @@ with each rank in the place of another. It has the same bits. Where it has not, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import combinations
 from typing import Final, NamedTuple, final
@@ -29,7 +28,7 @@ from lockstep.parallel.corruption import (
     name_ranks,
     told_by_all,
 )
-from lockstep.parallel.engine import Predict, Rotates, State, Sums, Update
+from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
@@ -69,12 +68,12 @@ class RotatedAudit:
         self.gradients, self.state = engine.gradients, engine.state
         self._kept = KeptState(engine, world, schedule.every)
         self._kept.begin()
+        self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
         self._start = start
         self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
         self._world = world
         self._schedule = schedule
         self._fetch = fetch
-        self._step: Step  # the one under way
         self._places = len(schedule.mesh.groups("shard"))
         # By the distance that ranks are moved; the first one now, so that it is known to fit.
         self._rotated = {0: (own, engine)}
@@ -82,7 +81,7 @@ class RotatedAudit:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        self._step = step
+        self._kept.step = step
         if not self._schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         self._kept.check(step)
@@ -93,22 +92,6 @@ class RotatedAudit:
             raise self._verdict(step, [moved, played, *again])
         self.audited += 1
         return sums
-
-    def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine."""
-        update = self._engine.update(lr, max_norm)
-        self._kept.note(self._step)
-        return update
-
-    def evaluation(self) -> AbstractContextManager[Predict]:
-        """See Engine."""
-        self._kept.forget()
-        return self._engine.evaluation()
-
-    def load(self, state: State) -> None:
-        """See Engine."""
-        self._engine.load(state)
-        self._kept.begin()
 
     def close(self) -> None:
         """See Engine."""
