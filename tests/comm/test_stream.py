@@ -53,7 +53,20 @@ def test_an_error_comes_to_whoever_waits() -> None:
     wait = stream.submit(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         wait()
-    assert stream.submit(lambda: 5)() == 5
+    stream.close()
+
+
+def test_what_stands_behind_an_error_is_not_run() -> None:
+    stream = ThreadStream()
+    go = threading.Event()
+    sent: list[int] = []
+    failing = stream.submit(lambda: 1 // (not go.wait(10)))
+    behind = stream.submit(lambda: sent.append(1))
+    go.set()
+    for wait in (failing, behind, stream.submit(lambda: sent.append(2))):
+        with pytest.raises(ZeroDivisionError):
+            wait()
+    assert not sent
     stream.close()
 
 

@@ -51,6 +51,6 @@ def test_verify_compares_it_with_one_process(run) -> None:
 
 def test_one_that_fails_as_it_starts_ends_the_run_with_its_line(run) -> None:
     failed = run(*TRAIN, *LATE, "placement.strategy.fault=start", code=2)
-    assert re.search(r"RuntimeError: no engine \(\S+own_strategies\.py:40\)", failed.err)
+    assert re.search(r"RuntimeError: no engine \(\S+own_strategies\.py:38\)", failed.err)
     assert failed.err.count("error: ") == 1
     assert "Traceback" not in failed.err

@@ -36,13 +36,19 @@ class InlineStream:
 
 @final
 class ThreadStream:
-    """One thread."""
+    """One thread.
+
+    What stands behind a function that failed is not run, and fails with it. Of two exchanges of which a rank skipped
+    the first, a peer would take the message of the second for that of the first; where their lengths differ, gloo ends
+    the peer's process.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "stream")
+        self._failed: BaseException | None = None
 
     def submit(self, function: Callable[[], T]) -> Callable[[], T]:
-        future = self._executor.submit(function)
+        future = self._executor.submit(self._run, function)
 
         def wait() -> T:  # a place of its own, so that who looks at the stack sees what is waited for
             return future.result()
@@ -51,6 +57,15 @@ class ThreadStream:
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, function: Callable[[], T]) -> T:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return function()
+        except BaseException as error:
+            self._failed = error
+            raise
 
 
 @final
