@@ -58,8 +58,9 @@ def test_a_page_of_two_runs() -> None:
     assert report().stdout == "written report.html\n"
     html = Path("report.html").read_text(encoding="utf-8")
     charts = [json.loads(text) for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html)]
-    loss = next(each for each in charts if each["layout"]["yaxis"]["title"]["text"] == "loss/train")
-    assert [(trace["name"], trace["y"]) for trace in loss["data"]] == [("runs/a", [0.43214]), ("runs/b", [0.5])]
+    loss = next(each for each in charts if each["layout"]["yaxis"]["title"]["text"] == "loss")
+    drawn = {trace["name"]: trace["y"] for trace in loss["data"]}
+    assert drawn == {"runs/a, training": [0.43214], "runs/a, validation": [0.1023], "runs/b, training": [0.5]}
     assert "<title>2 runs</title>" in html
 
 
@@ -127,13 +128,13 @@ def test_tables() -> None:
 def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
     run_folder("a", started(), stepped(), evaluated(), replace(evaluated(), weights="ema"), done())
     found, _ = runs_by_name([Path("runs")])
-    drawn = charts(found)
+    drawn = charts({run.folder: run.history for run in found})
     assert [each.title for each in drawn] == [
-        *("loss/train", "loss/validation", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
+        *("loss", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
         *("samples_per_s", "lr", "norm", "peak_bytes"),
     ]
     percent = {each.title: "tickformat" in each.figure["layout"]["yaxis"] for each in drawn}
-    assert (percent["top1"], percent["top1/ema"], percent["loss/train"]) == (True, True, False)
+    assert (percent["top1"], percent["top1/ema"], percent["loss"]) == (True, True, False)
 
 
 def test_one_run_differs_from_none() -> None:

@@ -49,7 +49,7 @@ class Page:
                 self.charts[title] = json.loads(found[1])["data"]
             elif "<thead>" in body:
                 names = re.findall(r"<th scope=col>(.*?)</th>", body)
-                cells = re.findall(r"<t[hd](?: scope=row)?>(.*?)</t[hd]>", body.partition("<tbody>")[2])
+                cells = re.findall(r"<t[hd](?: scope=row| class=long)?>(.*?)</t[hd]>", body.partition("<tbody>")[2])
                 self.tables[title] = [dict(zip(names, row, strict=True)) for row in chunks(cells, len(names))]
             self.tiles += re.findall(r'<img src="(.*?)" alt="(.*?)">', body)
             self.texts[title] = unescape(re.sub("<[^>]*>", "", body))
@@ -77,7 +77,7 @@ def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
     for source, name in page.tiles:
         number = int(name.removeprefix("sample "))
         assert torch.equal(pixels(source)[7::14, 7::14], validation.images[number, 0])
-        assert f"is {int(validation.targets[number])} " in page.texts["run: worst mistakes"]
+        assert f"true {int(validation.targets[number])} " in page.texts["run: worst mistakes"]
 
 
 def both(right: dict, wrong: dict) -> list:
@@ -172,7 +172,7 @@ def test_classes_of_a_table_have_the_numbers_of_their_samples(run, tmp_path):
     run("report", "run", "--examples", "recipe.model.name=nets:Embedding")
     page = Page(tmp_path / "report.html")
     assert page.tables["What the models do"][0]["compared with the log"] == "equal"
-    assert page.tables["run: worst mistakes"][0].keys() >= {"sample", "is", "taken for"}
+    assert page.tables["run: worst mistakes"][0].keys() >= {"sample", "true", "predicted"}
     assert page.tiles == []
 
 

@@ -187,8 +187,7 @@ def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
         "Scaling efficiency",
         "Where each second goes",
         "Peak memory of each rank",
-        "loss/train",
-        "loss/validation",
+        "loss",
         "top1",
     ]
     words, table, time, *_ = found

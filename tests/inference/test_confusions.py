@@ -1,4 +1,4 @@
-"""What was taken for what, counted by hand."""
+"""Which class was predicted for which, counted by hand."""
 
 import torch
 
@@ -27,7 +27,7 @@ def test_few_classes_are_a_matrix() -> None:
 
 def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
     names = [f"class {number}" for number in range(1000)]
-    # Class n is right once, and taken for the next one n times.
+    # Class n is right once, and the next one is predicted for it n times.
     truths, guesses = torch.arange(999).repeat(2), torch.cat([torch.arange(999), torch.arange(1, 1000)])
     times = torch.cat([torch.ones(999, dtype=torch.int64), torch.arange(999)])
     pairs, classes = confusions("r", names, truths, guesses, times, "samples")
@@ -44,7 +44,7 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
 def test_many_classes_without_a_mistake() -> None:
     each = torch.arange(1000)
     pairs, _ = confusions("r", [*map(str, range(1000))], each, each, torch.ones_like(each), "samples")
-    assert pairs == Words("r: mistaken most often", ["No class was taken for another."])
+    assert pairs == Words("r: mistaken most often", ["No class is predicted for another."])
 
 
 def test_pixels_are_counted_by_their_times() -> None:
@@ -52,6 +52,6 @@ def test_pixels_are_counted_by_their_times() -> None:
     chart, classes = confusions("r", ["road", "sky"], *cells, "pixels")
     assert isinstance(chart, Chart)
     assert [trace["text"] for trace in chart.figure["data"]] == [[["12.3k", ""], ["", ""]], [["", ""], ["1M", ""]]]
-    assert chart.figure["data"][1]["hovertext"][1][0] == "is sky, taken for road: 1,000,000"
+    assert chart.figure["data"][1]["hovertext"][1][0] == "true sky, predicted road: 1,000,000"
     assert isinstance(classes, Table)
     assert classes.rows == [["sky", "1,000,000", "0.00 %", ""], ["road", "12,345", "100.00 %", "1.22 %"]]

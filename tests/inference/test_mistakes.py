@@ -1,4 +1,4 @@
-"""The worst mistakes are those of the largest loss, with what the sample is, what it was taken for, and its picture."""
+"""The worst mistakes are those of the largest loss, with what the sample is, what was predicted, and its picture."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_pictures_are_those_of_the_mistakes() -> None:
     assert (type(matrix), type(classes)) == (Chart, Table)
     assert isinstance(worst, Tiles)
     assert [tile.lines[0] for tile in worst.tiles] == ["sample 2", "sample 4", "sample 1"]
-    assert worst.tiles[0].lines[1:] == ["is cow (0.0100)", "taken for cat (0.9000)"]
+    assert worst.tiles[0].lines[1:] == ["true cow (1 %)", "predicted cat (90 %)"]
     for number, tile in zip((2, 4, 1), worst.tiles, strict=True):
         assert torch.equal(pixels(tile.source)[::28, ::28], inputs[number].permute(1, 2, 0))
     assert "Those of 3 mistakes" in worst.note
@@ -67,7 +67,7 @@ def test_pictures_are_those_of_the_mistakes() -> None:
 def test_samples_that_are_no_pictures_have_their_numbers() -> None:
     worst = view(torch.zeros(5, 7))[2]
     assert isinstance(worst, Table)
-    assert worst.rows[0] == ["sample 2", "cow", "cat", "0.0100", "0.9000"]
+    assert worst.rows[0] == ["sample 2", "cow", "cat", "1 %", "90 %"]
 
 
 def test_a_model_without_mistakes() -> None:

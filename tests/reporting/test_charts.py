@@ -21,6 +21,14 @@ def test_curves_over_samples_and_over_seconds() -> None:
     json.dumps(chart.figure, allow_nan=False)
 
 
+def test_training_is_drawn_thin_beside_validation_in_one_colour() -> None:
+    chart = curves("loss", {"a": POINTS, "b": POINTS}, "loss", training={"b": POINTS, "c": POINTS})
+    drawn = {trace["name"]: trace["line"] for trace in chart.figure["data"]}
+    assert [*drawn] == ["a, validation", "b, training", "b, validation", "c, training"]
+    assert drawn["b, training"] == {**drawn["b, validation"], "width": 1}
+    assert len({line["color"] for line in drawn.values()}) == 3
+
+
 def test_no_two_of_32_lines_look_alike() -> None:
     chart = curves("loss", {f"run {number}": POINTS for number in range(32)}, "loss")
     assert len({json.dumps(trace["line"]) for trace in chart.figure["data"]}) == 32
@@ -70,7 +78,7 @@ def test_lines_over_many_places_have_no_tick_for_each_and_need_not_begin_at_zero
 @pytest.mark.parametrize(
     "chart",
     [
-        curves("t", {"a": POINTS}, "y", percent=True),
+        curves("t", {"a": POINTS}, "y", training={"a": POINTS}, percent=True),
         lines("t", "x", "y", {"a": [(1, 2.0), (2, math.inf)], "ideal": [(1, 1.0), (2, 2.0)]}, ideal="ideal"),
         bars("t", "x", {"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["one", "two"]),
         bars("t", "x", {"a": [1.0]}, ["one"], stacked=False),

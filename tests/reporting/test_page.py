@@ -76,6 +76,14 @@ def test_the_same_runs_give_the_same_page(html: str) -> None:
     assert page(EVIL, SECTIONS) == html
 
 
-def test_without_curves_there_is_no_switch() -> None:
-    assert 'id="axis"' not in page("t", SECTIONS[:2])
-    assert 'id="axis"' in page("t", SECTIONS)
+def test_the_switches_are_before_what_they_switch_and_nowhere_without_curves() -> None:
+    assert 'id="switches"' not in page("t", SECTIONS[:2])
+    before, _, behind = page("t", SECTIONS).partition('id="switches"')
+    assert (before.count("<section>"), behind.count("<section>")) == (2, len(SECTIONS) - 2)
+    assert 'id="switches"' not in behind
+
+
+def test_a_long_cell_may_wrap() -> None:
+    made = page("t", [Table("t", ["run", "machine", "step"], [["a", "2 cores of one AMD EPYC, torch", "12,345"]])])
+    assert "<td class=long>2 cores" in made
+    assert "<td>12,345" in made

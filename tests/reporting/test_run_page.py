@@ -6,6 +6,7 @@ import math
 from event_examples import stepped
 from view_examples import GOING, viewed
 
+from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import ProgressBar, live_page
 from lockstep.reporting.page_server import live_data
 from lockstep.reporting.run_page import charts, live_sections, title
@@ -17,15 +18,19 @@ def test_the_charts_are_those_of_a_report() -> None:
     run = viewed(*GOING, (162.0, stepped(70, math.nan)))
     found = json.loads(live_data([run], over=False), parse_constant=lambda name: 1 / 0)
     figures = {each["key"]: each["figure"] for each in found["parts"] if each["figure"]}
-    made = {f"Chart {each.title}": {**each.figure, "axes": [*each.axes]} for each in charts([run])}
+    made = {f"Chart {each.title}": {**each.figure, "axes": [*each.axes]} for each in charts({run.folder: run.history})}
     assert figures == made
     assert len({each["key"] for each in found["parts"]}) == len(found["parts"])
-    assert figures["Chart loss/train"]["data"][0]["y"][-2:] == [0.43214, None]
+    assert figures["Chart loss"]["data"][0]["y"][-2:] == [0.43214, None]
     assert (found["title"], found["over"]) == ("running 10 % runs/a", False)
 
 
-def test_how_far_each_run_is_and_what_happened_last_come_first() -> None:
-    one, two, told, *_ = live_sections([viewed(*GOING), viewed(name="runs/b", whole=False)])
+def test_how_far_each_run_is_comes_first_then_its_curves_and_then_words() -> None:
+    one, two, *others = live_sections([viewed(*GOING), viewed(name="runs/b", whole=False)])
+    drawn = [isinstance(each, Chart) for each in others]
+    assert drawn == sorted(drawn, reverse=True)
+    assert others[0].title == "loss"
+    told = others[drawn.index(False)]
     assert isinstance(one, ProgressBar)
     assert isinstance(two, ProgressBar)
     assert (one.title, one.done, one.total) == ("runs/a  running  single on 1, cpu", 69, 690)

@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         curves("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss"),
         lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
         bars("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
-        matrix("Counts", "taken for", "is", [EVIL, LONG, *map(str, range(8))], COUNTS),
+        matrix("Counts", "predicted", "true", [EVIL, LONG, *map(str, range(8))], COUNTS),
         dots("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),
         Tiles("Mistakes", [Tile(PIXEL, [EVIL, LONG])] * 24, LONG),
         Passages("Text", [Passage(EVIL, f"  {EVIL}\n", LONG)], LONG),
@@ -89,6 +89,36 @@ def test_charts_have_the_numbers_and_the_switch_moves_the_curves(browse: Browse,
     )
     over_samples, over_seconds = [[64, 128, 192], [64, 128]], [[0.5, 2.5, 3], [0.5, 2.5]]
     assert found == [over_samples, "samples", 2, [1, 2], over_seconds, "seconds", [1, 2], over_samples]
+
+
+def test_curves_are_smoothed_and_drawn_on_a_logarithmic_axis(browse: Browse, file: Path) -> None:
+    """The weighted means are those of TensorBoard: 2; (0.25 + 0.5 x 1) / 0.75 ...; what they are of stays, faint."""
+    y, kind = "document.getElementById('chart-2').data.map(trace => trace.y)", "_fullLayout.yaxis.type"
+    kinds = [f"document.getElementById('chart-{number}').{kind}" for number in (2, 3)]
+    smooth = (
+        "((e) => { e.value = 0.5; e.dispatchEvent(new Event('input', {bubbles: true})); })"
+        "(document.getElementById('smoothing'))"
+    )
+    found = visit(browse, file, y, *kinds, smooth, y, "click #logarithmic", *kinds)
+    assert found[:3] == [[[2, 1, 0.5], [2, 1]], "linear", "linear"]
+    smoothed, faint = found[4][:2], found[4][2:]  # type: ignore[index]
+    assert smoothed == [pytest.approx([2, 4 / 3, 0.75 / 0.875]), pytest.approx([2, 4 / 3])]
+    assert faint == [[2, 1, 0.5], [2, 1]]
+    assert found[5:] == ["log", "linear"]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(900, 1), (1300, 2)])
+def test_charts_stand_in_two_columns_where_there_is_room(browse: Browse, file: Path, width: int, columns: int) -> None:
+    lefts = "[...new Set([...document.querySelectorAll('.chart')].map(e => e.getBoundingClientRect().left))].length"
+    assert visit(browse, file, lefts, width=width) == [columns]
+
+
+def test_lines_are_brighter_on_a_dark_ground(browse: Browse, file: Path) -> None:
+    line = "getComputedStyle(document.querySelector('#chart-2 .js-line')).stroke"
+    grounds = "getComputedStyle(document.body).backgroundColor"
+    for scheme in ("light", "dark"):
+        ground, stroke = (luminance(str(each)) for each in visit(browse, file, grounds, line, scheme=scheme))
+        assert contrast(ground, stroke) >= 4.5, scheme
 
 
 def test_a_click_in_the_legend_takes_a_curve_away(browse: Browse, file: Path) -> None:

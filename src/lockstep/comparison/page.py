@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Final
 
-from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, cells, conclusion, curve_name, naive_cells
+from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, cells, conclusion, naive_cells
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.run_log import curve_name
 from lockstep.reporting.run_page import chart
 
 _SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
@@ -104,10 +105,9 @@ def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
 def _curves(done: Sequence[ResultRow]) -> Iterator[Chart]:
     """Yield the losses and the task's figures of all placements, one over the other."""
     histories = {row.label: row.history for row in done}
-    monitors = [each.monitor for each in histories.values()]
-    for name in dict.fromkeys(("loss/train", "loss/validation", *monitors)):
-        if any(name in each.curves for each in histories.values()):
-            yield chart(name, histories)
+    for figure in dict.fromkeys(("loss", *(each.monitor for each in histories.values()))):
+        if (found := chart(figure, histories)).figure["data"]:
+            yield found
 
 
 def _peak(row: ResultRow, rank: int) -> float:

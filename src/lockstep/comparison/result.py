@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import History, by_rank, count, peaks
+from lockstep.reporting.run_log import History, by_rank, count, curve_name, peaks
 
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -188,11 +188,6 @@ def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         for row in comparison.done
         if row.strategy == NAIVE
     ]
-
-
-def curve_name(figure: str) -> str:
-    """Return the curve of a figure of evaluations."""
-    return "loss/validation" if figure == "loss" else figure
 
 
 def drawing(comparison: Comparison) -> Table:

@@ -1,4 +1,4 @@
-"""What was taken for what: a matrix, or the pairs of classes that are mistaken most often where there are many."""
+"""Which class was predicted for which: a matrix, or where there are many the pairs that are mistaken most often."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -22,7 +22,7 @@ def confusions(
 ) -> list[Section]:
     """Return a matrix or a table of pairs, and a table of the classes; `unit` is what is counted, in the plural.
 
-    `truths`, `guesses` and `times` have a row each: `times` so often the first was taken for the second; int64.
+    `truths`, `guesses` and `times` have a row each: `times` so often the second was predicted for the first; int64.
     """
     of, taken, right = (torch.zeros(len(names), dtype=torch.int64) for _ in range(3))
     of.index_add_(0, truths, times)
@@ -32,7 +32,7 @@ def confusions(
     if len(names) <= _MOST_CELLS:
         counts = torch.zeros(len(names), len(names), dtype=torch.int64)
         counts.index_put_((truths, guesses), times, accumulate=True)
-        shown = matrix(f"{run}: {unit} by class", "taken for", "is", names, counts.tolist(), note=_NOTE)
+        shown = matrix(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
     else:
         shown = _pairs(run, names, truths, guesses, times, of, unit)
     return [shown, _classes(run, names, of.tolist(), taken.tolist(), right.tolist(), unit)]
@@ -51,9 +51,9 @@ def _pairs(
         count = int(counts[row])
         rows.append([names[one], names[other], f"{count:,}", wording.percent(count / int(of[one]))])
     if not rows:
-        return Words(title, ["No class was taken for another."])
+        return Words(title, ["No class is predicted for another."])
     note = f"{len(names):,} classes are too many for a matrix; of {len(keys):,} pairs these are mistaken most often."
-    return Table(title, ["is", "taken for", unit, "of the class"], rows, note)
+    return Table(title, ["true", "predicted", unit, "of the class"], rows, note)
 
 
 def _classes(
@@ -67,7 +67,7 @@ def _classes(
         for number in order
     ]
     some = f" The {len(rows)} with the lowest recall of {len(there):,}." if len(rows) < len(there) else ""
-    note = f"Recall: of the class, what is taken for it. Precision: of what is taken for it, the class.{some}"
+    note = f"Recall: the share of a class that is found. Precision: the share of its predictions that are right.{some}"
     return Table(f"{run}: classes", ["class", unit, "recall", "precision"], rows, note)
 
 

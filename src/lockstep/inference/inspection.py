@@ -121,7 +121,7 @@ def _view(
 
 
 def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:
-    """Return which pixels were taken for what."""
+    """Return which classes were predicted for pixels of which."""
     counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
     for evaluated in batches:
         counts += task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()

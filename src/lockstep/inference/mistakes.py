@@ -24,7 +24,7 @@ _SIDE: Final = 112  # pixels of a thumbnail, at most
 
 
 class Mistake(NamedTuple):
-    """A sample by its number, the numbers of its class and of the one it was taken for, and their probabilities."""
+    """A sample by its number, the numbers of its class and of the one that was predicted, and their probabilities."""
 
     number: int
     truth: int
@@ -66,7 +66,7 @@ def mistakes(
 
 
 def guesses_of(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
-    """Return what the model took all samples for."""
+    """Return what the model predicts for all samples."""
     rows = [_rows(task, each) for each in batches]
     return Guesses(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
@@ -81,13 +81,13 @@ def _worst(title: str, task: Classification, validation: Validation, found: Gues
     samples = tensors_of(task.inputs(fetched))[0]
     if not are_pictures(samples):
         rows = [[name(each.number), names[each.truth], names[each.guess], *map(_chance, each[-2:])] for each in worst]
-        columns = ["sample", "is", "taken for", "probability of the truth", "of the guess"]
+        columns = ["sample", "true", "predicted", "probability of the truth", "of the guess"]
         return Table(title, columns, rows, note)
     if samples.dtype != torch.uint8:
         note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
     tiles = []
     for source, each in zip(thumbnails(samples), worst, strict=True):
-        truth, guess = f"is {names[each.truth]}", f"taken for {names[each.guess]}"
+        truth, guess = f"true {names[each.truth]}", f"predicted {names[each.guess]}"
         lines = [name(each.number), f"{truth} ({_chance(each.of_truth)})", f"{guess} ({_chance(each.of_guess)})"]
         tiles.append(Tile(source, lines))
     return Tiles(title, tiles, note)
@@ -105,7 +105,8 @@ def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]
 
 
 def _chance(probability: float) -> str:
-    return f"{probability:.4f}" if probability >= 1e-4 or not probability else f"{probability:.1e}"
+    share = 100 * probability
+    return f"{share:.0f} %" if share >= 1 or not probability else f"{share:.1g} %"
 
 
 def are_pictures(samples: Tensor) -> bool:

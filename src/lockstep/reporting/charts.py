@@ -37,13 +37,25 @@ class Chart:
     note: str = ""
 
 
-def curves(title: str, lines: Mapping[str, Sequence[Point]], y: str, *, percent: bool = False) -> Chart:
-    """Return curves by name, over samples, or over seconds."""
+def curves(
+    title: str,
+    lines: Mapping[str, Sequence[Point]],
+    y: str,
+    *,
+    training: Mapping[str, Sequence[Point]] | None = None,
+    percent: bool = False,
+) -> Chart:
+    """Return curves by name, over samples, or over seconds.
+
+    Those of `training` are drawn beside the ones of the same names, which then are of validation: thin, in one colour.
+    """
     data = []
-    for number, (name, points) in enumerate(lines.items()):
-        samples = [point.samples for point in points]
-        meta = {"samples": samples, "seconds": [round(point.seconds, 3) for point in points]}
-        data.append({**_trace(name, samples, [point.value for point in points], _line(number), size=5), "meta": meta})
+    beside = training or {}
+    for number, name in enumerate(dict.fromkeys([*lines, *beside])):
+        if name in beside:
+            data.append({**_curve(f"{name}, training", beside[name], _line(number) | {"width": 1}), "opacity": 0.7})
+        if name in lines:
+            data.append(_curve(f"{name}, validation" if beside else name, lines[name], _line(number)))
     layout = _layout("samples", y, len(data))
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
@@ -192,6 +204,12 @@ def _trace(name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str,
         "line": line,
         "marker": {"size": size},
     }
+
+
+def _curve(name: str, points: Sequence[Point], line: Mapping[str, Any]) -> dict[str, Any]:
+    samples = [point.samples for point in points]
+    meta = {"samples": samples, "seconds": [round(point.seconds, 3) for point in points]}
+    return {**_trace(name, samples, [point.value for point in points], line, size=5), "meta": meta}
 
 
 def _line(number: int) -> dict[str, Any]:

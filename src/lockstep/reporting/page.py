@@ -93,13 +93,12 @@ Section = Table | Chart | Words | Tiles | Passages | ProgressBar
 
 def page(title: str, sections: Sequence[Section]) -> str:
     """Return the page as HTML."""
-    switch = any(isinstance(each, Chart) and each.axes for each in sections)
-    return _document(title, sections, switch, "page_still.js", 0)
+    return _document(title, sections, "page_still.js", 0)
 
 
 def live_page(title: str, every_ms: int) -> str:
     """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` in the same folder."""
-    return _document(title, (), True, "page_live.js", every_ms)
+    return _document(title, (), "page_live.js", every_ms)
 
 
 def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
@@ -111,7 +110,7 @@ def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
     ]
 
 
-def _document(title: str, sections: Sequence[Section], switch: bool, script: str, every_ms: int) -> str:
+def _document(title: str, sections: Sequence[Section], script: str, every_ms: int) -> str:
     from plotly.offline import get_plotlyjs
 
     plotly = get_plotlyjs().replace("</script", "<\\/script")  # which would end it
@@ -123,7 +122,7 @@ def _document(title: str, sections: Sequence[Section], switch: bool, script: str
         title=title,
         sections=sections,
         figures=[Markup("" if text == "null" else text) for text in figures],
-        switch=switch,
+        first_curves=next((at for at, each in enumerate(sections) if isinstance(each, Chart) and each.axes), None),
         every_ms=every_ms,
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         style=Markup(_part("page.css")),

@@ -1,6 +1,7 @@
 // A section is replaced only where it changed, and a chart not even then: it gets the new figure.
 const sections = document.getElementById("sections");
 const note = document.getElementById("note");
+const switches = document.getElementById("switches");
 const shown = new Map();
 let tag = "", over = false;
 const update = ({title, parts}) => {
@@ -16,11 +17,15 @@ const update = ({title, parts}) => {
     const known = shown.get(key);
     const section = known?.section ?? document.createElement("section");
     if (!known || (!figure && known.html !== html)) section.innerHTML = html;
-    if (sections.children[number] !== section) sections.insertBefore(section, sections.children[number] ?? null);
+    const there = sections.querySelectorAll(":scope > section")[number];
+    if (there !== section) sections.insertBefore(section, there ?? null);
     const text = JSON.stringify(figure);
     if (figure && known?.text !== text) add(section.querySelector(".chart"), figure);
     shown.set(key, {section, html, text});
   });
+  const first = sections.querySelector(":scope > :has(> .chart)");
+  switches.hidden = !first;
+  if (first && first.previousElementSibling !== switches) sections.insertBefore(switches, first);
 };
 const ask = async () => {
   if (document.hidden) return;

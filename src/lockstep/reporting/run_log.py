@@ -15,6 +15,8 @@ _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
 _LARGEST: Final = 1e300  # of a figure
 _LARGEST_COUNT: Final = 1e15  # larger ones are no floats, or times that no calendar has
 _OF_STEP: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
+_TRAINING: Final = "/train"  # at the end of a curve's name
+_VALIDATION: Final = "/validation"  # of that of the loss alone
 _MOST_CURVES: Final = 100  # of one run; a log of ours has some ten
 _REPORTS: Final = 20  # of steps, over which speed is measured: an evaluation now and then is in, former hours are not
 
@@ -120,8 +122,23 @@ class History:
 
     def is_share(self, curve: str) -> bool:
         """Return whether a curve is of shares of one."""
-        name = curve.removesuffix("/train").removesuffix("/ema")
+        name = curve.removesuffix(_TRAINING).removesuffix("/ema")
         return name in self.fractions or name == "mfu"
+
+
+def training_curve(figure: str) -> str:
+    """Return the curve of a figure of training."""
+    return f"{figure}{_TRAINING}"
+
+
+def curve_name(figure: str) -> str:
+    """Return the curve of a figure of evaluations."""
+    return f"loss{_VALIDATION}" if figure == "loss" else figure
+
+
+def figure_of(curve: str) -> str:
+    """Return the figure that a curve of training or of evaluations is of."""
+    return curve.removesuffix(_TRAINING).removesuffix(_VALIDATION)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:

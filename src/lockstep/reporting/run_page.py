@@ -1,15 +1,16 @@
 """Any number of runs side by side, as the tables and charts of a page; of runs that are followed, how far they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, curves
 from lockstep.reporting.page import ProgressBar, Section, Table, Words
-from lockstep.reporting.run_log import History
+from lockstep.reporting.run_log import History, curve_name, figure_of, training_curve
 from lockstep.reporting.run_view import RunView, clock, differing, eta, figures, headline, join, latest, place
+from lockstep.reporting.thinning import Point
 
-_FIRST: Final = ("loss/train", "loss/validation")  # of the charts; then the task's figures, and how fast it went
+_FIRST: Final = ("loss",)  # of the charts; then the task's figures, and how fast it went
 _LAST: Final = ("samples_per_s", "lr", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
 _MOST_ROWS: Final = 50  # of a run's starts or checkpoints in a table: the last ones
 _SHOWN: Final = 12  # digits of a hash
@@ -21,17 +22,15 @@ def sections(runs: Sequence[RunView]) -> list[Section]:
     """Return what a page on the runs shows: how each ended, in what they differ, their curves, starts, checkpoints."""
     failures = [f"{run.folder} failed: {run.failure}" for run in runs if run.failure]
     shown: list[Section] = [_runs(runs), *([Words("", failures)] if failures else [])]
-    shown += [_differences(runs), *charts(runs), _starts(runs), _saves(runs)]
-    return [each for each in shown if not isinstance(each, Table) or each.rows]
+    return _filled([*shown, _differences(runs), *charts(_histories(runs)), _starts(runs), _saves(runs)])
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return how far each run is, what happened last, and then what a page of runs shows."""
-    shown: list[Section] = [_progress(run) for run in runs]
+    """Return how far each run is and its curves, what happened last, and then what else a page of runs shows."""
     rows = [[notice.words, name, clock(notice.time)] for name, notice in reversed(latest(runs, _NOTICES))]
-    if rows:
-        shown.append(Table("What happened last", ["", "run", "at"], rows))
-    return [*shown, *(sections(runs) if runs else [])]
+    told = _filled([Table("What happened last", ["", "run", "at"], rows)])
+    others = [each for each in (sections(runs) if runs else []) if not isinstance(each, Chart)]
+    return [*map(_progress, runs), *charts(_histories(runs)), *told, *others]
 
 
 def title(runs: Sequence[RunView]) -> str:
@@ -43,18 +42,30 @@ def title(runs: Sequence[RunView]) -> str:
     return f"{run.state}{done} {run.folder}"
 
 
-def charts(runs: Sequence[RunView]) -> list[Chart]:
-    """Return a chart of each figure, with a curve of each run that has it."""
-    names = dict.fromkeys(name for run in runs for name in run.history.curves)
+def charts(histories: Mapping[str, History]) -> list[Chart]:
+    """Return a chart of each figure, by the names of the runs that have it."""
+    names = dict.fromkeys(figure_of(name) for each in histories.values() for name in each.curves)
     own = [name for name in names if name not in (*_FIRST, *_LAST)]
-    histories = {run.folder: run.history for run in runs}
     return [chart(name, histories) for name in (*_FIRST, *own, *_LAST) if name in names]
 
 
-def chart(name: str, histories: dict[str, History]) -> Chart:
-    """Return a chart of a figure, with a curve for each history that has it."""
-    lines = {label: each.curves[name] for label, each in histories.items() if name in each.curves}
-    return curves(name, lines, name, percent=any(each.is_share(name) for each in histories.values()))
+def chart(figure: str, histories: Mapping[str, History]) -> Chart:
+    """Return a chart of a figure, with its curves of validation and of training in each history that has them."""
+
+    def found(curve: str) -> dict[str, Sequence[Point]]:
+        return {label: each.curves[curve] for label, each in histories.items() if curve in each.curves}
+
+    percent = any(each.is_share(figure) for each in histories.values())
+    return curves(figure, found(curve_name(figure)), figure, training=found(training_curve(figure)), percent=percent)
+
+
+def _histories(runs: Sequence[RunView]) -> dict[str, History]:
+    return {run.folder: run.history for run in runs}
+
+
+def _filled(shown: Sequence[Section]) -> list[Section]:
+    """Return the sections but for tables without a row."""
+    return [each for each in shown if not isinstance(each, Table) or each.rows]
 
 
 def _progress(run: RunView) -> ProgressBar:
