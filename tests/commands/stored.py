@@ -117,6 +117,14 @@ def tokens(here: Path) -> Words:
     return TOKENS, "recipe.data={name: tokens, root: tokens, options: {context: 12, stride: 3}}"
 
 
+def mixture(here: Path) -> Words:
+    """Windows of token files twice, each with others."""
+    tokens(here)
+    source = "{name: tokens, root: tokens, options: {context: 12, stride: %d}, weight: %d}"
+    sources = f"{{near: {source % (3, 2)}, far: {source % (12, 1)}}}"
+    return TOKENS, f"recipe.data={{name: mixture, options: {{of: {sources}, samples: 100}}}}"
+
+
 def dense(shape: list[int], outputs: int) -> nn.Module:
     """A regression of the features that a table has."""
     return nn.Sequential(nn.Linear(shape[0], 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, outputs))

@@ -11,7 +11,7 @@ SMALL = (
     *("recipe.optimizer={name: adamw, lr: 0.01}", "run.save_every.steps=2", "run.evaluate_every.steps=3"),
     *("run.log_every=1", "run.tensorboard=false"),
 )
-KINDS = (stored.webdataset, stored.datasets, stored.folder, stored.csv, stored.parquet, stored.text, stored.tokens)
+KINDS = (stored.webdataset, stored.datasets, stored.folder, stored.csv, stored.parquet, stored.text, stored.mixture)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

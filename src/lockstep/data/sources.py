@@ -37,6 +37,7 @@ SOURCES: Final[Mapping[str, Known]] = {
     "datasets": Known("tables.datasets_on_disk"),
     "webdataset": Known("images.webdataset"),
     "mnist1d": Known("mnist1d", 4000),
+    "mixture": Known("mixture"),
 }
 _COLLATING: Final = "datasets"
 _OWN: Final = "package.module:function"

@@ -1,0 +1,150 @@
+"""Several data sets as one, of which each has a share of every epoch.
+
+Which sample of which source a number stands for follows from (seed, epoch, number) alone, as all else of a step does.
+So a run resumes in the middle of an epoch, on any number of processes, and no source keeps the place it has come to.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated, Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from lockstep.core import random
+from lockstep.core.batch import Batch, like, tensors_of
+from lockstep.core.shuffle import shuffle
+from lockstep.data.base import DataSet, Split
+from lockstep.data.options import Count, Text, build_options, option_errors
+from lockstep.data.request import DataRequest
+from lockstep.data.sources import open_data as open_source
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: Text
+    root: Text | None = None
+    options: dict[str, Any] | None = None
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")] = 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """`of` are the sources by names of yours: `name`, `root` and `options` as in recipe.data, and a `weight`.
+
+    An epoch has `samples` samples, or where that is left out as many as all sources together. Of these each source
+    has the share that its weight, 1 where it is left out, is of all weights.
+    """
+
+    of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to data sets")]
+    samples: Count | None = None
+
+
+def open_data(request: DataRequest, options: Options) -> DataSet:
+    """Return the mixture; UsageError where its sources differ in what a task and a model are told of them."""
+    wrong = [
+        f"recipe.data.options.of.{label}{each.removeprefix('options')}"
+        for label, given in options.of.items()
+        for each in option_errors(_Source, given)
+    ]
+    if wrong:
+        raise UsageError("\n".join(f"data set mixture: {each}" for each in wrong))
+    sources = {label: build_options(_Source, given) for label, given in options.of.items()}
+    opened = {label: _open(request, each) for label, each in sources.items()}
+    _check_alike({label: each.facts for label, each in opened.items()})
+    trained = [each.train for each in opened.values()]
+    weights = [each.weight for each in sources.values()]
+    train = Mixture(trained, shares(options.samples or sum(map(len, trained)), weights))
+    validated = [each.validation for each in opened.values() if each.validation is not None]
+
+    def name(number: int) -> str:
+        return f"of {[*opened][train.source(number)]}"
+
+    return DataSet(
+        train=train,
+        validation=Mixture(validated, [len(each) for each in validated]) if validated else None,
+        facts=next(iter(opened.values())).facts,
+        name=name,
+        warnings=tuple(line for each in opened.values() for line in each.warnings),
+        question=next((each.question for each in opened.values() if each.question), ""),
+    )
+
+
+def shares(samples: int, weights: Sequence[float]) -> list[int]:
+    """Share out so many samples by weights, which are positive: each share is off by less than one."""
+    ends = [round(samples * end / sum(weights)) for end in accumulate(weights)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@final
+class Mixture:
+    """`counts` samples of each source, one source after the other: the order of an epoch mixes them.
+
+    In training each epoch has other samples of a source that has more, in an order that depends on nothing but the
+    epoch; of one that has fewer, all as often as they fit, and some of them once more.
+    """
+
+    def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
+        self.in_memory = all(each.in_memory for each in sources)
+        self._sources = sources
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def source(self, number: int) -> int:
+        """Return the place among the sources of the one that a sample comes from."""
+        return int(np.searchsorted(self._ends, number, side="right"))
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+        """See Split."""
+        fetched, places = zip(*self._fetched(indices, draw), strict=True)
+        order = torch.from_numpy(np.argsort(np.concatenate(places)))
+        columns = zip(*map(tensors_of, fetched), strict=True)
+        try:
+            return like(fetched[0], [torch.cat(column)[order] for column in columns])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"data set mixture: samples of its sources do not fit in one batch: {error}") from error
+
+    def _fetched(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+        """Yield the samples of each source, and of each time that all of it is gone through, with their places."""
+        which = np.searchsorted(self._ends, indices, side="right")
+        within = indices - np.concatenate([[0], self._ends])[which]
+        turns = within // np.array([*map(len, self._sources)])[which]
+        for number, turn in sorted({*zip(which.tolist(), turns.tolist(), strict=True)}):
+            [places] = np.nonzero((which == number) & (turns == turn))
+            source = self._sources[number]
+            rows = within[places] - turn * len(source)
+            if draw is None:
+                yield source.fetch(rows, None), places
+                continue
+            key = random.extend_key(draw, number)
+            yield source.fetch(shuffle("bijection", key, turn, len(source))(rows), random.extend_key(key, turn)), places
+
+
+def _check_alike(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    (first, expected), *others = facts.items()
+    for label, found in others:
+        differing = sorted(key for key in {**expected, **found} if expected.get(key) != found.get(key))
+        if differing:
+            raise UsageError(
+                f"data set mixture: {label} and {first} differ in {', '.join(differing)}; a model takes samples of one "
+                f"kind: give them the same options"
+            )
+
+
+def _open(request: DataRequest, source: _Source) -> DataSet:
+    root = request.root if source.root is None else source.root
+    asked = DataRequest(source.name, root, request.download, options=source.options or {})
+    if asked.cuts:
+        raise UsageError(
+            f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; make one data set of them"
+        )
+    opened = open_source(asked)
+    if not len(opened.train):
+        raise UsageError(f"data set mixture: {source.name}, {root} has no sample to train on; remove it")
+    return opened

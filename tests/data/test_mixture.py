@@ -1,0 +1,149 @@
+"""An epoch has of each source what its weight asks for, and which samples these are follows from epoch and number."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from lockstep.core import random
+from lockstep.data.mixture import Mixture, shares
+from lockstep.data.request import DataRequest
+from lockstep.data.sources import open_data
+from lockstep.errors import UsageError
+
+
+class Numbers:
+    """A source whose samples are its number and theirs, and the draw that they were fetched with."""
+
+    in_memory = True
+
+    def __init__(self, source: int, length: int) -> None:
+        self._source, self._length = source, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, torch.Tensor]:
+        rows = torch.from_numpy(indices)
+        drawn = torch.full_like(rows, 0 if draw is None else draw >> 1)
+        return {"source": torch.full_like(rows, self._source), "row": rows, "draw": drawn}
+
+
+LARGE, SMALL = Numbers(0, 6000), Numbers(1, 40)
+EPOCH = Mixture([LARGE, SMALL], [300, 100])
+
+
+def samples(mixture: Mixture, indices: NDArray[np.int64], epoch: int | None) -> list[tuple[int, ...]]:
+    """Return (source, row, draw) of each."""
+    found = mixture.fetch(indices, None if epoch is None else random.key(random.AUGMENT, 0, epoch))
+    return [*zip(*(found[key].tolist() for key in ("source", "row", "draw")), strict=True)]
+
+
+def rows(epoch: int, source: int) -> list[int]:
+    return [row for which, row, _ in samples(EPOCH, np.arange(400), epoch) if which == source]
+
+
+def test_shares_are_those_of_the_weights_to_the_sample() -> None:
+    assert shares(1_000_000, [3, 1]) == [750_000, 250_000]
+    assert shares(10, [1, 1, 1]) == [3, 4, 3]
+    assert shares(7, [0.1, 0.2, 0.4]) == [1, 2, 4]
+    for total in range(50):
+        assert sum(shares(total, [0.3, 1, 2.7])) == total
+
+
+def test_of_a_large_source_none_comes_twice_and_each_epoch_has_others() -> None:
+    first, second = rows(0, 0), rows(1, 0)
+    assert len(first) == len({*first}) == len({*second}) == 300
+    assert len({*first} & {*second}) < 60  # 15 by chance
+    assert max(first) > 5000  # of all of it, not of its beginning
+    assert min(first) < 1000
+
+
+def test_of_a_small_source_all_come_as_often_as_they_fit() -> None:
+    found = Counter(rows(0, 1))
+    assert len(found) == 40
+    assert {*found.values()} == {2, 3}
+    assert rows(0, 1)[:40] != rows(0, 1)[40:80]  # in another order
+    assert {row for row, count in found.items() if count == 3} != {
+        row for row, count in Counter(rows(1, 1)).items() if count == 3
+    }
+
+
+def test_a_sample_that_comes_again_is_drawn_anew() -> None:
+    drawn = {(row, draw) for source, row, draw in samples(EPOCH, np.arange(400), 0) if source}
+    assert len(drawn) == 100
+
+
+def test_a_number_is_one_sample_in_whatever_batch_it_comes() -> None:
+    order = np.random.default_rng(0).permutation(400)
+    whole = samples(EPOCH, order, 3)
+    assert [*samples(EPOCH, order[:37], 3), *samples(EPOCH, order[37:], 3)] == whole
+    assert [samples(EPOCH, order[at : at + 1], 3)[0] for at in range(400)] == whole
+    assert [source for source, *_ in whole] == [EPOCH.source(number) for number in order.tolist()]
+
+
+def test_without_a_draw_all_are_in_their_order() -> None:
+    validation = Mixture([LARGE, SMALL], [len(LARGE), len(SMALL)])
+    found = samples(validation, np.arange(len(validation)), None)
+    assert [each[:2] for each in found] == [*((0, row) for row in range(6000)), *((1, row) for row in range(40))]
+
+
+def test_sources_that_do_not_fit_in_one_batch_are_refused() -> None:
+    class Pairs(Numbers):
+        def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, torch.Tensor]:
+            return {key: each[:, None] for key, each in super().fetch(indices, draw).items()}
+
+    with pytest.raises(UsageError, match=r"^data set mixture: samples of its sources do not fit in one batch: "):
+        Mixture([SMALL, Pairs(1, 40)], [5, 5]).fetch(np.arange(10), None)
+
+
+TEXT = {"name": "text", "options": {"context": 16, "by": "byte"}}
+
+
+def opened(tmp_path: Path, **sources: object) -> None:
+    (tmp_path / "a.txt").write_text("a quick brown fox " * 40)
+    open_data(DataRequest("mixture", str(tmp_path), options={"of": sources}))
+
+
+def test_facts_and_parts_are_those_of_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a quick brown fox " * 40)
+    both = {"one": TEXT, "two": {**TEXT, "weight": 2.0}}
+    found = open_data(DataRequest("mixture", str(tmp_path), options={"of": both, "samples": 90}))
+    alone = open_data(DataRequest("text", str(tmp_path), options=TEXT["options"]))  # type: ignore[arg-type]
+    assert found.facts == alone.facts
+    assert len(found.train) == 90
+    assert found.validation is not None
+    assert alone.validation is not None
+    assert len(found.validation) == 2 * len(alone.validation)
+    assert [found.name_of(number) for number in (0, 29, 30)] == [
+        "sample 0 of one",
+        "sample 29 of one",
+        "sample 30 of two",
+    ]
+    left_out = open_data(DataRequest("mixture", str(tmp_path), options={"of": both}))
+    assert len(left_out.train) == 2 * len(alone.train)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({**TEXT, "weight": 0}, r"recipe\.data\.options\.of\.b\.weight: expected a number above 0; got 0"),
+        ({**TEXT, "weight": "much"}, r"recipe\.data\.options\.of\.b\.weight: expected a number above 0; got 'much'"),
+        ({"nam": "text"}, r"recipe\.data\.options\.of\.b\.nam: unknown option; did you mean 'name'\?"),
+        ({"weight": 1}, r"recipe\.data\.options\.of\.b\.name: missing"),
+        ({**TEXT, "options": {"context": 8, "by": "byte"}}, r"b and a differ in context; "),
+        ({"name": "folder"}, r"folder is cut to size as the recipe says"),
+        ({"name": "txt"}, r"data set txt: no such data set; did you mean 'text'\?"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(tmp_path: Path, source: object, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        opened(tmp_path, a=TEXT, b=source)
+
+
+def test_a_mixture_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"options\.of: expected a mapping of names to data sets; got \{\}"):
+        opened(tmp_path)
