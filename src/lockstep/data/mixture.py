@@ -142,8 +142,8 @@ def _open(request: DataRequest, source: _Source) -> DataSet:
     asked = DataRequest(source.name, root, request.download, options=source.options or {})
     if asked.cuts:
         raise UsageError(
-            f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; make "
-            f"one data set of them"
+            f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; "
+            f"make one data set of them"
         )
     opened = open_source(asked)
     if not len(opened.train):
