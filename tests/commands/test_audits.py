@@ -13,9 +13,16 @@ PLACED = {
     "ddp": ("placement.processes=3", "placement.workers=1"),
     "pipeline": ("placement.processes=2", "placement.strategy=pipeline"),
 }
+BEYOND = pytest.mark.extended("parallel/test_audited.py and test_rotated_audit.py have the bits of each strategy")
 
 
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "pipeline" else BEYOND)  # which hands over what it computes, too
+        for name in PLACED
+    ],
+)
 def test_audits_leave_a_run_as_it_is(run, finished, name):
     audited = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", "placement.audit_every=2", *PLACED[name])
     assert_same_run(finished("recipe.microbatches=4", "placement.processes=1"), audited)
@@ -69,5 +76,6 @@ def test_it_ends_where_it_cannot_go_on(run):
     assert "error: placement.on_corruption: cannot go on without rank 1: strategy mesh" in ended.err
 
 
+@pytest.mark.extended("verify trains as train does, and what audits do to a run and find in it is above")
 def test_verify_audits_as_training_does(run):
     run("verify", *DIGITS, "recipe.microbatches=4", "placement.processes=2", "placement.audit_every=1")

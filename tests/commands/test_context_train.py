@@ -18,9 +18,14 @@ DDP = ("placement.strategy=ddp", "placement.processes=3")
 MANIFEST = "run/checkpoints/step-00000008/manifest.json"
 
 
+BEYOND = pytest.mark.extended(
+    "the gate verifies stages, and stops and resumes both kinds; parallel/context has the bits"
+)
+
+
 @pytest.mark.parametrize(
     ("words", "first", "second", "evaluated"),
-    [((), ON_2_X_2, DDP, ON_2), (BOTH, MESH, SPREAD, SPREAD)],
+    [pytest.param((), ON_2_X_2, DDP, ON_2, marks=BEYOND), (BOTH, MESH, SPREAD, SPREAD)],
     ids=["sequences", "sequences and features"],
 )
 def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, tiny, words, first, second, evaluated):
@@ -48,7 +53,9 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, tiny, wor
     )
 
 
-@pytest.mark.parametrize("words", [PIPED, (*BOTH, *MESH)], ids=["sequences and stages", "sequences and features"])
+@pytest.mark.parametrize(
+    "words", [PIPED, pytest.param((*BOTH, *MESH), marks=BEYOND)], ids=["sequences and stages", "sequences and features"]
+)
 def test_it_is_verified_on_several_processes(run, tiny, words):
     verified = run("verify", tiny, *words)
     assert "all agree: loss, gradients, weights, optimizer state, buffers, evaluation and the resumed" in verified.out
