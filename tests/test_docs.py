@@ -17,6 +17,8 @@ from lockstep.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tutorial/**/*.md")])
+# Those of the tutorial are compared by test_tutorial.py, by their commands.
+CHINESE = sorted([*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")])
 
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -45,11 +47,11 @@ def snippets(page: Path) -> list[Snippet]:
     ]
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page: Path) -> list[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(text))
-    return {each.strip().replace(" ", "-") for each in words}
+    return [each.strip().replace(" ", "-") for each in words]
 
 
 def broken(page: Path) -> list[str]:
@@ -76,10 +78,23 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken(page) == ["gone.md", "#three"]
 
 
+def in_any_language(page: Path) -> str:
+    """Return a page's text in which a link names the English page, and a heading there by its number."""
+
+    def link(found: re.Match[str]) -> str:
+        name, mark, anchor = found[1].partition("#")
+        target = page.parent / name if name else page
+        place = anchors(target).index(anchor) if anchor and target.suffix == ".md" else anchor
+        return found[0].replace(found[1], f"{name.replace('.zh.md', '.md')}{mark}{place}")
+
+    return _LINK.sub(link, page.read_text(encoding="utf-8"))
+
+
 def facts(text: str) -> dict[str, object]:
-    """Return what a page says in any language: blocks of code, words of code, links, numbers, cells of tables."""
+    """Return what a page says in any language: headings, code, links, numbers, cells of tables."""
     prose = _FENCE.sub("", text)
     return {
+        "headings": re.findall(r"^#+", prose, re.MULTILINE),
         "blocks": _FENCE.findall(text),
         "code": Counter(_CODE.findall(prose)),
         "links": set(_LINK.findall(prose)),
@@ -88,18 +103,60 @@ def facts(text: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("page", ["README", "docs/first-steps"])
-def test_a_page_says_the_same_in_both_languages(page: str) -> None:
-    english, chinese = ((ROOT / f"{page}{end}").read_text(encoding="utf-8") for end in (".md", ".zh.md"))
-    name = Path(page).name
-    assert facts(english.replace(f"({name}.zh.md)", f"({name}.md)")) == facts(chinese)  # each links to the other
+@pytest.mark.parametrize("chinese", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_the_same_in_both_languages(chinese: Path) -> None:
+    english = chinese.with_name(chinese.name.replace(".zh.md", ".md"))
+    assert f"({chinese.name})" in english.read_text(encoding="utf-8")
+    assert f"({english.name})" in chinese.read_text(encoding="utf-8")
+    assert facts(in_any_language(english)) == facts(in_any_language(chinese))
 
 
 def test_facts_are_told_apart() -> None:
-    page = "`a` is 1.5 of [b](b.md#c)\n```\nd 2\n```\n| x | 1,797 |\n"
-    assert facts(page) == facts("在 [乙](b.md#c) 中 `a` 是 1.5\n```\nd 2\n```\n| 丙 | 1,797 |\n")
-    for one, other in (("`a`", "`b`"), ("1.5", "1.6"), ("#c", "#d"), ("d 2", "d 3"), ("1,797", "1,798"), ("x |", "")):
+    page = "# e\n`a` is 1.5 of [b](b.md#c)\n```\nd 2\n```\n| x | 1,797 |\n"
+    assert facts(page) == facts("# 戊\n在 [乙](b.md#c) 中 `a` 是 1.5\n```\nd 2\n```\n| 丙 | 1,797 |\n")
+    for one, other in (
+        ("`a`", "`b`"),
+        ("1.5", "1.6"),
+        ("#c", "#d"),
+        ("d 2", "d 3"),
+        ("1,797", "1,798"),
+        ("x |", ""),
+        ("# e", "## e"),
+    ):
         assert facts(page) != facts(page.replace(one, other))
+
+
+def test_links_between_chinese_pages_are_those_between_the_english_ones(tmp_path: Path) -> None:
+    for name, heading in (("a.md", "# One"), ("a.zh.md", "# 一")):
+        (tmp_path / name).write_text(f"{heading}\n", encoding="utf-8")
+    for name, link in (("b.md", "a.md#one"), ("b.zh.md", "a.zh.md#一")):
+        (tmp_path / name).write_text(f"[b]({link}) [c](https://d.org/e#f)\n", encoding="utf-8")
+    english, chinese = (in_any_language(tmp_path / name) for name in ("b.md", "b.zh.md"))
+    assert english == chinese == "[b](a.md#0) [c](https://d.org/e#f)\n"
+
+
+def english_only(page: Path) -> set[str]:
+    """Return the English pages that a Chinese page links to without their Chinese ones, though there are some."""
+    links = {link.partition("#")[0] for link in _LINK.findall(page.read_text(encoding="utf-8"))}
+    chinese = {link: link.removesuffix(".md") + ".zh.md" for link in links}
+    return {
+        link for link, other in chinese.items() if other not in {*links, page.name} and (page.parent / other).exists()
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [each for each in PAGES if each.name.endswith(".zh.md")], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_a_chinese_page_links_to_chinese_pages(page: Path) -> None:
+    assert not english_only(page)
+
+
+def test_links_to_the_wrong_language_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "a.zh.md"
+    page.write_text("[b](b.md#c) [d](d.md) [d](d.zh.md) [a](a.md) [e](e.md)", encoding="utf-8")
+    for name in ("b.zh.md", "d.zh.md"):
+        (tmp_path / name).touch()
+    assert english_only(page) == {"b.md"}
 
 
 def test_index_names_every_page() -> None:
