@@ -64,6 +64,12 @@ def main() -> None:
     show("all_to_all", turned)
     assert turned.tolist() == column.tolist()
 
+    summed, group = one.clone(), dist.group.WORLD
+    assert group is not None
+    group.allreduce([summed]).wait()  # the method that dist.all_reduce calls; wait() is not left out
+    assert summed.item() == size * (size + 1) // 2
+    assert not hasattr(dist, "all_reduce_multigpu")
+
     dist.barrier()  # nobody goes on before all have come
     dist.destroy_process_group()
 

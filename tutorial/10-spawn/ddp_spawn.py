@@ -57,7 +57,7 @@ def main() -> None:
     world_size = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         # No port that somebody else may have taken: the ranks find each other by a file of this machine.
-        mp.spawn(train, (world_size, f"file://{folder}/rendezvous"), nprocs=world_size)
+        mp.spawn(train, (world_size, f"file://{folder}/rendezvous"), nprocs=world_size, join=True)
 
 
 if __name__ == "__main__":  # spawned processes import this file, and must not start processes in turn

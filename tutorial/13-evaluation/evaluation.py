@@ -1,5 +1,5 @@
 # $ torchrun --standalone --nproc-per-node=3 tutorial/13-evaluation/evaluation.py
-"""Evaluate on several processes, twice wrong and once right."""
+"""Evaluate on several processes, three times wrong and once right."""
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,11 @@ def main() -> None:
     padded = mean_over_ranks(mine.sum().item() / len(mine))
     assert len(mine) * size >= len(right)
 
+    # Wrong: the mean over the ranks is computed, and then the value of this rank is used.
+    unused = right[rank::size].double().mean().item()
+    mean_over_ranks(unused)
+    assert (unused != expected) == (size > 1)
+
     # Wrong: no sample is repeated, but a batch of 4 counts as much as one of 10.
     mine = right[rank::size]
     means = torch.stack([batch.double().mean() for batch in mine.split(BATCH)])
@@ -53,6 +58,7 @@ def main() -> None:
     if rank == 0:
         print(f"one process          {expected:.4f} of {len(right)} samples")
         print(f"padded, mean         {padded:.4f} of {len(sampler) * size} samples")
+        print(f"reduced, not used    {unused:.4f} of {len(right[rank::size])} samples")
         print(f"mean of batch means  {mean_of_means:.4f} of {len(right)} samples")
         print(f"sums                 {correct / counted:.4f} of {counted} samples")
     dist.destroy_process_group()

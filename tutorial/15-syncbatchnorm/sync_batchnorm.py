@@ -54,6 +54,9 @@ def main() -> None:
     torch.testing.assert_close(found, expected[mine])
     torch.testing.assert_close(x.grad, whole.grad[mine])
 
+    # The running statistics are buffers: they are saved and loaded with the weights.
+    assert set(batchnorm.state_dict()) == {"running_mean", "running_var", "num_batches_tracked"}
+
     alone = batchnorm(parts[rank])
     off = (alone - expected[mine]).abs().max().item()
     assert size == 1 or off > 0.1
