@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
+from torch.distributed.run import get_args_parser
 
 from lockstep.cli import main
 
@@ -176,6 +177,17 @@ def test_the_tree_of_the_design_is_that_of_the_code() -> None:
         missing += [] if path.exists() else [name]
     assert not missing
     assert rooms == {each.name for each in package.iterdir() if each.is_dir() and each.name != "__pycache__"}
+
+
+def test_the_flags_of_torchrun_have_their_defaults() -> None:
+    page = (ROOT / "docs" / "launchers.md").read_text(encoding="utf-8")
+    rows = page.partition("\n| flag of torchrun |")[2].partition("\n\n")[0].splitlines()
+    flags = {flag: row.split(" | ")[1] for row in rows for flag in re.findall(r"`(--[\w-]+)`", row.split(" | ")[0])}
+    options = {option: action for action in get_args_parser()._actions for option in action.option_strings}
+    named = {option.replace("_", "-"): action for option, action in options.items() if option.startswith("--")}
+    for name, action in named.items():
+        assert name == "--help" or str(action.default or "") in flags[name]  # none where torch has None, False or 0
+    assert flags.keys() <= options.keys()
 
 
 @pytest.mark.parametrize("name", ["benchmark-table", "configuration-table", "prove-versions"])
