@@ -190,6 +190,16 @@ def test_the_flags_of_torchrun_have_their_defaults() -> None:
     assert flags.keys() <= options.keys()
 
 
+def test_the_recipes_named_beside_tutorials_are_taken_by_so_many_ranks() -> None:
+    page = (ROOT / "docs" / "tutorials.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`(?:srun -n(\d+) )?lockstep train ([^`]*)`", page)
+    assert len(commands) == 2
+    for ranks, words in commands:
+        launch = ["launch", "--dry-run", "--on", "slurm", "--nodes", "1", "--processes-per-node", ranks or "1", "--"]
+        done = CliRunner().invoke(main, [*launch, "train", *words.split()])
+        assert done.exit_code == 0, (words, done.output)
+
+
 @pytest.mark.parametrize("name", ["benchmark-table", "configuration-table", "prove-versions"])
 def test_tables_are_those_of_the_code_and_the_results(name: str) -> None:
     script = ROOT / "scripts" / name
