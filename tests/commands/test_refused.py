@@ -47,11 +47,16 @@ def test_the_cases_are_found() -> None:
     assert len(CASES) > 110
 
 
+def files(folder: Path) -> set[Path]:
+    """Return all that is below a folder, but the bytecode that Python makes of a module of the user's."""
+    return {each for each in folder.rglob("*") if "__pycache__" not in each.parts}
+
+
 @pytest.mark.parametrize(("words", "told"), CASES)
 def test_it_is_told_before_anything_is_made(run, finished, here: Path, words: list[str], told: list[str]) -> None:
     if words[0] in ("predict", "report"):
         shutil.copytree(finished().folder / "run", here / "run", symlinks=True)
-    before = {*here.rglob("*")}
+    before = files(here)
     if words[0] in ("launch", "show"):
         done = CliRunner().invoke(main, words)
         code, out, err = done.exit_code, done.stdout, done.stderr
@@ -65,4 +70,4 @@ def test_it_is_told_before_anything_is_made(run, finished, here: Path, words: li
     assert all(each in err for each in told), err
     assert len(re.findall(r"^(?:\[rank .*\] )?error: ", err, re.MULTILINE | re.IGNORECASE)) == 1
     assert "Traceback" not in err
-    assert {*here.rglob("*")} == before
+    assert files(here) == before
