@@ -73,6 +73,21 @@ def test_sigterm_to_torchrun_saves(launch, run, finished):
     assert steps(command.folder / "run") == list(range(1, 24))
 
 
+def test_one_command_on_each_node_ends_as_one_process_and_says_that_it_is_saved(tmp_path, run, finished, port):
+    started = ("-m", "lockstep", "launch", "--on", "node", "--port", f"{port}")
+    words = [sys.executable, *started, "--", "train", *LINEAR]
+    told = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "TMPDIR": str(tmp_path)}
+    hold("run", 7)
+    commands = [program(f"node-{rank}", words, tmp_path, told | {"SKYPILOT_NODE_RANK": f"{rank}"}) for rank in (0, 1)]
+    commands[0].until_step(7)
+    for command in commands:
+        command.signal(signal.SIGTERM)
+    HOLD.unlink()
+    assert [command.wait() for command in commands] == [75, 75]
+    assert [command.left() for command in commands] == [[], []]
+    assert run("train", *LINEAR).sha256 == finished('recipe.model={name: "held:linear"}').sha256
+
+
 def test_variables_by_hand(by_hand, reference, port):
     commands = by_hand(2, port=port)
     assert [command.wait() for command in commands] == [0, 0]

@@ -1,12 +1,15 @@
 """Start a run by a launcher: prints or runs the right line for torchrun, srun, mpirun or ssh."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Final
 
 import click
 
+from lockstep.errors import UsageError
 from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
+from lockstep.launchers import node
 from lockstep.launchers.job import PORT, Job, Resources, with_python
 
 RESTARTS: Final = 10
@@ -94,4 +97,10 @@ def command(
         resources=resources,
         folder=str(Path.cwd()),
     )
+    if on == node.LAUNCHER.name:
+        told = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank, "--endpoint": endpoint}
+        if given := [option for option, value in told.items() if value or value == 0]:
+            raise UsageError(f"{', '.join(given)}: not with --on node, which reads the platform's variables; leave out")
+        job = node.place(job, os.environ, processes_per_node)
+        node_rank = job.host if job.nodes > 1 else None
     raise SystemExit(start(on, job, port, node_rank, dry_run))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import SRUN_PORT, host_problem, listening_socket
@@ -25,6 +25,8 @@ from lockstep.ranks.secret import job_secret, new_secret
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
+
+_UP_S: Final = 600.0  # for the first of several nodes to be there
 
 
 def starters() -> dict[str, Launcher]:
@@ -59,6 +61,8 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
 
         return start_script(job.words[1], job.words[2:], job.processes)
     if launcher.per_host:
+        if not (job.hosts or job.standalone):
+            _wait_for(job.meets_on)
         return _on_hosts(lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
         raise UsageError(problem)
@@ -172,7 +176,7 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """
     from lockstep.launchers.hosts import run_on_hosts
 
-    if shutil.which("ssh") is None:
+    if job.hosts and shutil.which("ssh") is None:
         raise UsageError("ssh is not found; install it, or choose another --on")
     before = _result(job)
     ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret)
@@ -180,6 +184,14 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     if not ended.code or result == before or result.get("exit_code") not in (EXIT_SAVED, EXIT_INTERRUPTED):
         return ended.code
     return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
+
+
+def _wait_for(host: str) -> None:
+    """Wait until the name of the first node has an address: a platform gives it one when that node is up."""
+    if host_problem(host):
+        _report(f"waiting for an address of {host}, at most {_UP_S / 60:.0f} minutes")
+        if problem := host_problem(host, _UP_S):
+            raise UsageError(problem)
 
 
 def _report(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 from lockstep.common.follow_parent import die_with_launcher
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers import environment, horovodrun, local, mpich, openmpi, slurm, ssh, torchrun
+from lockstep.launchers import environment, horovodrun, local, mpich, node, openmpi, slurm, ssh, torchrun
 from lockstep.launchers.base import Launcher
 
 
@@ -32,6 +32,7 @@ ORDER: Final = (
     mpich.LAUNCHER,  # so does this one: SLURM_PROCID is that of the daemon
     slurm.LAUNCHER,
     ssh.LAUNCHER,
+    node.LAUNCHER,
 )
 
 

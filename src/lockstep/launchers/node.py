@@ -1,0 +1,106 @@
+"""A node of several, on each of which a platform starts the same command: torchrun for its ranks.
+
+The platform says in variables which node this is, of how many, and where the first one is.
+"""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lockstep.common.follow_parent import KNOWS
+from lockstep.errors import UsageError
+from lockstep.launchers import agents
+from lockstep.launchers.base import Launcher
+from lockstep.launchers.job import Job
+
+NODES: Final = "LOCKSTEP_NODES"
+FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The names of a platform's variables.
+
+    `rank` is the number of the node, and `main` that of the first one, where it may be another than 0. `first` is its
+    address, or begins with it where several are given, each on a line.
+    """
+
+    name: str
+    rank: str
+    nodes: str
+    first: str
+    port: str = ""
+    processes: str = ""
+    main: str = ""
+
+
+PLATFORMS: Final = (
+    Platform(
+        name="Kubeflow Trainer",
+        rank="PET_NODE_RANK",
+        nodes="PET_NNODES",
+        first="PET_MASTER_ADDR",
+        port="PET_MASTER_PORT",
+        processes="PET_NPROC_PER_NODE",
+    ),
+    Platform(
+        name="SkyPilot",
+        rank="SKYPILOT_NODE_RANK",
+        nodes="SKYPILOT_NUM_NODES",
+        first="SKYPILOT_NODE_IPS",
+        processes="SKYPILOT_NUM_GPUS_PER_NODE",
+    ),
+    Platform(
+        name="AWS Batch",
+        rank="AWS_BATCH_JOB_NODE_INDEX",
+        nodes="AWS_BATCH_JOB_NUM_NODES",
+        first="AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",
+        main="AWS_BATCH_JOB_MAIN_NODE_INDEX",
+    ),
+    Platform(name="Kubernetes", rank="JOB_COMPLETION_INDEX", nodes=NODES, first=FIRST_NODE),
+    Platform(name="any other", rank="LOCKSTEP_NODE_RANK", nodes=NODES, first=FIRST_NODE),
+)
+
+
+def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
+    """Return the job for the node that `env` says this is; UsageError where it does not, or says what cannot be."""
+    platform = next((each for each in PLATFORMS if each.rank in env and each.nodes in env), None)
+    if platform is None:
+        known = "; ".join(f"{each.name}: {each.rank} and {each.nodes}" for each in PLATFORMS)
+        raise UsageError(f"--on node: no variables say which node this is ({known}); set those of one of them")
+    numbers = {name: _number(env, name) for name in (platform.rank, platform.nodes, platform.main) if name}
+    nodes = numbers[platform.nodes]
+    rank = numbers[platform.rank] - numbers.get(platform.main, 0)
+    if not -nodes < rank < nodes:
+        raise UsageError(f"--on node: {platform.rank}={env[platform.rank]} of {platform.nodes}={nodes} nodes, from 0")
+    rank %= nodes
+    # A first node may be told only that it is the first; for one alone nobody has to find it.
+    first = (env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [""]))[0]
+    if not first:
+        raise UsageError(f"--on node: {platform.first} is not set, and node {rank} cannot find the first one; set it")
+    port = _number(env, platform.port) if platform.port in env else job.port
+    processes = env.get(platform.processes, "")
+    return replace(
+        job,
+        nodes=nodes,
+        host=rank,
+        endpoint=f"{f'[{first}]' if ':' in first else first}:{port}" if nodes > 1 else "",
+        processes_per_node=processes_per_node or (int(processes) if processes.isdecimal() else 0) or 1,
+    )
+
+
+def command(job: Job) -> list[str]:
+    """Return the line that starts torchrun on this node; what it starts ends with the process that runs it."""
+    knows = [] if job.standalone else [KNOWS, job.meets_on]
+    return [job.python, "-m", "lockstep.common.follow_parent", *knows, *agents.command(job)]
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    if not text.isdecimal():
+        raise UsageError(f"--on node: {name}={text!r}; expected a whole number")
+    return int(text)
+
+
+LAUNCHER: Final = Launcher("node", command=command, per_host=True, starts_all=lambda job: job.nodes == 1, elastic=True)
