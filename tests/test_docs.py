@@ -238,6 +238,26 @@ def test_the_planted_flips_are_counted() -> None:
     assert f"{errors} of the {planted:,} ended the run with an error" in page
 
 
+def test_the_gates_that_trainers_pass_are_those_of_the_results() -> None:
+    proof = json.loads((ROOT / "benchmarks/results/gates.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/keep-your-trainer.md").read_text(encoding="utf-8").partition("### Which gates other")[2]
+    header, _, *rows = [line.strip("| ").split("|") for line in page.splitlines() if line.startswith("|")]
+    gates = [each.strip() for each in header[1:]]
+    shown = [[cell.partition(":")[0].strip() for cell in row[1:]] for row in rows]
+    asked = [*proof["trainers"].values(), proof["control"]]
+    assert shown == [[row.get(gate, {"verdict": ""})["verdict"] for gate in gates] for row in asked]
+    assert {row["order, batch per process"]["verdict"] for row in proof["trainers"].values()} == {"falls"}
+    assert all(gate == fell for gate, fell in proof["faults"].items())
+    for said in (
+        proof["date"],
+        proof["commit"][:8],
+        proof["machine"],
+        proof["python"],
+        *map(" ".join, proof["packages"].items()),
+    ):
+        assert said in page, said
+
+
 def test_the_runs_that_prove_the_bits_are_counted_with_their_date_and_commit() -> None:
     proof = json.loads((ROOT / "benchmarks/results/bits.json").read_text(encoding="utf-8"))
     runs = sum(len(row["placements"]) for row in proof["rows"])
