@@ -14,10 +14,12 @@ from lockstep.commands.show import consequences
 from lockstep.config import across
 from lockstep.config.base import values
 from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
+from lockstep.config.recorded import says_where
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.config.wording import section_at
 from lockstep.errors import EXIT_USAGE, ConfigError, LockstepError
+from lockstep.run.user_code import import_paths
 
 MINIMAL = """\
 recipe:
@@ -536,3 +538,29 @@ def test_a_broken_recipe_is_told_without_torch(recipe):
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["2", "False", "False"]
     assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch' or 'batchnorm'?" in found.stderr
+
+
+def mixture(**sources):
+    return {"data": {"name": "mixture", "options": {"of": sources}, "root": "a"}, "model": {}}
+
+
+def test_the_sources_of_a_mixture_may_lie_elsewhere_too():
+    def nested(root):
+        return {"name": "mixture", "options": {"of": {"b": {"name": "text", "root": root}}}}
+
+    before = comparable(mixture(a={"name": "text", "root": "x"}, c=nested("x")))
+    assert before == comparable(mixture(a={"name": "text", "root": "y"}, c=nested("y")))
+    assert before != comparable(mixture(a={"name": "tokens", "root": "x"}, c=nested("x")))
+    assert before != comparable(mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x")))
+    own = {"name": "m:f", "options": {"of": {"a": {"name": "text", "root": "x"}}}}  # the options of a function
+    assert comparable({"data": own, "model": {}})["data"] == own
+    where = ("data.root", "recipe.data.root", "recipe.data.options.of.c.options.of.b.root", "model.weights.path")
+    assert all(map(says_where, where))
+    assert not any(map(says_where, ("data.options.root", "data.options.of.a.weight", "recipe.data.name")))
+
+
+def test_code_that_a_mixture_names_is_known_as_code():
+    words = 'recipe.data={name: mixture, options: {of: {a: {name: "m:f"}, b: {name: text}, '
+    words += 'c: {name: mixture, options: {of: {d: {name: "n:g"}}}}}}}'
+    found = import_paths(load("digits", [words]).config.recipe)
+    assert found == {"data.options.of.a": "m:f", "data.options.of.c.options.of.d": "n:g"}

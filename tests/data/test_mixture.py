@@ -1,7 +1,10 @@
 """An epoch has of each source what its weight asks for, and which samples these are follows from epoch and number."""
 
+import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.core import random
+from lockstep.data.base import DataSet
 from lockstep.data.mixture import Mixture, shares
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
@@ -130,8 +134,17 @@ def test_facts_and_parts_are_those_of_its_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ({**TEXT, "weight": 0}, r"recipe\.data\.options\.of\.b\.weight: expected a number above 0; got 0"),
-        ({**TEXT, "weight": "much"}, r"recipe\.data\.options\.of\.b\.weight: expected a number above 0; got 'much'"),
+        (
+            {**TEXT, "weight": 0},
+            r"recipe\.data\.options\.of\.b\.weight: expected a number above 0, at most 1e12; got 0",
+        ),
+        ({**TEXT, "weight": 1e308}, r"expected a number above 0, at most 1e12; got 1e\+308"),
+        ({**TEXT, "weight": 1e-9}, r"b has no sample in an epoch of 80; give it more weight, or more options\.samples"),
+        ({"name": "text", "options": {"contxt": 8}}, r"of\.b: data set text: recipe\.data\.options\.contxt: unknown"),
+        (
+            {**TEXT, "weight": "much"},
+            r"recipe\.data\.options\.of\.b\.weight: expected a number above 0, at most 1e12; got 'much'",
+        ),
         ({"nam": "text"}, r"recipe\.data\.options\.of\.b\.nam: unknown option; did you mean 'name'\?"),
         ({"weight": 1}, r"recipe\.data\.options\.of\.b\.name: missing"),
         ({**TEXT, "options": {"context": 8, "by": "byte"}}, r"b and a differ in context; "),
@@ -142,6 +155,70 @@ def test_facts_and_parts_are_those_of_its_sources(tmp_path: Path) -> None:
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path, source: object, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         opened(tmp_path, a=TEXT, b=source)
+
+
+class Keyed:
+    """A source of mappings, whose values say by which key they are found."""
+
+    in_memory = True
+
+    def __init__(self, keys: str, dtype: torch.dtype = torch.int64) -> None:
+        self._keys, self._dtype = keys, dtype
+
+    def __len__(self) -> int:
+        return 8
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, torch.Tensor]:
+        return {key: torch.full((len(indices),), ord(key), dtype=self._dtype) for key in self._keys}
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("own_sources")
+    for name, made in {
+        "ab": Keyed("ab"),
+        "ba": Keyed("ba"),
+        "ac": Keyed("ac"),
+        "doubles": Keyed("ab", torch.float64),
+    }.items():
+        setattr(module, name, partial(DataSet, made, None))
+    module.skipping = partial(DataSet, Keyed("ab"), None, skipped=lambda batch: batch["a"] > 0)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_sources", module)
+
+
+def mixed(*names: str) -> DataSet:
+    sources = {name: {"name": f"own_sources:{name}"} for name in names}
+    return open_data(DataRequest("mixture", options={"of": sources}))
+
+
+@pytest.mark.usefixtures("own")
+def test_values_of_a_sample_are_found_by_their_keys() -> None:
+    found = mixed("ab", "ba").train.fetch(np.arange(16), None)
+    assert {key: {*each.tolist()} for key, each in found.items()} == {"a": {ord("a")}, "b": {ord("b")}}
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("ac", r"ac and ab differ in what a sample is, "),
+        ("doubles", r"doubles and ab differ in what a sample is, .*float64.* and .*int64"),
+    ],
+)
+def test_samples_of_another_kind_are_refused(other: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        mixed("ab", other)
+
+
+@pytest.mark.usefixtures("own")
+def test_what_a_source_skips_counts_as_skipped() -> None:
+    found = mixed("ab", "skipping")
+    assert found.skipped is not None
+    assert found.skipped(found.train.fetch(np.arange(16), None)).tolist() == [True] * 16
+
+
+def test_its_parts_are_whole_whatever_an_epoch_has_of_them() -> None:
+    assert [len(each) for each in Mixture([EPOCH, SMALL], [1, 1]).parts()] == [6000, 40, 40]
 
 
 def test_a_mixture_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> h
 def test_a_page_and_its_data(server: PageServer) -> None:
     answer = ask(server, "/")
     assert answer.status == 200
-    assert b'<div id="sections"' in answer.read()
+    assert b'<div class="sections" id="sections"' in answer.read()
     server.publish([viewed(*GOING)], over=False)
     answer = ask(server, "/data")
     assert answer.headers["Content-Type"] == "application/json"

@@ -9,7 +9,9 @@ from view_examples import GOING, viewed
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import ProgressBar, live_page
 from lockstep.reporting.page_server import live_data
+from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import charts, live_sections, title
+from lockstep.reporting.thinning import Point
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -54,3 +56,16 @@ def test_the_page_may_ask_its_own_server_and_nobody_else() -> None:
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert policy.endswith("; connect-src 'self'")
     assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
+
+
+def test_what_a_loop_logs_by_its_own_names_is_drawn_too() -> None:
+    def titles(*names: str) -> list[tuple[str, list[str]]]:
+        history = History(curves={name: [Point(1, 8, 0.1, 2.0)] for name in names})
+        return [(each.title, [trace["name"] for trace in each.figure["data"]]) for each in charts({"a": history})]
+
+    assert titles("acc/validation", "acc/train") == [("acc/validation", ["a"]), ("acc", ["a, training"])]
+    assert titles("loss") == [("loss", ["a"])]
+    assert titles("loss/train", "loss/validation", "loss") == [
+        ("loss", ["a, training", "a, validation"]),
+        ("loss, as it was logged", ["a"]),
+    ]

@@ -38,7 +38,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sections = [
         Words("", [EVIL, LONG]),
         Table("Runs", ["run", *("a column" for _ in range(12))], [[EVIL, *("12,345" for _ in range(12))]], LONG),
-        curves("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss"),
+        curves("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss", noisy=True),
         lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
         bars("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
         matrix("Counts", "predicted", "true", [EVIL, LONG, *map(str, range(8))], COUNTS),

@@ -16,6 +16,7 @@ from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, Sou
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
+from lockstep.config.recorded import mixed
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
@@ -123,11 +124,23 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     What a micro-batch holds follows from how many there are.
     """
-    data = {key: value for key, value in recipe["data"].items() if key not in ("root", "download")}
     model = dict(recipe["model"])
     if "weights" in model:
         model["weights"] = {key: value for key, value in model["weights"].items() if key != "path"}
-    return {**{key: value for key, value in recipe.items() if key != "microbatch"}, "data": data, "model": model}
+    return {
+        **{key: value for key, value in recipe.items() if key != "microbatch"},
+        "data": _anywhere(recipe["data"]),
+        "model": model,
+    }
+
+
+def _anywhere(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a data set without its location, nor those of the sources that it mixes."""
+    found = {key: value for key, value in data.items() if key not in ("root", "download")}
+    options = data.get("options") or {}
+    if sources := mixed(data["name"], options):
+        found["options"] = {**options, "of": {label: _anywhere(source) for label, source in sources.items()}}
+    return found
 
 
 def _find(source: str) -> FilePath:

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from lockstep.common.type_name import type_name
 from lockstep.core import random
-from lockstep.core.batch import Batch, like, tensors_of
+from lockstep.core.batch import Batch, map_with_paths, with_paths
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, Split
 from lockstep.data.options import Count, Text, build_options, option_errors
@@ -29,7 +30,7 @@ class _Source:
     name: Text
     root: Text | None = None
     options: dict[str, Any] | None = None
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e12, description="a number above 0, at most 1e12")] = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,17 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     if wrong:
         raise UsageError("\n".join(f"data set mixture: {each}" for each in wrong))
     sources = {label: build_options(_Source, given) for label, given in options.of.items()}
-    opened = {label: _open(request, each) for label, each in sources.items()}
-    _check_alike({label: each.facts for label, each in opened.items()})
+    opened = {label: _open(request, label, each) for label, each in sources.items()}
+    _check_alike({label: (each.facts, _kind(each.train)) for label, each in opened.items()})
     trained = [each.train for each in opened.values()]
     weights = [each.weight for each in sources.values()]
-    train = Mixture(trained, shares(options.samples or sum(map(len, trained)), weights))
+    counts = shares(options.samples or sum(map(len, trained)), weights)
+    if 0 in counts:
+        raise UsageError(
+            f"data set mixture: {[*opened][counts.index(0)]} has no sample in an epoch of {sum(counts):,}; give it "
+            f"more weight, or more options.samples"
+        )
+    train = Mixture(trained, counts)
     validated = [each.validation for each in opened.values() if each.validation is not None]
 
     def name(number: int) -> str:
@@ -68,6 +75,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         train=train,
         validation=Mixture(validated, [len(each) for each in validated]) if validated else None,
         facts=next(iter(opened.values())).facts,
+        skipped=next((each.skipped for each in opened.values() if each.skipped is not None), None),
         name=name,
         warnings=tuple(line for each in opened.values() for line in each.warnings),
         question=next((each.question for each in opened.values() if each.question), ""),
@@ -75,8 +83,9 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 
 def shares(samples: int, weights: Sequence[float]) -> list[int]:
-    """Share out so many samples by weights, which are positive: each share is off by less than one."""
-    ends = [round(samples * end / sum(weights)) for end in accumulate(weights)]
+    """Share out so many samples by weights, which are positive: each share is off by one at most."""
+    sums = [*accumulate(weights)]  # the last is their sum, added the same way in each version of Python
+    ends = [round(samples * end / sums[-1]) for end in sums]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -84,8 +93,8 @@ def shares(samples: int, weights: Sequence[float]) -> list[int]:
 class Mixture:
     """`counts` samples of each source, one source after the other: the order of an epoch mixes them.
 
-    In training each epoch has other samples of a source that has more, in an order that depends on nothing but the
-    epoch; of one that has fewer, all as often as they fit, and some of them once more.
+    In training each epoch has a random part of a source that has more, none of it twice; of one that has fewer, all as
+    often as they fit, and a random part once more. Which these are depends on nothing but the draw.
     """
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
@@ -96,6 +105,11 @@ class Mixture:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def parts(self) -> Iterator[Split]:
+        """Yield the sources, and of those that are mixtures theirs."""
+        for each in self._sources:
+            yield from each.parts() if isinstance(each, Mixture) else [each]
+
     def source(self, number: int) -> int:
         """Return the place among the sources of the one that a sample comes from."""
         return int(np.searchsorted(self._ends, number, side="right"))
@@ -104,10 +118,10 @@ class Mixture:
         """See Split."""
         fetched, places = zip(*self._fetched(indices, draw), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(places)))
-        columns = zip(*map(tensors_of, fetched), strict=True)
+        columns = [dict(with_paths(each)) for each in fetched]
         try:
-            return like(fetched[0], [torch.cat(column)[order] for column in columns])
-        except (RuntimeError, ValueError) as error:
+            return map_with_paths(lambda path, _: torch.cat([each[path] for each in columns])[order], fetched[0])
+        except (RuntimeError, KeyError, TypeError) as error:
             raise UsageError(f"data set mixture: samples of its sources do not fit in one batch: {error}") from error
 
     def _fetched(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
@@ -126,18 +140,26 @@ class Mixture:
             yield source.fetch(shuffle("bijection", key, turn, len(source))(rows), random.extend_key(key, turn)), places
 
 
-def _check_alike(facts: Mapping[str, Mapping[str, Any]]) -> None:
-    (first, expected), *others = facts.items()
-    for label, found in others:
-        differing = sorted(key for key in {**expected, **found} if expected.get(key) != found.get(key))
+def _kind(split: Split) -> dict[str, str]:
+    """Return the dtype of each tensor of a sample, or the type of what is none, by where it stands there."""
+    leaves = with_paths(split.fetch(np.array([0]), None))
+    return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
+
+
+def _check_alike(found: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+    (first, (facts, kind)), *others = found.items()
+    for label, (own_facts, own_kind) in others:
+        differing = sorted(key for key in {**facts, **own_facts} if facts.get(key) != own_facts.get(key))
+        if not differing and kind != own_kind:
+            differing = [f"what a sample is, {own_kind} and {kind}"]
         if differing:
             raise UsageError(
-                f"data set mixture: {label} and {first} differ in {', '.join(differing)}; a model takes samples of one "
-                f"kind: give them the same options"
+                f"data set mixture: {label} and {first} differ in {', '.join(differing)}; a model takes one kind of "
+                f"data: sources can be mixed that agree in this"
             )
 
 
-def _open(request: DataRequest, source: _Source) -> DataSet:
+def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
     root = request.root if source.root is None else source.root
     asked = DataRequest(source.name, root, request.download, options=source.options or {})
     if asked.cuts:
@@ -145,7 +167,10 @@ def _open(request: DataRequest, source: _Source) -> DataSet:
             f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; "
             f"make one data set of them"
         )
-    opened = open_source(asked)
+    try:
+        opened = open_source(asked)
+    except UsageError as error:
+        raise UsageError(f"data set mixture: recipe.data.options.of.{label}: {error}") from error
     if not len(opened.train):
-        raise UsageError(f"data set mixture: {source.name}, {root} has no sample to train on; remove it")
+        raise UsageError(f"data set mixture: recipe.data.options.of.{label}: no sample to train on; remove it")
     return opened

@@ -56,7 +56,7 @@ def misfits(request: DataRequest) -> Iterator[str]:
         yield f"augment.resized_crop: true is only for data sets {only}; remove it"
     if not request.exif:
         yield f"exif: false is only for data sets {only}; remove it"
-    if request.on_error == "skip" and ":" in name:
+    if request.on_error == "skip" and (":" in name or name == "mixture"):
         yield f"on_error: skip is only for data sets {only}; catch the error in your own data set"
 
 

@@ -21,6 +21,7 @@ from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load_text, read_run_recipe
+from lockstep.config.recorded import says_where
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded
 from lockstep.data.base import NoTransforms
@@ -59,7 +60,7 @@ from lockstep.training.loop import NEVER, Interval, Plan, Progress, Unstopped, n
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
 # Keys that say where and how a replay computes; all others are the run's.
-_FREE: Final = ("placement.", "run.key_file", "recipe.data.root", "recipe.data.download")
+_FREE: Final = ("placement.", "run.key_file")
 
 
 Place = tuple[int, bool]  # of a digest: its step, and whether it is of weights
@@ -181,7 +182,7 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
     for word in request.overrides:
         key = word.partition("=")[0]
-        if not key.startswith(_FREE) and key not in code:
+        if not (key.startswith(_FREE) or says_where(key) or key in code):
             raise UsageError(f"{key}: would make another run of it; to see what it changes, give it to --change")
     kept = _checkpoints(folder)
     start, checkpoint = checkpoint_before(folder, request.first)

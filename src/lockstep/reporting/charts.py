@@ -44,18 +44,21 @@ def curves(
     *,
     training: Mapping[str, Sequence[Point]] | None = None,
     percent: bool = False,
+    noisy: bool = False,
 ) -> Chart:
     """Return curves by name, over samples, or over seconds.
 
     Those of `training` are drawn beside the ones of the same names, which then are of validation: thin, in one colour.
+    They can be smoothed, and so can all where they are `noisy`.
     """
     data = []
     beside = training or {}
     for number, name in enumerate(dict.fromkeys([*lines, *beside])):
         if name in beside:
-            data.append({**_curve(f"{name}, training", beside[name], _line(number) | {"width": 1}), "opacity": 0.7})
+            thin = _curve(f"{name}, training", beside[name], _line(number) | {"width": 1}, noisy=True)
+            data.append({**thin, "opacity": 0.7})
         if name in lines:
-            data.append(_curve(f"{name}, validation" if beside else name, lines[name], _line(number)))
+            data.append(_curve(f"{name}, validation" if beside else name, lines[name], _line(number), noisy=noisy))
     layout = _layout("samples", y, len(data))
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
@@ -206,9 +209,10 @@ def _trace(name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str,
     }
 
 
-def _curve(name: str, points: Sequence[Point], line: Mapping[str, Any]) -> dict[str, Any]:
+def _curve(name: str, points: Sequence[Point], line: Mapping[str, Any], *, noisy: bool) -> dict[str, Any]:
     samples = [point.samples for point in points]
-    meta = {"samples": samples, "seconds": [round(point.seconds, 3) for point in points]}
+    seconds = [round(point.seconds, 3) for point in points]
+    meta = {"samples": samples, "seconds": seconds, "noisy": noisy}
     return {**_trace(name, samples, [point.value for point in points], line, size=5), "meta": meta}
 
 

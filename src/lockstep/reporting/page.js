@@ -14,7 +14,10 @@ const smooth = (values, weight) => {
     return mean / sum;
   });
 };
-const faint = (trace) => ({...trace, opacity: 0.25, mode: "lines", showlegend: false, hoverinfo: "skip"});
+const faint = (trace) => ({
+  ...trace, opacity: 0.25, mode: "lines", showlegend: false, hoverinfo: "skip", legendgroup: trace.name,
+});
+const positive = (value) => value > 0 ? value : null;
 const draw = (place) => {
   const {data, layout, axes} = figures.get(place);
   const axis = document.querySelector("input[name=axis]:checked")?.value;
@@ -22,14 +25,18 @@ const draw = (place) => {
   const weight = chosen ? Number(document.getElementById("smoothing").value) : 0;
   const lines = {gridcolor: read("--line"), zerolinecolor: read("--line")};
   const x = chosen ? {title: {text: axis}, uirevision: axis} : {};
-  const isLog = chosen && !layout.yaxis.tickformat && document.getElementById("logarithmic").checked;
+  const isLog = chosen && !layout.yaxis.tickformat && document.getElementById("logarithmic").checked
+    && data.some((trace) => trace.y.some(positive));
   const y = isLog ? {type: "log", uirevision: "log"} : {};
   const traces = data.map((trace) => {
     const {line, marker} = trace;
-    return {...trace, ...line && {line: shade(line)}, ...marker && {marker: shade(marker)}, ...chosen && {x: trace.meta[axis]}};
+    const colours = {...line && {line: shade(line)}, ...marker && {marker: shade(marker)}};
+    return {...trace, ...colours, ...chosen && {x: trace.meta[axis]}, ...isLog && {y: trace.y.map(positive)}};
   });
-  const smoothed = traces.map((trace) => ({...trace, y: smooth(trace.y, weight)}));
-  Plotly.react(place, weight ? [...smoothed, ...traces.map(faint)] : traces, {
+  const noisy = weight ? traces.filter((trace) => trace.meta.noisy) : [];
+  const shown = traces.map((trace) => noisy.includes(trace)
+    ? {...trace, y: smooth(trace.y, weight), legendgroup: trace.name} : trace);
+  Plotly.react(place, [...shown, ...noisy.map(faint)], {
     ...layout, uirevision: "kept", paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: {...layout.font, color: read("--text")},
     xaxis: {...layout.xaxis, ...lines, ...x}, yaxis: {...layout.yaxis, ...lines, ...y},

@@ -138,7 +138,7 @@ def curve_name(figure: str) -> str:
 
 def figure_of(curve: str) -> str:
     """Return the figure that a curve of training or of evaluations is of."""
-    return curve.removesuffix(_TRAINING).removesuffix(_VALIDATION)
+    return "loss" if curve == curve_name("loss") else curve.removesuffix(_TRAINING)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:

@@ -12,6 +12,7 @@ from lockstep.reporting.thinning import Point
 
 _FIRST: Final = ("loss",)  # of the charts; then the task's figures, and how fast it went
 _LAST: Final = ("samples_per_s", "lr", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
+_NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
 _MOST_ROWS: Final = 50  # of a run's starts or checkpoints in a table: the last ones
 _SHOWN: Final = 12  # digits of a hash
 _NOTICES: Final = 10
@@ -46,7 +47,13 @@ def charts(histories: Mapping[str, History]) -> list[Chart]:
     """Return a chart of each figure, by the names of the runs that have it."""
     names = dict.fromkeys(figure_of(name) for each in histories.values() for name in each.curves)
     own = [name for name in names if name not in (*_FIRST, *_LAST)]
-    return [chart(name, histories) for name in (*_FIRST, *own, *_LAST) if name in names]
+    found = [chart(name, histories) for name in (*_FIRST, *own, *_LAST) if name in names]
+    both = {
+        label: each.curves["loss"]
+        for label, each in histories.items()
+        if {"loss", curve_name("loss")} <= each.curves.keys()
+    }
+    return [*found, *([curves("loss, as it was logged", both, "loss")] if both else [])]
 
 
 def chart(figure: str, histories: Mapping[str, History]) -> Chart:
@@ -55,8 +62,11 @@ def chart(figure: str, histories: Mapping[str, History]) -> Chart:
     def found(curve: str) -> dict[str, Sequence[Point]]:
         return {label: each.curves[curve] for label, each in histories.items() if curve in each.curves}
 
+    of_figure = found(curve_name(figure)) or found(figure)
     percent = any(each.is_share(figure) for each in histories.values())
-    return curves(figure, found(curve_name(figure)), figure, training=found(training_curve(figure)), percent=percent)
+    return curves(
+        figure, of_figure, figure, training=found(training_curve(figure)), percent=percent, noisy=figure in _NOISY
+    )
 
 
 def _histories(runs: Sequence[RunView]) -> dict[str, History]:

@@ -9,11 +9,11 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 import lockstep
 from lockstep.common.own_code import is_installed, is_own, location
 from lockstep.config.recipe import Recipe
+from lockstep.config.recorded import mixed
 
 _BUILDING: Final = ("__init__", "__new__", "__post_init__")  # what is set there is no state that a forward changes
 _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
@@ -30,7 +31,7 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
     """Return what a recipe names by an import path, by its section, such as `model` or `data`."""
     named = {
         "model": recipe.model.name,
-        "data": recipe.data.name,
+        **dict(_of_data("data", recipe.data.name, recipe.data.options)),
         "loss": recipe.loss.name,
         "optimizer": recipe.optimizer.name,
         "schedule": recipe.schedule.name,
@@ -42,6 +43,13 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
     if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names
         names.pop("model", None)
     return names
+
+
+def _of_data(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of a data set and of those that it mixes, by their sections."""
+    yield section, name
+    for label, source in mixed(name, options).items():
+        yield from _of_data(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
 
 
 def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
