@@ -1,8 +1,10 @@
 """Which node this is, as each platform says it, and what is told where it does not."""
 
+from dataclasses import replace
+
 import pytest
 
-from lockstep.common.follow_parent import KNOWS
+from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
 from lockstep.jobs import launch
 from lockstep.launchers.job import PORT, Job
@@ -79,6 +81,8 @@ def test_torchrun_follows_the_command_of_its_node() -> None:
     assert words[:5] == ["/opt/python", "-m", "lockstep.common.follow_parent", KNOWS, "10.0.0.7"]
     assert {"--nnodes=3", "--node-rank=1", "--master-addr=10.0.0.7", "--nproc-per-node=2"} < {*words}
     assert words[-1] == "placement.processes=6"
+    assert READS_SECRET in command(place(replace(JOB, signed=True), SKYPILOT, 2))
+    assert READS_SECRET not in words
     assert KNOWS not in command(place(JOB, {"LOCKSTEP_NODE_RANK": "0", "LOCKSTEP_NODES": "1"}, 2))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lockstep.common.follow_parent import KNOWS
+from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
 from lockstep.launchers import agents
 from lockstep.launchers.base import Launcher
@@ -91,9 +91,13 @@ def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> J
 
 
 def command(job: Job) -> list[str]:
-    """Return the line that starts torchrun on this node; what it starts ends with the process that runs it."""
+    """Return the line that starts torchrun on this node; what it starts ends with the process that runs it.
+
+    The first line of its stdin is the secret of a job that has one.
+    """
+    secret = [READS_SECRET] if job.signed else []
     knows = [] if job.standalone else [KNOWS, job.meets_on]
-    return [job.python, "-m", "lockstep.common.follow_parent", *knows, *agents.command(job)]
+    return [job.python, "-m", "lockstep.common.follow_parent", *secret, *knows, *agents.command(job)]
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
