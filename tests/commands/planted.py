@@ -147,7 +147,7 @@ class _Noise(nn.Module):
             case "variable":
                 return inputs * (1 + 0.1 * int(os.environ.get("RANK", "0")))
             case _:
-                return inputs * (1 + 0.1 * os.urandom(1)[0] / 256)
+                return inputs * (1 + 0.1 * int.from_bytes(os.urandom(6)) / 2**48)
 
 
 def noisy(num_classes: int, source: str) -> nn.Module:

@@ -40,7 +40,7 @@ watch = partial(invoke, "watch")
 def losses(url: str) -> int:
     """Return how many points the curve of the loss has in the page."""
     with urllib.request.urlopen(f"{url}data", timeout=10) as answer:
-        [figure] = (each["figure"] for each in json.load(answer)["parts"] if each["key"] == "Chart loss/train")
+        [figure] = (each["figure"] for each in json.load(answer)["parts"] if each["key"] == "Chart loss")
     return len(figure["data"][0]["y"])
 
 

@@ -96,8 +96,8 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     """Return the job, or raise UsageError where it asks for what this launcher does not do."""
     on, asked = f"not with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
-        able = " and ".join(each.name for each in starters().values() if each.elastic)
-        raise UsageError(f"{', '.join(job.elastic)}: {on}; the agents of --on {able} do that")
+        *able, last = [each.name for each in starters().values() if each.elastic]
+        raise UsageError(f"{', '.join(job.elastic)}: {on}; the agents of --on {', '.join(able)} and {last} do that")
     if job.id and (job.standalone or job.meets_by == "static"):
         raise UsageError(f"--id: {job.id}, but a rendezvous that is static or of one host has no id; leave --id out")
     if asked and not launcher.resources:
