@@ -134,6 +134,7 @@ def test_two_traces_name_the_first_tensor_that_differs(run, folder):
         (("run", "--check", "3", "--", "python", "x.py"), "of a loop of your own: give --step or --steps alone"),
         (("run/checkpoints", "--step", "3"), "run/checkpoints: is no run; give the folder of one"),
         (("run", "--step", "3", "recipe.loss.name=cross_entropy"), "recipe.loss.name: would make another run of it"),
+        (("run", "--step", "3", "recipe.model.weights.path=w.pt"), "recipe.model.weights.path: would make another run"),
     ],
 )
 def test_what_cannot_be_done_again_is_said_in_a_line(run, folder, words, problem):

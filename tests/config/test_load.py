@@ -14,7 +14,7 @@ from lockstep.commands.show import consequences
 from lockstep.config import across
 from lockstep.config.base import values
 from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
-from lockstep.config.recorded import says_where
+from lockstep.config.recorded import locations
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.config.wording import section_at
@@ -517,8 +517,8 @@ def test_the_yaml_shows_origins_and_leaves_out_what_is_not_set():
 
 
 def test_differences_name_the_keys():
-    run = load("digits").config.recipe
-    now = load("digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]).config.recipe
+    run = values(load("digits").config.recipe)
+    now = values(load("digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]).config.recipe)
     assert differences(run, run) == []
     assert differences(run, now) == [
         "optimizer.lr.value: 0.1 in the run, 0.2 now",
@@ -554,9 +554,11 @@ def test_the_sources_of_a_mixture_may_lie_elsewhere_too():
     assert before != comparable(mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x")))
     own = {"name": "m:f", "options": {"of": {"a": {"name": "text", "root": "x"}}}}  # the options of a function
     assert comparable({"data": own, "model": {}})["data"] == own
-    where = ("data.root", "recipe.data.root", "recipe.data.options.of.c.options.of.b.root", "model.weights.path")
-    assert all(map(says_where, where))
-    assert not any(map(says_where, ("data.options.root", "data.options.of.a.weight", "recipe.data.name")))
+    sources = mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x"))
+    where = {"data.root", "data.options.of.a.root", "data.options.of.c.options.of.b.root"}
+    assert locations(sources) == where
+    assert locations({**sources, "model": {"weights": {"path": "w", "prefix": "p"}}}) == {*where, "model.weights.path"}
+    assert locations({"data": own, "model": {}}) == set()
 
 
 def test_code_that_a_mixture_names_is_known_as_code():

@@ -16,7 +16,7 @@ from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, Sou
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe
-from lockstep.config.recorded import mixed
+from lockstep.config.recorded import elsewhere
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
@@ -109,9 +109,9 @@ def to_yaml(loaded: Loaded) -> str:
     return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
-def differences(run: Recipe, now: Recipe) -> list[str]:
-    """Return a line for each key in which two recipes differ: `seed: 0 in the run, 1 now`."""
-    before, after = ({path: write.flow(value) for path, value in write.leaves(values(recipe))} for recipe in (run, now))
+def differences(run: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key in which the values of two recipes differ: `seed: 0 in the run, 1 now`."""
+    before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, now))
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
         for path in before | after
@@ -124,23 +124,7 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     What a micro-batch holds follows from how many there are.
     """
-    model = dict(recipe["model"])
-    if "weights" in model:
-        model["weights"] = {key: value for key, value in model["weights"].items() if key != "path"}
-    return {
-        **{key: value for key, value in recipe.items() if key != "microbatch"},
-        "data": _anywhere(recipe["data"]),
-        "model": model,
-    }
-
-
-def _anywhere(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a data set without its location, nor those of the sources that it mixes."""
-    found = {key: value for key, value in data.items() if key not in ("root", "download")}
-    options = data.get("options") or {}
-    if sources := mixed(data["name"], options):
-        found["options"] = {**options, "of": {label: _anywhere(source) for label, source in sources.items()}}
-    return found
+    return {key: value for key, value in elsewhere(recipe).items() if key != "microbatch"}
 
 
 def _find(source: str) -> FilePath:

@@ -21,7 +21,7 @@ from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load_text, read_run_recipe
-from lockstep.config.recorded import says_where
+from lockstep.config.recorded import locations
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded
 from lockstep.data.base import NoTransforms
@@ -180,9 +180,10 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     words = ["placement.processes=1", *request.overrides, *request.changes]
     loaded = load_text(text, str(config), folder.name, words)
     code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
+    moved = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
     for word in request.overrides:
         key = word.partition("=")[0]
-        if not (key.startswith(_FREE) or says_where(key) or key in code):
+        if not (key.startswith(_FREE) or key in moved or key in code):
             raise UsageError(f"{key}: would make another run of it; to see what it changes, give it to --change")
     kept = _checkpoints(folder)
     start, checkpoint = checkpoint_before(folder, request.first)

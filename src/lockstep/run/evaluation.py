@@ -192,8 +192,8 @@ def _check_run(found: store.FoundCheckpoint) -> None:
     config = found.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
-    run, own = read_run_recipe(config), checkpoint_recipe(found.path, found.snapshot)
-    if comparable(values(run)) != comparable(values(own)):
+    run, own = values(read_run_recipe(config)), values(checkpoint_recipe(found.path, found.snapshot))
+    if comparable(run) != comparable(own):
         lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
         raise UsageError(
             "\n".join([f"{found.path}: is not of the run that {config} is of; move it to a folder of its own:", *lines])

@@ -20,7 +20,6 @@ from lockstep.config import load as loading
 from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
-from lockstep.config.recorded import says_where
 from lockstep.config.run import RunConfig
 from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
@@ -57,10 +56,10 @@ def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[s
 
 def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     """Raise UsageError with the differing keys where the run at `place` has another recipe; data may have moved."""
-    if comparable(values(before)) == comparable(values(now)):
+    run, own = comparable(values(before)), comparable(values(now))
+    if run == own:
         return
-    found = [(line.partition(": ")[0], line) for line in loading.differences(before, now)]
-    lines = [line for key, line in found if key != "microbatch" and not says_where(key)]
+    lines = loading.differences(run, own)
     if before.order != now.order and "order" not in now.model_fields_set:
         lines.append(f"recipe.order is not set; recipe.order={before.order} resumes this run")
     if before.microbatches != now.microbatches and "microbatches" not in now.model_fields_set:
