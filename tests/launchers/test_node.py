@@ -7,8 +7,9 @@ import pytest
 from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
 from lockstep.jobs import launch
+from lockstep.launchers.agents import followed
 from lockstep.launchers.job import PORT, Job
-from lockstep.launchers.node import command, place
+from lockstep.launchers.node import place
 
 JOB = Job(("train", "digits"), "/opt/python")
 SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9\n"}
@@ -77,13 +78,13 @@ def test_what_does_not_say_it_is_refused(env: dict[str, str], told: str) -> None
 
 
 def test_torchrun_follows_the_command_of_its_node() -> None:
-    words = command(place(JOB, SKYPILOT, 2))
+    words = followed(place(JOB, SKYPILOT, 2))
     assert words[:5] == ["/opt/python", "-m", "lockstep.common.follow_parent", KNOWS, "10.0.0.7"]
     assert {"--nnodes=3", "--node-rank=1", "--master-addr=10.0.0.7", "--nproc-per-node=2"} < {*words}
     assert words[-1] == "placement.processes=6"
-    assert READS_SECRET in command(place(replace(JOB, signed=True), SKYPILOT, 2))
+    assert READS_SECRET in followed(place(replace(JOB, signed=True), SKYPILOT, 2))
     assert READS_SECRET not in words
-    assert KNOWS not in command(place(JOB, {"LOCKSTEP_NODE_RANK": "0", "LOCKSTEP_NODES": "1"}, 2))
+    assert KNOWS not in followed(place(JOB, {"LOCKSTEP_NODE_RANK": "0", "LOCKSTEP_NODES": "1"}, 2))
 
 
 def test_a_first_node_without_an_address_yet_is_waited_for(

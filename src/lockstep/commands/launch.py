@@ -99,7 +99,7 @@ def command(
     )
     if on == node.LAUNCHER.name:
         told = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank, "--endpoint": endpoint}
-        if given := [option for option, value in told.items() if value or value == 0]:
+        if given := [option for option, value in told.items() if value not in (None, "")]:
             raise UsageError(f"{', '.join(given)}: not with --on node, which reads the platform's variables; leave out")
         job = node.place(job, os.environ, processes_per_node)
         node_rank = job.host if job.nodes > 1 else None

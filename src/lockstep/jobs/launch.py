@@ -176,8 +176,9 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """
     from lockstep.launchers.hosts import run_on_hosts
 
-    if job.hosts and shutil.which("ssh") is None:
-        raise UsageError("ssh is not found; install it, or choose another --on")
+    program = next(iter(lines.values()))[0]  # the same on all of them
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not found; install it, or choose another --on")
     before = _result(job)
     ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret)
     result = _result(job)

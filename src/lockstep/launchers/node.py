@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
-from lockstep.launchers import agents
+from lockstep.launchers.agents import followed
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 
@@ -76,28 +75,19 @@ def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> J
         raise UsageError(f"--on node: {platform.rank}={env[platform.rank]} of {platform.nodes}={nodes} nodes, from 0")
     rank %= nodes
     # A first node may be told only that it is the first; for one alone nobody has to find it.
-    first = (env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [""]))[0]
-    if not first:
+    addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
+    if not addresses:
         raise UsageError(f"--on node: {platform.first} is not set, and node {rank} cannot find the first one; set it")
+    first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
     port = _number(env, platform.port) if platform.port in env else job.port
     processes = env.get(platform.processes, "")
     return replace(
         job,
         nodes=nodes,
         host=rank,
-        endpoint=f"{f'[{first}]' if ':' in first else first}:{port}" if nodes > 1 else "",
+        endpoint=f"{first}:{port}" if nodes > 1 else "",
         processes_per_node=processes_per_node or (int(processes) if processes.isdecimal() else 0) or 1,
     )
-
-
-def command(job: Job) -> list[str]:
-    """Return the line that starts torchrun on this node; what it starts ends with the process that runs it.
-
-    The first line of its stdin is the secret of a job that has one.
-    """
-    secret = [READS_SECRET] if job.signed else []
-    knows = [] if job.standalone else [KNOWS, job.meets_on]
-    return [job.python, "-m", "lockstep.common.follow_parent", *secret, *knows, *agents.command(job)]
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -107,4 +97,4 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-LAUNCHER: Final = Launcher("node", command=command, per_host=True, starts_all=lambda job: job.nodes == 1, elastic=True)
+LAUNCHER: Final = Launcher("node", command=followed, per_host=True, starts_all=lambda job: job.nodes == 1, elastic=True)

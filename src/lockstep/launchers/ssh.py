@@ -4,7 +4,6 @@ import shlex
 from dataclasses import replace
 from typing import Final
 
-from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
 from lockstep.launchers import agents
 from lockstep.launchers.base import Launcher
@@ -14,17 +13,14 @@ from lockstep.launchers.job import Job
 def command(job: Job) -> list[str]:
     """Return the line that starts torchrun on the job's host number `job.host`, in the job's folder.
 
-    What it starts there ends when the ssh here ends. The first line of its stdin is the secret of a job that has one.
+    What it starts there ends when the ssh here ends.
     """
     if not job.hosts:
         raise UsageError("--on ssh: no hosts are given; name them in --hosts FILE, one on each line")
     # A host that is gone is noticed within 45 s; without a terminal, nobody could be asked for a password.
     alive = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
-    secret = [READS_SECRET] if job.signed else []
-    knows = [] if job.standalone else [KNOWS, job.meets_on]
-    torchrun = agents.command(replace(job, options=()))
-    followed = shlex.join([job.python, "-m", "lockstep.common.follow_parent", *secret, *knows, *torchrun])
-    return ["ssh", *alive, *job.options, job.hosts[job.host], f"cd {shlex.quote(job.folder)} && exec {followed}"]
+    there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agents.followed(replace(job, options=())))}"
+    return ["ssh", *alive, *job.options, job.hosts[job.host], there]
 
 
 LAUNCHER: Final = Launcher("ssh", command=command, per_host=True, elastic=True)
