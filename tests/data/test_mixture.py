@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.mixture import Mixture, shares
+from lockstep.data.mixture import Mixture, parts, shares
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import UsageError
@@ -218,7 +218,7 @@ def test_what_a_source_skips_counts_as_skipped() -> None:
 
 
 def test_its_parts_are_whole_whatever_an_epoch_has_of_them() -> None:
-    assert [len(each) for each in Mixture([EPOCH, SMALL], [1, 1]).parts()] == [6000, 40, 40]
+    assert [len(each) for each in parts(Mixture([EPOCH, SMALL], [1, 1]))] == [6000, 40, 40]
 
 
 def test_a_mixture_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -173,16 +173,15 @@ def data(words: tuple[str, ...]) -> None:
     """
     from lockstep.config.load import load, split
     from lockstep.data.loader import damages
-    from lockstep.data.mixture import Mixture
+    from lockstep.data.mixture import parts
     from lockstep.run.build import open_recipe_data
 
     recipe = load(*split(words)).config.recipe
     strict = recipe.data.model_copy(update={"on_error": "raise"})
     opened = open_recipe_data(recipe.model_copy(update={"data": strict}))
-    splits = [part for part in (opened.train, opened.validation) if part is not None]
-    parts = [part for split in splits for part in (split.parts() if isinstance(split, Mixture) else [split])]
-    total, damaged, reported = sum(map(len, parts)), 0, 0
-    for number, damage in enumerate(chain(*(damages(part, usable_cores()) for part in parts)), 1):
+    read = [part for split in (opened.train, opened.validation) if split is not None for part in parts(split)]
+    total, damaged, reported = sum(map(len, read)), 0, 0
+    for number, damage in enumerate(chain(*(damages(part, usable_cores()) for part in read)), 1):
         if damage:
             damaged += 1
             click.echo(printable_line(damage))

@@ -7,7 +7,7 @@ from typing import Final
 from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, cells, conclusion, naive_cells
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
-from lockstep.reporting.run_log import curve_name
+from lockstep.reporting.run_log import evaluation_curve
 from lockstep.reporting.run_page import chart
 
 _SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
@@ -48,7 +48,7 @@ def _naive(comparison: Comparison) -> Iterator[Section]:
         return
     yield Table("What the usual script makes of it", headings, rows, _NAIVE)
     figure = comparison.figure
-    found = _series(comparison, lambda row: row.history.last_of(curve_name(figure)))
+    found = _series(comparison, lambda row: row.history.last_of(evaluation_curve(figure)))
     if len({number for points in found.values() for number, _ in points}) > 1:
         yield lines(f"{figure} in the end", "processes", figure, found)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import History, by_rank, count, curve_name, peaks
+from lockstep.reporting.run_log import History, by_rank, count, evaluation_curve, peaks
 
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -182,8 +182,8 @@ def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             _words(row, f"{PRINTED}loss/train"),
             _words(row, OF_ALL),
             _words(row, f"{PRINTED}{figure}/validation", figure),
-            _words(row, curve_name(figure), figure),
-            _words(comparison.reference(row), curve_name(figure), figure),
+            _words(row, evaluation_curve(figure), figure),
+            _words(comparison.reference(row), evaluation_curve(figure), figure),
         ]
         for row in comparison.done
         if row.strategy == NAIVE

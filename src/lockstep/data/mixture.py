@@ -99,16 +99,11 @@ class Mixture:
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
         self.in_memory = all(each.in_memory for each in sources)
-        self._sources = sources
+        self.sources = sources
         self._ends = np.cumsum(counts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    def parts(self) -> Iterator[Split]:
-        """Yield the sources, and of those that are mixtures theirs."""
-        for each in self._sources:
-            yield from each.parts() if isinstance(each, Mixture) else [each]
 
     def source(self, number: int) -> int:
         """Return the place among the sources of the one that a sample comes from."""
@@ -128,16 +123,25 @@ class Mixture:
         """Yield the samples of each source, and of each time that all of it is gone through, with their places."""
         which = np.searchsorted(self._ends, indices, side="right")
         within = indices - np.concatenate([[0], self._ends])[which]
-        turns = within // np.array([*map(len, self._sources)])[which]
+        turns = within // np.array([*map(len, self.sources)])[which]
         for number, turn in sorted({*zip(which.tolist(), turns.tolist(), strict=True)}):
             [places] = np.nonzero((which == number) & (turns == turn))
-            source = self._sources[number]
+            source = self.sources[number]
             rows = within[places] - turn * len(source)
             if draw is None:
                 yield source.fetch(rows, None), places
                 continue
             key = random.extend_key(draw, number)
             yield source.fetch(shuffle("bijection", key, turn, len(source))(rows), random.extend_key(key, turn)), places
+
+
+def parts(split: Split) -> Iterator[Split]:
+    """Yield the sources of a mixture, and of those that are mixtures theirs; of any other split itself."""
+    if isinstance(split, Mixture):
+        for each in split.sources:
+            yield from parts(each)
+    else:
+        yield split
 
 
 def _kind(split: Split) -> dict[str, str]:

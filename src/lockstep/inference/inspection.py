@@ -18,13 +18,12 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_
 from lockstep.reporting import wording
 from lockstep.reporting.charts import lines
 from lockstep.reporting.page import Section, Table, Words
-from lockstep.reporting.run_log import History
+from lockstep.reporting.run_log import History, evaluation_curve
 from lockstep.reporting.run_view import RunView
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
-from lockstep.training.evaluate import LOSS
 
 _RECORDED: Final = "compared with the log"
 _FIGURES: Final = (
@@ -135,7 +134,7 @@ def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[st
     pairs = [
         (value, point.value)
         for name, value in figures.items()
-        for point in history.curves.get(("loss/validation" if name == LOSS else name) + suffix, [])
+        for point in history.curves.get(evaluation_curve(name) + suffix, [])
         if point.step == saved.step
     ]
     if not pairs:

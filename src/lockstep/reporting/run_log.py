@@ -131,14 +131,14 @@ def training_curve(figure: str) -> str:
     return f"{figure}{_TRAINING}"
 
 
-def curve_name(figure: str) -> str:
+def evaluation_curve(figure: str) -> str:
     """Return the curve of a figure of evaluations."""
     return f"loss{_VALIDATION}" if figure == "loss" else figure
 
 
 def figure_of(curve: str) -> str:
     """Return the figure that a curve of training or of evaluations is of."""
-    return "loss" if curve == curve_name("loss") else curve.removesuffix(_TRAINING)
+    return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
@@ -321,11 +321,11 @@ def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
 def _name(kind: str, key: str, of_model: bool) -> str:
     """Return the name of a figure of an event; empty where it is none."""
     if kind == "step":
-        names = {"loss": "loss/train", **{name: name for name in _OF_STEP}}
-        own, suffix = {each.name for each in fields(Stepped)}, "/train"
+        names = {"loss": training_curve("loss"), **{name: name for name in _OF_STEP}}
+        own, suffix = {each.name for each in fields(Stepped)}, _TRAINING
     elif kind == "evaluated":
         suffix = "" if of_model else "/ema"
-        names, own = {"loss": f"loss/validation{suffix}"}, {each.name for each in fields(Evaluated)}
+        names, own = {"loss": evaluation_curve("loss") + suffix}, {each.name for each in fields(Evaluated)}
     else:
         names, own, suffix = {}, {"step", "epoch", "samples"}, ""
     return names.get(key) or ("" if key in own or key in ("event", "time") else printable_line(key) + suffix)

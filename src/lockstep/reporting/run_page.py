@@ -6,7 +6,7 @@ from typing import Final
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, curves
 from lockstep.reporting.page import ProgressBar, Section, Table, Words
-from lockstep.reporting.run_log import History, curve_name, figure_of, training_curve
+from lockstep.reporting.run_log import History, evaluation_curve, figure_of, training_curve
 from lockstep.reporting.run_view import RunView, clock, differing, eta, figures, headline, join, latest, place
 from lockstep.reporting.thinning import Point
 
@@ -21,17 +21,15 @@ _PLACEMENT: Final = "The recipes are the same: under exact strategies, so are th
 
 def sections(runs: Sequence[RunView]) -> list[Section]:
     """Return what a page on the runs shows: how each ended, in what they differ, their curves, starts, checkpoints."""
-    failures = [f"{run.folder} failed: {run.failure}" for run in runs if run.failure]
-    shown: list[Section] = [_runs(runs), *([Words("", failures)] if failures else [])]
-    return _filled([*shown, _differences(runs), *charts(_histories(runs)), _starts(runs), _saves(runs)])
+    return _filled([*_outline(runs), *charts(_histories(runs)), _starts(runs), _saves(runs)])
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
     """Return how far each run is and its curves, what happened last, and then what else a page of runs shows."""
     rows = [[notice.words, name, clock(notice.time)] for name, notice in reversed(latest(runs, _NOTICES))]
-    told = _filled([Table("What happened last", ["", "run", "at"], rows)])
-    others = [each for each in (sections(runs) if runs else []) if not isinstance(each, Chart)]
-    return [*map(_progress, runs), *charts(_histories(runs)), *told, *others]
+    told = Table("What happened last", ["", "run", "at"], rows)
+    shown = [*map(_progress, runs), *charts(_histories(runs)), told, *_outline(runs), _starts(runs), _saves(runs)]
+    return _filled(shown)
 
 
 def title(runs: Sequence[RunView]) -> str:
@@ -51,7 +49,7 @@ def charts(histories: Mapping[str, History]) -> list[Chart]:
     both = {
         label: each.curves["loss"]
         for label, each in histories.items()
-        if {"loss", curve_name("loss")} <= each.curves.keys()
+        if {"loss", evaluation_curve("loss")} <= each.curves.keys()
     }
     return [*found, *([curves("loss, as it was logged", both, "loss")] if both else [])]
 
@@ -62,11 +60,16 @@ def chart(figure: str, histories: Mapping[str, History]) -> Chart:
     def found(curve: str) -> dict[str, Sequence[Point]]:
         return {label: each.curves[curve] for label, each in histories.items() if curve in each.curves}
 
-    of_figure = found(curve_name(figure)) or found(figure)
+    of_figure = found(evaluation_curve(figure)) or found(figure)
     percent = any(each.is_share(figure) for each in histories.values())
     return curves(
         figure, of_figure, figure, training=found(training_curve(figure)), percent=percent, noisy=figure in _NOISY
     )
+
+
+def _outline(runs: Sequence[RunView]) -> list[Section]:
+    failures = [f"{run.folder} failed: {run.failure}" for run in runs if run.failure]
+    return [_runs(runs), *([Words("", failures)] if failures else []), _differences(runs)]
 
 
 def _histories(runs: Sequence[RunView]) -> dict[str, History]:
