@@ -12,8 +12,6 @@ What they leave to the user is the same for all: a network without BatchNorm, da
 clipping by the norm, a seed. One process is started as several are, and its model is wrapped alike.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -16,13 +16,7 @@ PLACED = {
 BEYOND = pytest.mark.extended("parallel/test_audited.py and test_rotated_audit.py have the bits of each strategy")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "pipeline" else BEYOND)  # which hands over what it computes, too
-        for name in PLACED
-    ],
-)
+@pytest.mark.parametrize("name", ["pipeline", *(pytest.param(each, marks=BEYOND) for each in ("single", "ddp"))])
 def test_audits_leave_a_run_as_it_is(run, finished, name):
     audited = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", "placement.audit_every=2", *PLACED[name])
     assert_same_run(finished("recipe.microbatches=4", "placement.processes=1"), audited)
