@@ -1,7 +1,8 @@
 """Input pipelines on one core: images a second of the usual ones and of ours.
 
 Every contestant ends with the same thing, a normalised float32 batch [n, 3, height, width] of shuffled, cropped and
-flipped images; none has loader processes. All are held to the same core, on which they take turns.
+flipped images; none has loader processes. All are held to the same core, on which they take turns. DALI and FFCV are
+among them where they are installed: pip install nvidia-dali-cuda120 'numpy<2' ffcv, the latter with OpenCV's headers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +35,8 @@ from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
 from lockstep.data.images.device_transforms import ImageTransforms
+from lockstep.data.images.pictures import PictureSplit
+from lockstep.data.images.prepare import write_archives
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.data.request import DataRequest
@@ -42,7 +47,8 @@ from lockstep.device.precision import fix_kernels
 CIFAR: Final = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET: Final = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 SMALL_BATCH, LARGE_BATCH = 256, 32
-PIL, NEWER, OURS = "PIL", "torchvision.io + v2", "lockstep"
+PIL, NEWER, OURS, PREPARED = "PIL", "torchvision.io + v2", "lockstep", "lockstep, prepared"
+DALI, FFCV = "DALI", "FFCV, raw"
 
 
 def results(quick: bool) -> list[Result]:
@@ -64,12 +70,20 @@ def _small(quick: bool) -> Result:
 
 
 def _large(root: str, bytes_each: int, quick: bool) -> Result:
+    contestants = {PIL: _large_pil, NEWER: _large_newer, OURS: _large_ours, PREPARED: _large_prepared}
+    targets = [Target(OURS, PIL, "at least", 1.5), Target(OURS, NEWER, "at least", 1.0)]
+    if find_spec("nvidia.dali") is not None:
+        contestants[DALI] = _large_dali
+        targets.append(Target(OURS, DALI, "at least", 1.3))
+    if find_spec("ffcv") is not None:
+        contestants[FFCV] = _large_ffcv
+        targets.append(Target(PREPARED, FFCV, "at least", 1.0))
     return _compared(
         "input-jpeg",
         f"input: 500x375 JPEGs of {bytes_each:,} bytes: random crop to 224, flip, normalise",
-        {PIL: partial(_large_pil, root), NEWER: partial(_large_newer, root), OURS: partial(_large_ours, root)},
+        {name: partial(build, root) for name, build in contestants.items()},
         quick=quick,
-        targets=[Target(OURS, PIL, "at least", 1.5), Target(OURS, NEWER, "at least", 1.0)],
+        targets=targets,
     )
 
 
@@ -173,6 +187,69 @@ def _large_newer(root: str) -> Callable[[], Iterator[Tensor]]:
 def _large_ours(root: str) -> Callable[[], Iterator[Tensor]]:
     data = open_data(DataRequest("folder", root, image_size=224, resize_size=256, resized_crop=True))
     return _ours(data, ImageTransforms(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
+
+
+def _large_prepared(root: str) -> Callable[[], Iterator[Tensor]]:
+    data = open_data(DataRequest("folder", root, image_size=224, resize_size=256, resized_crop=True))
+    folder = Path(tempfile.mkdtemp(dir=root))
+    for part, split in (("train", data.train), ("val", data.validation)):
+        assert isinstance(split, PictureSplit)
+        deque(write_archives(split, folder, part), maxlen=0)
+    pixels = DataRequest("webdataset", str(folder), image_size=224, resize_size=256, resized_crop=True)
+    return _ours(open_data(pixels), ImageTransforms(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
+
+
+def _large_dali(root: str) -> Callable[[], Iterator[Tensor]]:
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    @pipeline_def(batch_size=LARGE_BATCH, num_threads=1, device_id=None, seed=0)
+    def pipeline() -> Any:
+        files, _ = fn.readers.file(file_root=f"{root}/train", random_shuffle=True, name="files")
+        images = fn.decoders.image_random_crop(files, random_area=(0.08, 1.0), random_aspect_ratio=(3 / 4, 4 / 3))
+        return fn.crop_mirror_normalize(
+            fn.resize(images, size=(224, 224)),
+            dtype=types.FLOAT,
+            output_layout="CHW",
+            mean=[255 * each for each in IMAGENET["mean"]],
+            std=[255 * each for each in IMAGENET["std"]],
+            mirror=fn.random.coin_flip(),
+        )
+
+    batches = DALIGenericIterator(
+        pipeline(), ["inputs"], reader_name="files", last_batch_policy=LastBatchPolicy.PARTIAL, auto_reset=True
+    )
+    return lambda: (batch[0]["inputs"] for batch in batches)
+
+
+def _large_ffcv(root: str) -> Callable[[], Iterator[Tensor]]:
+    from ffcv import transforms as steps
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader as FfcvLoader
+    from ffcv.loader import OrderOption
+    from ffcv.writer import DatasetWriter
+
+    file = f"{tempfile.mkdtemp(dir=root)}/train.beton"
+    fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
+    DatasetWriter(file, fields, num_workers=1).from_indexed_dataset(datasets.ImageFolder(f"{root}/train"))
+    mean, std = (255 * np.array(IMAGENET[each]) for each in ("mean", "std"))
+    image = [
+        RandomResizedCropRGBImageDecoder((224, 224)),
+        steps.RandomHorizontalFlip(),
+        steps.NormalizeImage(mean, std, np.float32),
+        steps.ToTensor(),
+        steps.ToTorchImage(convert_back_int16=False),
+    ]
+    loader = FfcvLoader(
+        file,
+        batch_size=LARGE_BATCH,
+        num_workers=1,
+        order=OrderOption.RANDOM,
+        pipelines={"image": image, "label": None},
+        drop_last=False,
+    )
+    return lambda: (batch[0].contiguous() for batch in loader)
 
 
 def _decoded(path: str) -> Tensor:

@@ -84,6 +84,7 @@ ROOMS = {
     "exports": "what other programs call it",
     "commands/predict": "options, which users type",
     "commands/export": "what of a run is exported, told to users",
+    "commands/prepare": "what of the data is decoded, told to users",
     "commands/report": "what of a run is shown, told to users",
     "device/kernels": "torch's operations, by their names and by what they are called for",
 }

@@ -41,7 +41,7 @@ _BASH: Final = """\
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 _GROUPS: Final = {
-    "Train": ("train", "eval", "predict", "export", "import", "prune"),
+    "Train": ("train", "eval", "predict", "export", "import", "prepare", "prune"),
     "Look": ("show", "plan", "jobs", "watch", "report"),
     "Prove": ("verify", "replay", "bisect", "compare"),
     "Cluster": ("launch", "submit", "doctor"),

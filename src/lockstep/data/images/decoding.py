@@ -12,6 +12,7 @@ from torch import Tensor
 
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
 _BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # where torchvision was built, in what its decoders raise
+_PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # its header, as Pillow and `lockstep prepare` write it
 _TURNED: Final = (2, 3, 4, 5, 6, 7, 8)  # of the values of EXIF's orientation; 1 is upright, others mean nothing
 
 
@@ -33,7 +34,15 @@ def decode(content: bytearray, upright: bool) -> Tensor:
         raise UndecodableError(_reason(error, content)) from error
 
 
+def as_ppm(pixels: Tensor) -> bytes:
+    """Return a picture, uint8 of shape [3, height, width], as a PPM file, which `decode` takes as it is."""
+    _, height, width = pixels.shape
+    return f"P6\n{width} {height}\n255\n".encode() + pixels.permute(1, 2, 0).numpy().tobytes()
+
+
 def _decode_image(content: bytearray, upright: bool) -> Tensor:
+    if (plain := _from_ppm(content)) is not None:
+        return plain
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
             image.load()  # what is broken raises here, and not below, where PNG's loader looks for its metadata
@@ -42,6 +51,17 @@ def _decode_image(content: bytearray, upright: bool) -> Tensor:
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
             return _jpeg(content, image)
         return _pixels(image)
+
+
+def _from_ppm(content: bytearray) -> Tensor | None:
+    """Return the pixels of a PPM file where they are, none copied; None of other files, and of one that is cut off."""
+    header = _PPM.match(content)
+    width, height = map(int, header.groups()) if header else (0, 0)
+    count = width * height * 3
+    if header is None or not 0 < count <= len(content) - header.end():
+        return None
+    pixels = torch.frombuffer(content, dtype=torch.uint8, count=count, offset=header.end())
+    return pixels.view(height, width, 3).permute(2, 0, 1)
 
 
 def _orientation(image: Image.Image) -> object:

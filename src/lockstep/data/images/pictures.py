@@ -74,7 +74,7 @@ def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
     One of another size is resized, whatever its aspect. The only channel is Pillow's grey (ITU-R 601-2).
     """
     if pixels.shape[1:] != (height, width):
-        pixels = _resize(pixels, height, width)
+        pixels = resize(pixels, height, width)
     if channels == 3:
         return pixels
     red, green, blue = pixels.to(torch.int32)
@@ -95,17 +95,37 @@ class PictureSplit:
     def __len__(self) -> int:
         return len(self._source.targets)
 
+    def name(self, index: int) -> str:
+        """Return what errors call a picture, such as its path."""
+        return self._source.name(index)
+
+    def target(self, index: int) -> int:
+        """Return the class of a picture."""
+        return int(self._source.targets[index])
+
+    def picture(self, index: int) -> Tensor | None:
+        """Return a whole picture, uint8 of shape [3, any, any]; None for a corrupt one that is to be skipped."""
+        try:
+            return decode(self._source.content(index), self._cut.exif)
+        except UndecodableError as error:
+            if self._cut.skips:
+                return None
+            raise DataError(
+                f"{self._source.name(index)}: cannot be read as an image: {error}; remove it, or set "
+                f"recipe.data.on_error=skip; lockstep doctor data finds all such files"
+            ) from error
+
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         images = torch.empty(len(indices), 3, self._cut.size, self._cut.size, dtype=torch.uint8)
         targets = self._source.targets[torch.tensor(indices)]
         draws = self._draws(indices, draw)
         for place, index in enumerate(indices.tolist()):
-            seen = self._load_input(index, draws[place] if draws else None)
-            if seen is None:
+            whole = self.picture(index)
+            if whole is None:
                 targets[place] = SKIPPED
                 images[place] = 0
             else:
-                images[place] = seen
+                images[place] = part(whole, self._cut, draws[place] if draws else None)
         return images, targets
 
     def _draws(self, indices: NDArray[np.int64], draw: int | None) -> list[list[float]] | None:
@@ -114,19 +134,6 @@ class PictureSplit:
         drawn: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, DRAWS).tolist()
         return drawn
 
-    def _load_input(self, index: int, draws: Sequence[float] | None) -> Tensor | None:
-        """Return the part of a picture that the model sees; None for a corrupt one that is to be skipped."""
-        try:
-            pixels = decode(self._source.content(index), self._cut.exif)
-        except UndecodableError as error:
-            if self._cut.skips:
-                return None
-            raise DataError(
-                f"{self._source.name(index)}: cannot be read as an image: {error}; remove it, or set "
-                f"recipe.data.on_error=skip; lockstep doctor data finds all such files"
-            ) from error
-        return part(pixels, self._cut, draws)
-
 
 def part(pixels: Tensor, cut: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
     """Return what the model sees of a picture: uint8 of shape [3, size, size], by `draws` or else the centre."""
@@ -134,12 +141,13 @@ def part(pixels: Tensor, cut: CropSettings, draws: Sequence[float] | None = None
     if draws is None or cut.scale is None:
         high, wide = short_side(height, width, cut.resize)
         top, left, _, _ = centre(high, wide, cut.size)
-        return _resize(pixels, high, wide)[:, top : top + cut.size, left : left + cut.size]
+        return resize(pixels, high, wide)[:, top : top + cut.size, left : left + cut.size]
     top, left, high, wide = random_crop(height, width, cut.scale, draws)
-    return _resize(pixels[:, top : top + high, left : left + wide], cut.size, cut.size)
+    return resize(pixels[:, top : top + high, left : left + wide], cut.size, cut.size)
 
 
-def _resize(pixels: Tensor, height: int, width: int) -> Tensor:
+def resize(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Return a picture, uint8 of shape [3, any, any], in another size, by averages where it shrinks."""
     # On bytes with interleaved channels, as here, torch counts in whole numbers: in half Pillow's time, off
     # by at most one from it, with the same bits for AVX2, AVX-512 and any number of threads (not without AVX2).
     resized = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)

@@ -80,10 +80,10 @@ class Archives:
         with os_error_as(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
             if number not in self._opened:
                 self._opened[number] = plainfile.descriptor(Path(archive.file), links=True)
-            found = os.pread(self._opened[number], size, offset)
-        if len(found) != size:
-            raise DataError(f"{self.name(index)}: the archive was cut off while it was in use")
-        return bytearray(found)
+            content = bytearray(size)
+            if os.preadv(self._opened[number], [content], offset) != size:
+                raise DataError(f"{self.name(index)}: the archive was cut off while it was in use")
+        return content
 
     def split(self, share: float) -> tuple[Archives, Archives]:
         """Return the pictures without a share of them, by their names, and that."""

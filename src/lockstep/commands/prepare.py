@@ -1,0 +1,81 @@
+"""Decode the pictures of a recipe's data once, so that training need not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.commands import _completion
+from lockstep.common.text import printable_line, size
+from lockstep.errors import UsageError, os_error_as
+
+if TYPE_CHECKING:
+    from lockstep.config.load import Loaded
+    from lockstep.data.base import DataSet
+
+
+@click.command("prepare")
+@click.argument("recipe", shell_complete=_completion.words)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
+@click.option("--to", required=True, type=click.Path(path_type=Path), help="A folder that is not there yet.")
+@click.option(
+    "--short-side", type=click.IntRange(1), help="Shrink larger pictures to so many pixels: this gives other weights."
+)
+def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int | None) -> None:
+    """Write the pixels of all pictures of RECIPE's data, and a recipe that reads them and gives the same weights.
+
+    The pixels are in tar archives as WebDataset writes them, about ten times as large as JPEGs. The recipe is
+    recipe.yaml beside them.
+    """
+    from lockstep.config.load import load
+    from lockstep.run.build import open_recipe_data
+
+    loaded = load(recipe, overrides)
+    if os.path.lexists(to):
+        raise UsageError(f"{to}: is there already; remove it, or choose another folder with --to")
+    data = open_recipe_data(loaded.config.recipe)
+    temporary = to.with_name(f".{to.name}.{os.getpid()}.new")
+    try:
+        with os_error_as(UsageError, f"{to}: cannot be written", "; choose another folder with --to"):
+            temporary.mkdir(parents=True)
+            for part, split in {"train": data.train, "val": data.validation}.items():
+                if split is not None:
+                    _write(split, temporary, part, short_side)
+            (temporary / "recipe.yaml").write_text(_recipe_of(loaded, data, to.absolute()), encoding="utf-8")
+            written = sum(each.stat().st_size for each in temporary.iterdir())
+            temporary.rename(to)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    click.echo(printable_line(f"{size(written)} in {to}"))
+    click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
+
+
+def _write(split: object, folder: Path, part: str, short_side: int | None) -> None:
+    from lockstep.data.images.pictures import PictureSplit
+    from lockstep.data.images.prepare import write_archives
+
+    if not isinstance(split, PictureSplit):
+        raise UsageError("recipe.data.name: its samples are no pictures in files, so there is nothing to decode")
+    reported = 0
+    for done in write_archives(split, folder, part, short_side):
+        if done * 10 // len(split) > reported:
+            reported = done * 10 // len(split)
+            click.echo(f"{part}: {done:,} of {len(split):,} pictures", err=True)
+
+
+def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:
+    """Return a configuration that differs from the one loaded in where its data is."""
+    from lockstep.config.base import values
+    from lockstep.config.document import format_key
+    from lockstep.config.write import block, leaves
+
+    options = {"classes": data.facts["classes"], **({} if data.validation else {"validation": 0.0})}
+    place = {"name": "webdataset", "root": str(root), "options": options}
+    config = values(loaded.config)
+    config["recipe"]["data"] |= place
+    new = {format_key(path): "lockstep prepare" for path, _ in leaves(place, ("recipe", "data"))}
+    return "\n".join(block(config, {**loaded.origins, **new})) + "\n"

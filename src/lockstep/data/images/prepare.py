@@ -1,0 +1,62 @@
+"""Pictures decoded once and for all: tar archives of pixels, as WebDataset writes them, that give the same samples."""
+
+import io
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from lockstep.common.platforms import usable_cores
+from lockstep.data.images.crops import short_side
+from lockstep.data.images.decoding import as_ppm
+from lockstep.data.images.pictures import PictureSplit, resize
+
+ARCHIVE_BYTES: Final = 1 << 30  # a larger archive gets no more pictures
+_AHEAD: Final = 16  # pictures for each core that are decoded at once
+_LONGEST: Final = 100  # characters of a picture's name that are kept
+
+
+def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
+    """Write the pictures of a split into `folder/part-00000.tar` and so on, and yield how many are done.
+
+    Each is upright, and where its short side has more than `shorter` pixels it is resized to that. One that cannot be
+    decoded raises DataError, or where the recipe skips it becomes an empty file, which is skipped in turn.
+    """
+    names = (folder / f"{part}-{number:05d}.tar" for number in count())
+    archive = None
+    with ThreadPoolExecutor(cores := usable_cores()) as pool, ExitStack() as opened:
+        for first in range(0, len(split), _AHEAD * cores):
+            block = range(first, min(first + _AHEAD * cores, len(split)))
+            for index, content in zip(block, pool.map(lambda each: _pixels(split, each, shorter), block), strict=True):
+                if archive is None or archive.offset >= ARCHIVE_BYTES:
+                    opened.close()
+                    archive = opened.enter_context(tarfile.open(next(names), "w"))
+                name = _member(index, split.name(index))
+                _add(archive, f"{name}.ppm", content)
+                _add(archive, f"{name}.cls", str(split.target(index)).encode())
+                yield index + 1
+
+
+def _pixels(split: PictureSplit, index: int, shorter: int | None) -> bytes:
+    picture = split.picture(index)
+    if picture is None:
+        return b""
+    _, height, width = picture.shape
+    if shorter is not None and min(height, width) > shorter:
+        picture = resize(picture, *short_side(height, width, shorter))
+    return as_ppm(picture)
+
+
+def _member(index: int, name: str) -> str:
+    """Return the name of a picture's members up to their dot: its number, and by what a person finds it."""
+    stem = Path(name).stem.replace(".", "_")
+    return f"{index:08d} {''.join(each if each.isprintable() else '_' for each in stem)[:_LONGEST]}"
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
