@@ -76,6 +76,7 @@ def _large(root: str, bytes_each: int, quick: bool) -> Result:
         contestants[DALI] = _large_dali
         targets.append(Target(OURS, DALI, "at least", 1.3))
     if find_spec("ffcv") is not None:
+        _write_ffcv(root)  # here, because it starts processes, which a contestant may not
         contestants[FFCV] = _large_ffcv
         targets.append(Target(PREPARED, FFCV, "at least", 1.0))
     return _compared(
@@ -222,17 +223,21 @@ def _large_dali(root: str) -> Callable[[], Iterator[Tensor]]:
     return lambda: (batch[0]["inputs"] for batch in batches)
 
 
+def _write_ffcv(root: str) -> None:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
+    writer = DatasetWriter(f"{root}/train.beton", fields, num_workers=1)
+    writer.from_indexed_dataset(datasets.ImageFolder(f"{root}/train"))
+
+
 def _large_ffcv(root: str) -> Callable[[], Iterator[Tensor]]:
     from ffcv import transforms as steps
-    from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader as FfcvLoader
     from ffcv.loader import OrderOption
-    from ffcv.writer import DatasetWriter
 
-    file = f"{tempfile.mkdtemp(dir=root)}/train.beton"
-    fields = {"image": RGBImageField(write_mode="raw"), "label": IntField()}
-    DatasetWriter(file, fields, num_workers=1).from_indexed_dataset(datasets.ImageFolder(f"{root}/train"))
     mean, std = (255 * np.array(IMAGENET[each]) for each in ("mean", "std"))
     image = [
         RandomResizedCropRGBImageDecoder((224, 224)),
@@ -242,7 +247,7 @@ def _large_ffcv(root: str) -> Callable[[], Iterator[Tensor]]:
         steps.ToTorchImage(convert_back_int16=False),
     ]
     loader = FfcvLoader(
-        file,
+        f"{root}/train.beton",
         batch_size=LARGE_BATCH,
         num_workers=1,
         order=OrderOption.RANDOM,

@@ -7,6 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.common.text import size
 from lockstep.reporting import wording
 from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
@@ -34,6 +35,7 @@ class Console:
         self._began = 0.0
         self._drawn = -float("inf")
         self._evaluated = ""  # the figures of the last evaluation
+        self._seen: list[Stepped] = []  # of this epoch
 
     def write(self, event: Event, time: float) -> None:
         match event:
@@ -70,8 +72,8 @@ class Console:
         self._run = event
         for line in wording.start_lines(event, self._rate_rule):
             self._line(line)
+        self._began, self._drawn, self._evaluated, self._seen = time, -float("inf"), "", []
         if self._moving:
-            self._began, self._drawn, self._evaluated = time, -float("inf"), ""
             self._live = live_on(self._rich)
 
     def _step(self, event: Stepped, time: float) -> None:
@@ -79,13 +81,17 @@ class Console:
         run = self._run
         if run is None:
             return
+        # The seconds left, if the run continues as it did: evaluation and saving are in.
+        left = (
+            f"{wording.duration((time - self._began) / max(event.step - run.step, 1) * (run.steps - event.step))} left"
+        )
         if self._live is None:
-            self._line(f"{wording.place(event, run)}  {wording.figures(event, run)}")
+            self._seen = [*(each for each in self._seen if each.epoch == event.epoch), event]
+            figures = wording.figures(event, run, means=wording.means(self._seen))
+            self._line(f"{wording.place(event, run)}  {figures}  {size(event.peak_bytes)}  {left}")
         elif time - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
             self._drawn = time
-            # The seconds left, if the run continues as it did: evaluation and saving are in.
-            left = (time - self._began) / max(event.step - run.step, 1) * (run.steps - event.step)
-            bar = progress_line(wording.place(event, run), event.step, run.steps, f"{wording.duration(left)} left")
+            bar = progress_line(wording.place(event, run), event.step, run.steps, left)
             self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
 
     def _finish(self, event: Done) -> None:

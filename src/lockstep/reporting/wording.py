@@ -2,7 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from lockstep.common.hashing import RANDOM, VARIABLE
@@ -50,10 +51,19 @@ def place(event: Stepped, run: Started) -> str:
     return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
 
 
-def figures(event: Stepped, run: Started, last: str = "") -> str:
-    """Give a step's figures; `last`, those of the last evaluation, stand after the task's."""
-    own, evaluated = of_task(event.figures, run.fractions), f"evaluated {last}" if last else ""
-    words = [f"loss {event.loss:.4f}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
+def means(events: Sequence[Stepped]) -> dict[str, float]:
+    """Return the means of steps' losses and figures; none of a single step."""
+    if len(events) < 2:
+        return {}
+    every = [{"loss": event.loss, **event.figures} for event in events]
+    return {name: sum(each.get(name, math.nan) for each in every) / len(every) for name in every[-1]}
+
+
+def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Give a step's figures; `last`, those of the last evaluation, stand after the task's, and `means` in brackets."""
+    own, evaluated = of_task(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
+    mean = f" ({means['loss']:.4f})" if "loss" in means else ""
+    words = [f"loss {event.loss:.4f}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
     if event.flops_per_s is not None:
         words.append(f"{_flops(event.flops_per_s)}/s")
     if event.mfu is not None:
@@ -72,9 +82,13 @@ def speed(event: Stepped, run: Started) -> str:
     return f"{event.samples_per_s:,.0f} samples/s"
 
 
-def of_task(figures: dict[str, float], fractions: Collection[str]) -> str:
-    """Give a task's figures: those that are shares of one in per cent."""
-    return "  ".join(f"{name} {figure(value, name in fractions)}" for name, value in figures.items())
+def of_task(
+    figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
+) -> str:
+    """Give a task's figures: those that are shares of one in per cent, and each with its mean, if there is one."""
+    brackets = {name: f" ({figure(mean, name in fractions)})" for name, mean in means.items()}
+    words = (f"{name} {figure(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items())
+    return "  ".join(words)
 
 
 def figure(value: float, is_fraction: bool) -> str:
