@@ -61,11 +61,11 @@ def test_all_is_well() -> None:
         ({"cards": {"problem": "no card"}}, ALONE, "devices", "problem", "no card"),
         ({"cores": {"usable": 2}}, FOUR, "cores", "warning", "2 of 8 usable; 4 ranks here; load 0.5"),
         (
-            {"cores": {"quota": 1.5}},
-            ALONE,
+            {"cores": {"usable": 1, "quota": 1.5}},
+            FOUR,
             "cores",
             "warning",
-            "8 of 8 usable, a container allows the time of 1.5; 1 rank here; load 0.5",
+            "1 of 8 usable, a container allows the time of 1.5; 4 ranks here; load 0.5",
         ),
         (
             {"memory": {"free": 2 * GIB}},

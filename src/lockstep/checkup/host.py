@@ -76,14 +76,9 @@ def cores(facts: Facts, around: Around) -> Iterator[Finding]:
     limits = [f"{usable} of {found['all']} usable"]
     limits += [f"a container allows the time of {quota:g}"] if quota else []
     text = f"{', '.join(limits)}; {around.here} rank{'s' if around.here > 1 else ''} here; load {found['load']:.1f}"
-    if min(usable, quota or usable) < around.here:
+    if usable < around.here:
         leads_to = "ranks wait for each other's cores: each step takes a multiple of its time, and the bits stay"
         yield Finding("cores", "warning", text, leads_to, "start fewer ranks on this host, or give them more cores")
-    elif quota and quota < usable:
-        leads_to = "more threads than that are held up for up to 0.1 s at a time"
-        yield Finding(
-            "cores", "warning", text, leads_to, f"at most {int(quota) or 1} threads and loader workers in all"
-        )
     else:
         yield Finding("cores", "ok", text)
 

@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 
+from lockstep.common.control_groups import quota_cores
 from lockstep.errors import UsageError
 
 
@@ -15,11 +16,12 @@ def need_posix(what: str) -> None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use; elsewhere than on Linux all that there are."""
+    """Return how many cores this process may use, by its affinity and by what a container allows it."""
     try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
+        bound = len(os.sched_getaffinity(0))
+    except AttributeError:  # elsewhere than on Linux
+        bound = os.cpu_count() or 1
+    return max(1, min(bound, int(quota_cores() or bound)))
 
 
 def has_gpu_driver() -> bool:

@@ -13,8 +13,8 @@ import psutil
 import torch
 
 from lockstep import __version__
+from lockstep.common.control_groups import limit_bytes, quota_cores
 from lockstep.common.importing import version_of
-from lockstep.common.plainfile import shown_text
 from lockstep.common.platforms import has_gpu_driver, usable_cores
 from lockstep.device import machine
 
@@ -22,8 +22,6 @@ _PACKAGE: Final = "lockstep-train"
 _FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _FABRIC: Final = Path("/sys/class/infiniband")
-_CGROUP: Final = Path("/sys/fs/cgroup")
-_OWN_CGROUP: Final = Path("/proc/self/cgroup")
 _SHOWN: Final = re.compile(
     r"(OMP|KMP|MKL|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|NVIDIA|TORCH|PYTORCH|TP|ATEN|ONEDNN|DNNL|MALLOC|TIMM)_.*"
     r"|PYTHONHASHSEED|LD_PRELOAD|DISABLE_ADDMM_CUDA_LT"
@@ -71,7 +69,7 @@ def cores() -> dict[str, Any]:
     return {
         "all": os.cpu_count() or 1,
         "usable": usable_cores(),
-        "quota": quota_cores(_CGROUP, _OWN_CGROUP),
+        "quota": quota_cores(),
         "threads": torch.get_num_threads(),
         "load": psutil.getloadavg()[0],
     }
@@ -88,7 +86,7 @@ def memory() -> dict[str, int | None]:
     return {
         "all": now.total,
         "free": now.available,
-        "limit": limit_bytes(_CGROUP, _OWN_CGROUP),
+        "limit": limit_bytes(),
         "swapped": psutil.swap_memory().used,
         "shared": shared.total if shared else None,
         "shared_free": shared.free if shared else None,
@@ -114,38 +112,3 @@ def limits() -> dict[str, Any]:
 def variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the libraries that compute and communicate, without any that may hold a secret."""
     return {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name) and not _SECRET.search(name)}
-
-
-def quota_cores(root: Path, own: Path) -> float | None:
-    """Return how many cores' time the control groups of this process allow, None where they set no limit."""
-    found = []
-    for folder in _groups(root, own, "cpu"):
-        quota, _, period = shown_text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
-        if not quota:
-            # -1 for none
-            quota, period = shown_text(folder / "cpu.cfs_quota_us"), shown_text(folder / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal():
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
-
-
-def limit_bytes(root: Path, own: Path) -> int | None:
-    """Return how much memory the control groups of this process allow, None where they set no limit."""
-    found = []
-    for folder in _groups(root, own, "memory"):
-        text = shown_text(folder / "memory.max") or shown_text(folder / "memory.limit_in_bytes")
-        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number for none
-            found.append(int(text))
-    return min(found, default=None)
-
-
-def _groups(root: Path, own: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of those around it, which limit it too."""
-    folders = []
-    for line in shown_text(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):
-            top = root / controller if controllers else root
-            place = Path(path.lstrip("/"))
-            folders += [top / part for part in (place, *place.parents)]
-    return folders
