@@ -81,8 +81,14 @@ def test_every_rank_hears_rank_0() -> None:
 @pytest.mark.worlds
 def test_ranks_that_differ_are_named_on_all() -> None:
     assert worlds.run(3, compared, []) == ["the same"] * 3
-    assert worlds.run(3, compared, [1]) == ["data: rank 1 differs from rank 0; start all ranks with the same"] * 3
-    assert worlds.run(3, compared, [0]) == ["data: rank 1, 2 differs from rank 0; start all ranks with the same"] * 3
+    assert (
+        worlds.run(3, compared, [1])
+        == ["data: rank 1 differs from rank 0: 5, not 4; start all ranks with the same"] * 3
+    )
+    assert (
+        worlds.run(3, compared, [0])
+        == ["data: rank 1, 2 differs from rank 0: 4, not 5; start all ranks with the same"] * 3
+    )
 
 
 @pytest.mark.worlds

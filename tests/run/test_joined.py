@@ -368,6 +368,16 @@ def test_a_layer_that_would_exchange_by_itself_is_refused():
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(("wrap", "kind"), [(nn.DataParallel, "DataParallel"), (torch.compile, "OptimizedModule")])
+def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
+    model = nn.Sequential(wrap(nn.Linear(3, 3)))
+    with (
+        joined() as run,
+        pytest.raises(lockstep.UsageError, match=rf"run.place: 0 is a {kind} of torch's .*; give the model"),
+    ):
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
     def train(run: Any, factor: float) -> None:
         model, _ = loops.placed(run)

@@ -1,6 +1,14 @@
-"""What `run.steps` is asked for."""
+"""What `run.place` and `run.steps` are given: the same on every rank, or refused."""
 
+import re
+from typing import Any
+
+import loops
 import pytest
+import torch
+import worlds
+from loop_ends import ended
+from torch.utils.data import TensorDataset
 
 from lockstep.data.items import Items
 from lockstep.errors import UsageError
@@ -32,3 +40,42 @@ def test_micro_batches_by_their_number_or_their_size(
 def test_one_of_both_is_given(microbatches: int | None, microbatch: int) -> None:
     with pytest.raises(UsageError, match=f"run.steps: microbatch is {microbatch}, and microbatches {microbatches}"):
         plan(64, microbatches, microbatch)
+
+
+def weights_by_rank(run: Any) -> None:
+    torch.manual_seed(run.rank)  # as many scripts for other frameworks do
+    loops.placed(run)
+
+
+def samples_by_rank(run: Any) -> None:
+    loops.placed(run)
+    for _ in run.steps(TensorDataset(*loops.data()[run.rank :: run.size]), batch=8, steps=1):
+        pass
+
+
+def fewer_samples(run: Any) -> None:
+    loops.placed(run)
+    for _ in run.steps(loops.data(40 - run.rank), batch=8, steps=1):
+        pass
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_other_first_weights_are_refused_before_a_strategy_cuts_them(strategy: str) -> None:
+    for text in worlds.run(2, ended, strategy, weights_by_rank):
+        assert text.startswith("first weights: 0.bias, 0.weight, 4.bias, 4.weight: two ranks disagree")
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    ("loop", "differ"),
+    [
+        (samples_by_rank, r"first and last sample: rank 1 .*: \"\w{16}\", not "),
+        (fewer_samples, "samples: .*: 39, not 40"),
+    ],
+)
+def test_another_dataset_on_a_rank_is_refused(loop: Any, differ: str) -> None:
+    for text in worlds.run(2, ended, "ddp", loop):
+        assert re.match(f"run.steps: {differ}", text), text
+        assert "test_own_plan.py" in text
+        assert text.endswith("; give every rank the same, and the whole dataset: run.steps shares it out")

@@ -41,6 +41,11 @@ def each_entropy(x: Tensor) -> Tensor:
     return F.cross_entropy(x, TARGETS, reduction="none")
 
 
+def each_of(x: Tensor, reduction: str = "mean") -> list[Tensor]:
+    pairs = zip(x, TARGETS.clamp(0), strict=True)
+    return [F.cross_entropy(each[None], target[None], reduction=reduction) for each, target in pairs]
+
+
 def penalty() -> Tensor:
     return WEIGHT.square().mean() / 4 + WEIGHT.abs().sum() / 8
 
@@ -65,6 +70,7 @@ def penalty() -> Tensor:
         lambda x: (entropy(x) + entropy(-x)) / 2,
         lambda x: torch.stack([entropy(x), entropy(2 * x)]).mean(),
         lambda x: sum(entropy(number * x) for number in range(8)) / 8,
+        lambda x: sum(entropy(number * x) for number in range(4)) / 4,  # and there are four samples
         lambda x: entropy(x).mean().squeeze(),
         lambda x: entropy(x) + penalty(),
         lambda x: torch.exp(-SCALE) * entropy(x) + SCALE / 4,
@@ -118,6 +124,12 @@ def test_a_sum_is_taken(loss: Loss) -> None:
         (lambda x: F.mse_loss(x, x.detach(), reduction="sum") / x.numel(), "the loss is divided by 20, as many as"),
         (lambda x: x.square().sum() / x.numel(), "the loss is divided by 20, as many as were added up"),
         (lambda x: (x * (TARGETS >= 0)[:, None]).sum() / 3, "the loss is divided by 3, as many as were added up"),
+        (lambda x: sum(each_of(x)) / 4, "the loss is divided by 4, the number of samples of the micro-batch"),
+        (lambda x: sum(each_of(x, "sum")) / 4, "the loss is divided by 4, the number of samples of the micro-batch"),
+        (
+            lambda x: torch.stack(each_of(x)).mean(),
+            "the loss is divided by 4, the number of samples of the micro-batch",
+        ),
         (lambda x: x.sum().detach(), "the loss has no graph that leads to the model"),
         (lambda x: x.sum(0), r"step.backward was given a tensor of shape \[5\]"),
         (lambda x: x.sum().item(), "step.backward was given a float"),
@@ -138,6 +150,37 @@ def test_a_mean_over_what_only_follows_from_the_model_is_taken_where_it_is_known
     check(lambda x: entropy(x) + 0.01 * aux.mean())
     with pytest.raises(UsageError, match="a part of the loss is a mean"):
         check(lambda x: entropy(x) + 0.01 * aux.mean(), known=False)
+
+
+@pytest.mark.parametrize("of", ["gradients", "activations"])
+def test_a_mean_over_what_the_forward_computed_is_refused_though_it_was_not_returned(of: str) -> None:
+    inputs, hidden = torch.ones(4, 3, requires_grad=True), nn.Linear(3, 6)
+    activations = hidden(inputs).relu()
+    outputs = nn.Linear(6, 5)(activations)
+    (gradients,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    part = {"gradients": (gradients.norm(2, 1) - 1) ** 2, "activations": activations.square()}[of]
+    microbatch, returned = MicroBatch(0, None, 4, 4), {outputs.grad_fn}
+    LossCheck(warn=no_warning).check(1, entropy(outputs) + part.sum(), microbatch, dict, returned)
+    with pytest.raises(UsageError, match="a part of the loss is a mean"):
+        LossCheck().check(1, entropy(outputs) + part.mean(), microbatch, dict, returned)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (lambda x: F.mse_loss(x, x.detach() + 1).sqrt(), "sqrt"),
+        (lambda x: each_entropy(x).mean().exp() + entropy(x), "exp"),
+        (lambda x: 1 - 2 * (x.exp() * x).sum() / (x.exp().sum() + x.sum()), "div"),
+        (lambda x: each_entropy(x).median(), "median"),
+    ],
+)
+def test_a_function_of_what_all_samples_give_is_taken_and_warned_of_once(loss: Loss, name: str) -> None:
+    lines: list[str] = []
+    seen = LossCheck(warn=lines.append)
+    for step in (1, 2):
+        check(loss, seen=seen, step=step)
+    [line] = lines
+    assert f"step 1: the loss has a part that is no sum over samples, but the {name} of what all samples" in line
 
 
 def test_a_mean_over_the_only_sample_is_a_sum() -> None:

@@ -40,6 +40,7 @@ from lockstep.errors import UsageError
 # would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
 # outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
+_SHOWN: Final = 100  # characters of two values that differ
 _MAIN: Final = 0  # of a group's uses: by this thread
 _SIDE: Final = 1  # and by a side stream, which may exchange at the same time
 
@@ -267,8 +268,11 @@ class World:
             found = [row[32 * number : 32 * (number + 1)] for row in table]
             others = [rank for rank in range(self.size) if found[rank] != found[0]]
             if others:
+                said = self.all_tell(texts[number].decode())
+                values = f": {said[others[0]]}, not {said[0]}"
                 raise UsageError(
-                    f"{name}: rank {', '.join(map(str, others))} differs from rank 0; start all ranks with the same"
+                    f"{name}: rank {', '.join(map(str, others))} differs from rank 0"
+                    f"{values if len(values) <= _SHOWN else ''}; start all ranks with the same"
                 )
 
     def gather(self, own: bytes) -> list[bytes]:

@@ -1,7 +1,8 @@
 """Datasets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
 
 import random as python_random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import numpy as np
@@ -125,6 +126,18 @@ def seed_python_and_numpy(key: int) -> None:
     """Seed the global generators that torch does not have."""
     python_random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave Python's, NumPy's and torch's generators as they were."""
+    python, numpy = python_random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        python_random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def is_map_style(dataset: Any) -> bool:

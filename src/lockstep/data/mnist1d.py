@@ -3,16 +3,12 @@
 Greydanus and Kobak 2024, "Scaling Down Deep Learning with MNIST-1D", arXiv 2011.14439.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
 import torch
 
 from lockstep.common.importing import import_extra
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
+from lockstep.data.items import generators_kept
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
 from lockstep.tasks.facts import facts
@@ -23,7 +19,7 @@ Options = NoOptions
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """Return 4,000 training and 1,000 validation signals, float32 of [40], as the package makes them by default."""
     package = import_extra("mnist1d.data", "mnist1d", "data set mnist1d")
-    with _generators_kept():
+    with generators_kept():
         made = package.make_dataset(package.get_dataset_args())
     # Float32, whose bits are those of the published file; its doubles differ in the last place by machine.
     train, validation = (
@@ -31,14 +27,3 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
         for part in ("", "_test")
     )
     return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Leave Python's and NumPy's generators as they were: the package seeds both."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

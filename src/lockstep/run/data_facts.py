@@ -12,6 +12,7 @@ from lockstep.data.base import Split
 from lockstep.errors import TrainingError, UsageError
 from lockstep.run.build import Setup
 from lockstep.tasks.batches import targets_if_any
+from lockstep.training.checkpoint import tensorfile
 
 _CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
 
@@ -31,18 +32,19 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
         "data": {
             "number of samples": [len(split) for split in splits],
             **data.facts,
-            "samples": [_digest(split, targets_only=own) for split in splits],
+            "samples": [digest_ends(split, targets_only=own) for split in splits],
         },
     }
 
 
-def _digest(split: Split, targets_only: bool) -> str:
+def digest_ends(split: Split, targets_only: bool = False) -> str:
+    """Return a digest of the first and the last sample of a split, or of what they are to be predicted as."""
     try:
         batch = split.fetch(np.unique([0, len(split) - 1]), None)
     except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
         return "unreadable"
     tensors = tensors_of(targets_if_any(batch) if targets_only else batch)
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:

@@ -22,14 +22,15 @@ from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.data.base import DataSet, NoTransforms
-from lockstep.data.items import Collate, Items
+from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
-from lockstep.errors import EXIT_DONE, CorruptionError
+from lockstep.errors import EXIT_DONE, CorruptionError, UsageError
 from lockstep.parallel.audited import Part
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
 from lockstep.run import own_sums
 from lockstep.run.checkpoints import Checkpoints
+from lockstep.run.data_facts import digest_ends
 from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
 from lockstep.run.own_loss import LossCheck
@@ -188,7 +189,13 @@ class Run:
         loop = {**placed.decisive(), **plan.decisive()}
         if (before := self._loop or self._resumed) is not None:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
-        self._world.compare({"run.steps": {**loop, "epochs": epochs, "steps": steps}})
+        with generators_kept():
+            asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": digest_ends(plan.items)}
+        try:
+            self._world.compare({f"run.steps: {name}": value for name, value in asked.items()})
+        except UsageError as error:
+            differ, _, _ = str(error).rpartition("; ")
+            raise refusal(differ, "give every rank the same, and the whole dataset: run.steps shares it out") from None
         self._loop, self._evaluated = loop, plan.largest
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)

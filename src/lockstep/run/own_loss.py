@@ -6,12 +6,14 @@ are found by a walk through what is linear in the graph. A penalty on the weight
 
 A constant factor is the user's own. Distinguished from it are a divisor that equals such a count, one that changes from
 micro-batch to micro-batch, and any constant that is inverse to the size of its micro-batch, once two sizes were seen.
-A product with the inverse of such a count may be either while all sizes are one: it is taken, and warned of once.
+A product with the inverse of such a count may be either while all sizes are one: it is taken, and warned of once. So is
+a function of a sum over samples that is none itself, such as a root.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
@@ -34,6 +36,8 @@ _LINEAR: Final = (
     *("TBackward", "TransposeBackward", "PermuteBackward"),
 )
 _SCALING: Final = ("MulBackward", "DivBackward")
+_ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
+_FUNCTION: Final = re.compile(r"\w+Backward\d+")  # of torch: those of the user's own bear no number
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 _CLOSE: Final = 1e-6  # of products of float32
 _SUM: Final = "give the sum; step.update divides by the weight of the whole step"
@@ -78,6 +82,7 @@ class LossCheck:
     _factors: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of the parts, by samples and weight
     _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
     _warned: bool = False
+    _warned_of_function: bool = False
 
     def check(self, step: int, loss: Any, microbatch: MicroBatch, others: Counts, returned: Collection[Node]) -> None:
         """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or no sum.
@@ -93,7 +98,8 @@ class LossCheck:
                 f"step {step}: the loss has no graph that leads to the model",
                 "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
             )
-        parts = [each for each in _parts(loss.grad_fn, microbatch.samples, returned) if _follows(each.node, returned)]
+        every = _parts(loss.grad_fn, microbatch.samples, returned)
+        parts = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
         means = [part for part in parts if part.mean]
         if means and not _of_one_sample(means, microbatch):
             what = "the loss is a mean" if len(means) == len(parts) else "a part of the loss is a mean"
@@ -108,6 +114,8 @@ class LossCheck:
                 if scale.divides:
                     raise _division_error(step, scale.value, f", {what}")
                 self._warn(step, scale.value, what)
+        if not self._warned_of_function and microbatch.samples > 1:
+            self._warn_of_function(step, parts, returned)
         self._compare(step, [scale.value for part in parts for scale in part.scales if scale.divides])
         self._relate(step, (microbatch.samples, microbatch.weight), [part.factor() for part in parts])
 
@@ -118,6 +126,18 @@ class LossCheck:
             f"step {step}: the loss is multiplied by {factor:.6g} ({calling()}): if that divides by {what}, drop it: "
             f"step.update divides by the weight of the step, and the gradient is {small}; a factor of your own stays"
         )
+
+    def _warn_of_function(self, step: int, parts: Sequence[LossTerm], returned: Collection[Node]) -> None:
+        for part in parts:
+            if _reduces(part.node) and part.node not in returned:
+                self._warned_of_function = True
+                name = part.node.name().partition("Backward")[0].lower()
+                self.warn(
+                    f"step {step}: the loss has a part that is no sum over samples, but the {name} of what all samples "
+                    f"of a micro-batch give ({calling()}): the number of micro-batches decides what it is, and "
+                    f"step.update divides it by the weight of the step; multiply it by the number of samples"
+                )
+                return
 
     def _compare(self, step: int, now: list[float]) -> None:
         """Raise UsageError for a divisor that changes within a step."""
@@ -187,8 +207,9 @@ def _count(
         value = 0.0 if _smooths(divisor, part, parts) else _inverse(abs(value))
     if not math.isfinite(value) or value != int(value) or value < 2:
         return ""
-    beneath = [each.factor(divisor.node) for each in parts if divisor.node in [scale.node for scale in each.scales]]
-    if len(beneath) == value and len(set(beneath)) == 1:
+    beneath = [each for each in parts if divisor.node in [scale.node for scale in each.scales]]
+    of_samples = value == microbatch.samples and all(_is_of_one(each.node, microbatch.samples) for each in beneath)
+    if len(beneath) == value and len({each.factor(divisor.node) for each in beneath}) == 1 and not of_samples:
         return ""
     if value == 2 and any(each.node.name().startswith(_SQUARES) for each in parts):
         return ""
@@ -218,6 +239,32 @@ def _reduction_counts(node: Node) -> Iterable[float]:
 def _follows(node: Node, returned: Collection[Node]) -> bool:
     """Return whether a part of the loss follows from what the model returned; True where that is not known."""
     return not returned or any(each in returned for each in nodes_behind(node))
+
+
+def _of_samples(part: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
+    """Return whether a part is a mean over as many values as there are samples, of what a forward has computed.
+
+    Such as a penalty on gradients or on what is inside the model: nothing that was returned is behind it. Weights, too,
+    may be as many; but with them a forward shares no operation.
+    """
+    if not part.mean or _rows(part.node) != microbatch.samples:
+        return False
+    behind = {each for node in returned for each in nodes_behind(node)}
+    return any(each in behind and not each.name().endswith("AccumulateGrad") for each in nodes_behind(part.node))
+
+
+def _is_of_one(node: Node, samples: int) -> bool:
+    """Return whether an operation is a loss that has another number of rows than there are samples: one's own."""
+    return getattr(node, "_saved_reduction", None) is not None and _rows(node) != samples
+
+
+def _reduces(node: Node) -> bool:
+    """Return whether an operation of torch's gives one number, and is no sum and no loss."""
+    name = node.name()
+    is_loss = getattr(node, "_saved_reduction", None) is not None
+    return not (is_loss or name.startswith(_ADDING) or node._input_metadata[0].shape) and bool(
+        _FUNCTION.fullmatch(name)
+    )
 
 
 def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:

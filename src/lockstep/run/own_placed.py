@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,7 +37,12 @@ from lockstep.run.strategy import check_strategy, find_strategy, recompute_inter
 from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem, Task
-from lockstep.training.agreement import disagreement
+from lockstep.training.agreement import agreed
+
+_SEEDED: Final = (
+    "build the model after lockstep.join, which seeds torch's, NumPy's and Python's generators, and from nothing that "
+    "differs between ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ def spread(
         ema_decay=ema,
         guarded=member.guarded,
     )
+    agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
     chunked = chunks.cut(model)
@@ -172,11 +178,6 @@ def spread(
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    if (found := disagreement(world, engine.state().model)) is not None:
-        raise UsageError(
-            f"first weights: {found.listed}: {found.who}; build the model after lockstep.join, which seeds "
-            f"torch's, NumPy's and Python's generators, and from nothing that differs between ranks"
-        )
     rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups, scheduler is not None)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()

@@ -27,6 +27,14 @@ from lockstep.parallel.optimizer_trials import check_optimizer, check_rows, chec
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 _NO_HOOK: Final = "do before or after step.update what it does, as far as that leaves weights and gradients alone"
+_ITSELF: Final = "give the model itself, which run.place spreads over the ranks"
+_WRAPPERS: Final = {  # by their names, because some take long to import
+    "DataParallel": _ITSELF,
+    "DistributedDataParallel": _ITSELF,
+    "FullyShardedDataParallel": _ITSELF,
+    "FSDPModule": _ITSELF,
+    "OptimizedModule": "give the model as it was before torch.compile; a recipe compiles with recipe.compile",
+}
 _NOT_CALLED: Final = {
     "step": "call step.update(lr=...), once for each step",
     "zero_grad": "leave it out: step.update forgets the gradients",
@@ -41,6 +49,9 @@ def check_pair(model: Any, optimizer: Any) -> None:
     """Raise UsageError where these are no model and an optimizer of just its parameters that has not stepped yet."""
     if not isinstance(model, nn.Module):
         raise refusal(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
+    for name, each in model.named_modules():
+        for kind in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
+            raise refusal(f"run.place: {name or 'the model'} is a {kind} of torch's", _WRAPPERS[kind])
     if synced := [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]:
         raise refusal(
             f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, and the forwards of a loop of your "

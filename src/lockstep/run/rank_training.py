@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TextIO
 
 import torch
@@ -21,7 +21,7 @@ from lockstep.data.loader import Loader
 from lockstep.device import machine
 from lockstep.device.clock import Clock
 from lockstep.device.meter import Meter
-from lockstep.errors import EXIT_DONE, CorruptionError, UsageError
+from lockstep.errors import EXIT_DONE, CorruptionError
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
@@ -46,10 +46,14 @@ from lockstep.run.resume import continuation_state
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
-from lockstep.training.agreement import disagreement
+from lockstep.training.agreement import agreed
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
 from lockstep.training.loop import Interval, Plan, Progress, train
 
+_SEEDED: Final = (
+    "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "
+    "seeded before it is called"
+)
 _FILES: Final = 100  # that could not be read, in one event
 
 
@@ -80,13 +84,11 @@ class RankTraining:
             self.streams[1].write(f"cores {cores}\n")
         self.engine: Engine
         self.loader: Loader
+        build = ready.problem.build_model
+        problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
+        ready = replace(ready, problem=problem)
         self.engine, self.loader = start_engine(ready, resolved, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.buffers)
-        if (found := disagreement(world, self.engine.state().model)) is not None:
-            raise UsageError(
-                f"first weights: {found.listed}: {found.who}; let the model's function start from what is the same on "
-                f"all ranks: torch's, NumPy's and Python's generators are seeded before it is called"
-            )
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""

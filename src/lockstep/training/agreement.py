@@ -9,12 +9,16 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
+
+from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
 from lockstep.core.majority import odd_ones
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor, whole_tensors
+from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
 _NAMED: Final = 5  # tensors that a message lists
@@ -43,6 +47,17 @@ class Disagreement:
             return f"{equal} disagree, so which is wrong cannot be told"
         ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd)
         return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} other values than the majority"
+
+
+def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
+    """Return a model that every rank built; UsageError, with `advice`, where another one built other weights.
+
+    For models that are whole: once a strategy has cut them, ranks may hold nothing in common.
+    """
+    held = {name: each.detach() for name, each in chain(model.named_parameters(), model.named_buffers())}
+    if (found := disagreement(world, held)) is not None:
+        raise UsageError(f"first weights: {found.listed}: {found.who}; {advice}")
+    return model
 
 
 def disagreement(world: World, model: Mapping[str, MaybeSharded], weights: str = "") -> Disagreement | None:
