@@ -2,18 +2,21 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.stream import InlineStream, ThreadStream
-from lockstep.comm.world import World, _stay_on_this_host, choose_device
+from lockstep.comm.world import World, _stay_on_this_host, choose_device, open_world
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
 from lockstep.errors import UsageError
+from lockstep.ranks.external import join_ranks
 
 CPU = torch.device("cpu")
 
@@ -108,6 +111,37 @@ def test_all_agree_one_step_later_on_the_largest_wish() -> None:
 def test_ranks_that_update_otherwise_are_refused_one_step_later() -> None:
     [found] = {*worlds.run(2, noted)}
     assert found.startswith("ranks gave step.update other rates")
+
+
+def beside(world: World, store: str) -> tuple[list[int], list[int], bool]:
+    """Open a world where one is open, and close it."""
+    before = dist.group.WORLD
+    info = RankInfo(world.rank, world.size, world.rank, world.size, "ray")
+    other = open_world(join_ranks(info, store, 60.0), CPU)
+    sums = other.duplicate().add_(other.add_(torch.tensor([world.rank, 1]))).tolist()
+    other.close()
+    return sums, world.add_(torch.tensor([world.rank, 1])).tolist(), dist.group.WORLD is before
+
+
+def beside_others(world: World, store: str) -> str:
+    info = RankInfo(world.size - 1 - world.rank, world.size, world.rank, world.size, "ray")
+    try:
+        open_world(join_ranks(info, store, 60.0), CPU)
+    except UsageError as error:
+        return str(error)
+    return "opened"
+
+
+@pytest.mark.worlds
+def test_a_process_group_that_is_open_is_left_alone(tmp_path: Path) -> None:
+    assert worlds.run(2, beside, f"file://{tmp_path}/store") == [([2, 4], [1, 2], True)] * 2
+
+
+@pytest.mark.worlds
+def test_a_process_group_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    found = worlds.run(2, beside_others, f"file://{tmp_path}/store")
+    assert found[0].startswith("torch.distributed: a process group is open, in which this is rank 0 of 2, and not 1 of")
+    assert "rank 1 of 2, and not 0 of 2; call lockstep.join before it is opened" in found[1]
 
 
 def test_a_world_of_one_sends_nothing() -> None:

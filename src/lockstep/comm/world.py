@@ -67,6 +67,7 @@ class World:
     _store: Any = None
     _numbers: Sequence[int] = ()  # of the ranks in torch's groups, where they are others
     _log: MessageLog | None = None  # of what is sent and received, but within `among`
+    _beside: bool = False  # another process group, which is its owner's
     sharing: list[list[int]] = field(default_factory=list, init=False)  # ranks that have one device between them
     _edges: dict[int, Edge] = field(default_factory=dict, init=False)
     _made: dict[tuple[int, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
@@ -119,6 +120,16 @@ class World:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
 
+    @property
+    def backends(self) -> str:
+        """What carries tensors, as torch writes it."""
+        return f"cpu:gloo,cuda:{self.backend}" if self.on_gpu else "gloo"
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        """Make a group of these ranks; beside another's process group, whose backends may be others, with ours."""
+        own = self.backends if self._beside else None
+        return dist.new_group([self.number(rank) for rank in ranks], timeout=self._timeout, backend=own)
+
     def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
         """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
         new = set(neighbours) - self._edges.keys()
@@ -149,7 +160,7 @@ class World:
         To connect is to wait for the other, and in the middle of a step that might be waiting for this one.
         """
         ranks = sorted((source, target))
-        group = dist.new_group([self.number(rank) for rank in ranks], timeout=self._timeout)
+        group = self._new_group(ranks)
         if self.rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
@@ -170,7 +181,7 @@ class World:
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""
-        made = [(ranks, dist.new_group([*map(self.number, ranks)], timeout=self._timeout)) for ranks in groups]
+        made = [(ranks, self._new_group(ranks)) for ranks in groups]
         [own] = [group for ranks, group in made if self.rank in ranks]
         assert isinstance(own, dist.ProcessGroup)
         return own
@@ -202,7 +213,7 @@ class World:
             for member, taken in zip(members, shards[(place + distance) % len(shards)], strict=True):
                 numbers[taken] = self.number(member)
         info = RankInfo(numbers.index(self.number(self.rank)), self.size, self.local_rank, self.local_size, "part")
-        given = self._timeout, self._carry, self.backend, self._store, numbers, log
+        given = self._timeout, self._carry, self.backend, self._store, numbers, log, self._beside
         return World(info, self.device, self._groups, *given)
 
     def stream(self) -> CommStream:
@@ -312,15 +323,19 @@ class World:
         if all(len(each) == 1 for each in groups):
             return World(info, self.device)
         group = self._own_group(groups)
-        given = self._timeout, self._carry, self.backend, None, self._order(ranks)
+        given = self._timeout, self._carry, self.backend, None, self._order(ranks), None, self._beside
         return World(info, self.device, (group, group), *given)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, or the groups that were made beside another's."""
         if self._groups:
             if self._stop is not None:
                 self._stop.close()
-            dist.destroy_process_group()
+            if self._beside:
+                for group in (*self._groups, *self._made.values()):
+                    dist.destroy_process_group(group)
+            else:
+                dist.destroy_process_group()
 
 
 class Gathered(Protocol):
@@ -344,7 +359,8 @@ def open_world(
 ) -> World:
     """Make a process group of the ranks, which have joined, and return their world. All of them call it.
 
-    Its exchanges wait as long as the rendezvous does, unless another `timeout_s` is given.
+    Its exchanges wait as long as the rendezvous does, unless another `timeout_s` is given. Where a process group of the
+    same ranks is open already, as in a worker of Ray Train, groups are made beside it, and it is left alone.
     """
     info = rendezvous.info
     on_gpu = device.type == "cuda"
@@ -360,12 +376,19 @@ def open_world(
     backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
     with translate_peer_errors():
         own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
-        dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
-        first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
+        if (found := process_group()) is None:
+            dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
+        elif found != (info.rank, info.size):
+            raise UsageError(
+                f"torch.distributed: a process group is open, in which this is rank {found[0]} of {found[1]}, and not "
+                f"{info.rank} of {info.size}; call lockstep.join before it is opened, or after it is destroyed"
+            )
+        first = dist.group.WORLD if found is None else dist.new_group(timeout=timeout, backend=backends)
+        second = dist.new_group(timeout=timeout, backend=backends)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
     carry = staged if on_gpu and carried_by == "gloo" else direct
-    world = World(info, device, (first, second), timeout, carry, carried_by, own)
+    world = World(info, device, (first, second), timeout, carry, carried_by, own, _beside=found is not None)
     if world.on_gpu:
         world.sharing = _sharing(world)
     return world
@@ -374,9 +397,8 @@ def open_world(
 def open_lone_group(world: World) -> None:
     """Make a process group of a rank that is alone, for code that asks for one; it stays until the process ends."""
     if not dist.is_initialized():
-        backends = f"cpu:gloo,cuda:{world.backend}" if world.on_gpu else "gloo"
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backends, store=store, rank=0, world_size=1)
+        dist.init_process_group(world.backends, store=store, rank=0, world_size=1)
 
 
 def process_group() -> tuple[int, int] | None:
