@@ -260,6 +260,7 @@ def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
         "planning",
         "verification",
         "testing",
+        "ray",
         "config",
     )
     assert all(any(_within(module, place) for place in allowed) for module in users)

@@ -22,6 +22,7 @@ _REAL: Final = (
     "launchers/test_example.py",
     "launchers/test_fewer_hosts.py",
     "launchers/test_prove_launchers.py",
+    "launchers/test_ray_train.py",
     "launchers/test_real.py",
     "launchers/test_slurm_cards.py",
     "launchers/test_srun_killed.py",

@@ -13,7 +13,7 @@ class RankInfo:
     """A process's place. `master` and `port` are None where the rendezvous does not need them, or nobody knows.
 
     `advice` says then how to pass them to processes of this launcher. `hosted`: the launcher itself listens there, and
-    not rank 0.
+    not rank 0; Ray does so in the process of rank 0.
     """
 
     rank: int

@@ -483,4 +483,4 @@ def _reports(info: RankInfo) -> bool:
 
 
 def _listener(info: RankInfo) -> str:
-    return "the agent of torchrun" if info.hosted else "rank 0"
+    return "the agent of torchrun" if info.hosted and info.launcher == "torchrun" else "rank 0"

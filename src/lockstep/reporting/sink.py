@@ -6,7 +6,7 @@ from lockstep.training.events import Event
 
 
 class Sink(Protocol):
-    """Takes the events of one run, `Started` first. Only rank 0 has sinks."""
+    """Takes the events of one run, `Started` first. Only rank 0 has sinks, and Ray's on every rank."""
 
     def write(self, event: Event, time: float) -> None:
         """Take an event that happened at `time`, in seconds since 1970."""

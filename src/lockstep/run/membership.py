@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +22,14 @@ from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
-from lockstep.launchers import detect_rank
-from lockstep.ranks.external import alone, membership, refuse
+from lockstep.launchers import detect_rank, ray
+from lockstep.ranks.external import alone, join_ranks, membership, refuse
 from lockstep.ranks.failure import failure_of
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
 from lockstep.reporting.console import Console
+from lockstep.reporting.ray import RayReport
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.computing import computing_device
@@ -58,13 +60,15 @@ class Member:
     observe: Observe | None = None
     guarded: bool = True
     last: int | None = None  # the step after which a replay ends
+    of_ray: bool = False  # a worker of Ray Train, whose process and errors are Ray's
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> Member:
-        """Join the other ranks and set up; an error ends this process, or is raised where it is the only one."""
+        """Join the other ranks and set up; an error ends this process, or is raised where it is alone or Ray's."""
         context, held = WORKER_CONTEXT.get(), ExitStack()
-        info = detect_rank() if context is None else None
-        if context is None and not _interactive():
+        worker = ray.worker() if context is None else None
+        info = detect_rank() if context is None and worker is None else None
+        if context is None and worker is None and not _interactive():
             sys.excepthook = _report  # `register` replaces it, once there is a run
         settings = _read(read, info)
         placement, kept = settings.placement, settings.run
@@ -75,6 +79,11 @@ class Member:
             rendezvous = context.rendezvous
             if context.folder is not None:
                 kept = kept.model_copy(update={"dir": kept.dir and str(context.folder)})
+        elif worker is not None:
+            kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
+            # Ray watches its workers, and ends all where one is lost or fails: no heartbeats, and errors are raised.
+            rendezvous = join_ranks(ray.place(worker, os.environ), placement.rendezvous, placement.timeout_s)
+            held.callback(rendezvous.leave)
         elif info is not None:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
             rendezvous = held.enter_context(life)
@@ -118,16 +127,20 @@ class Member:
                 if where is not None:
                     sources = source | source_digests(own_paths(kept))
                     run_folder.record_environment(where, sources, [], {"backend": world.backend})
+            if worker is not None and where is not None:
+                rank.sinks = [*rank.sinks, RayReport(str(where), lead=world.rank == 0)]
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
         settings = settings.model_copy(update={"run": kept})
         last = None if again is None else again.last
-        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, last)
+        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, last, worker is not None)
 
     def register(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
         context = WORKER_CONTEXT.get()
         if context is not None:
             context.runs.append(run)
+            return run
+        if self.of_ray:
             return run
         left = weakref.ref(run)
         atexit.register(_at_exit, left)

@@ -228,8 +228,9 @@ class RankTraining:
 
     @contextmanager
     def _sinks(self) -> Iterator[list[Sink]]:
+        added = [] if self.also is None else [self.also]
         if self.world.rank != 0:
-            yield []
+            yield added
             return
         folder = self.start.folder
         recipe, run = self.resolved.recipe, self.resolved.run
@@ -241,7 +242,7 @@ class RankTraining:
             first = weights_record(recipe, self.ready.first, self.ready.taken)
             files = engine_files(self.resolved)
             run_folder.record(self.resolved.loaded, folder, source, self.cores, exchange, first, files)
-            yield found if self.also is None else [*found, self.also]
+            yield [*found, *added]
 
 
 def sources(resolved: Resolved, ready: Setup) -> dict[str, str]:

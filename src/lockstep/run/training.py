@@ -113,8 +113,11 @@ def without(loaded: Loaded, ranks: Sequence[int], count: int, folder: Path) -> L
     return replace(loaded, config=loaded.config.model_copy(update={"placement": placement, "run": run}))
 
 
-def training_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
-    """Check all that can be checked before the ranks of a launcher join; return their placement and work."""
+def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -> tuple[Placement, Work]:
+    """Check all that can be checked before the ranks of a launcher join; return their placement and work.
+
+    `also` is a sink of this rank in addition to those that the configuration names, which rank 0 has.
+    """
     _check_launch(loaded.config, info)
     with with_places(loaded):
         resolved = resolve(loaded, info.size)
@@ -123,7 +126,7 @@ def training_as_rank(loaded: Loaded, info: RankInfo) -> tuple[Placement, Work]:
 
     def work(rendezvous: Rendezvous) -> int:
         try:
-            return run_rank(resolved, None, None, None, rendezvous)
+            return run_rank(resolved, None, also, None, rendezvous)
         except CorruptionError as error:
             first = info.rank - info.local_rank
             of_this_agent = range(first, first + info.local_size)
@@ -140,7 +143,8 @@ def run_rank(
     """Train as one of the ranks, which have joined, and return the exit code.
 
     Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder, and the others
-    get from it where the run begins. `also` is a sink of rank 0 in addition to those that the configuration names.
+    get from it where the run begins, and `also` is a sink of this rank in addition to those that the configuration
+    names; else it is one of rank 0.
     """
     first = None
     if ready is None:
@@ -181,7 +185,8 @@ def run_rank(
         looks = info.rank == 0 and resumed is None and resolved.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
         world = open_world(rendezvous, device, placement.backend)
-        code = RankTraining(resolved, ready, rendezvous, world, agreed, resumed, (terminal, log), look, also).run(stop)
+        added = also if start is None or info.rank == 0 else None
+        code = RankTraining(resolved, ready, rendezvous, world, agreed, resumed, (terminal, log), look, added).run(stop)
         world.close()
     return code
 
