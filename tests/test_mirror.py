@@ -60,7 +60,7 @@ TOGETHER: Final[dict[str, str]] = {
     "launchers/test_command.py": "launchers: job local ssh",
     "launchers/test_detect.py": "launchers: environment horovodrun mpich openmpi slurm torchrun variables",
     "launchers/test_example.py": "launchers: base",
-    "launchers/test_ray_train.py": ".: ray\nreporting: ray",
+    "launchers/test_ray_train.py": ".: ray",
     "parallel/tensor/test_tensor_sequence_parallel.py": "parallel/layouts: sequence_parallel",
     "parallel/pipeline/test_pipeline_engine.py": "parallel/pipeline: cut_model graph_trace layout links "
     "place replay tied_weights",

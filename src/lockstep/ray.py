@@ -6,6 +6,7 @@ A loop of one's own needs nothing from here: `lockstep.join` in a `train_loop_pe
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from lockstep.launchers import ray as launcher
 from lockstep.ranks.external import join_ranks
 from lockstep.reporting.ray import RayReport
 from lockstep.run.background import as_words
+from lockstep.run.completed import completed
 from lockstep.run.training import training_as_rank
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ def _work(config: Mapping[str, Loaded]) -> None:
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
+    if report.reported < 0 and (done := completed(loaded)) is not None:  # by an earlier start
+        report.write(done, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:
         raise TrainingError(f"the run ended with exit code {code}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, final
 
-from lockstep.training.events import Evaluated, Event, Logged, Saved, Stepped
+from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Stepped
 
 POINTER: Final = "lockstep.json"
 
@@ -20,6 +20,7 @@ class RayReport:
     def __init__(self, folder: str, lead: bool) -> None:
         self._folder, self._lead = folder, lead
         self._figures: dict[str, float] = {}
+        self.reported = -1  # the step
 
     def write(self, event: Event, time: float) -> None:
         """See Sink."""
@@ -27,7 +28,9 @@ class RayReport:
             self._figures["loss"] = event.loss
         elif isinstance(event, Evaluated | Logged):
             self._figures |= event.figures
-        elif isinstance(event, Saved):
+        # The last report may be lost with a worker, and the next start then finds that nothing is left to do.
+        elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
+            self.reported = event.step
             at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}
             self._report({**self._figures, **at, "weights_sha256": event.weights_sha256, "run_dir": self._folder})
 
