@@ -71,7 +71,7 @@ def failing(config: dict[str, Any]) -> None:
     ("differ", "text"), [(False, "ValueError: the data are gone"), (True, "seed: rank 1 .* differs from rank 0")]
 )
 def test_an_error_reaches_ray_as_an_exception(differ: bool, text: str, place: Path, nodes: Any, prove: Any) -> None:
-    import cloudpickle
+    from ray import cloudpickle
     from ray.train import ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
