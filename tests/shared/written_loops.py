@@ -591,6 +591,24 @@ def drawn_by_torch() -> float:
 
 
 @alike
+def weights_of_a_layer_that_is_not_called(run):
+    class Normed(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.layer_norm(self.fc(x), [13], self.norm.weight, self.norm.bias))
+
+    trained(run, Normed(fc=nn.Linear(6, 13), norm=nn.LayerNorm(13), head=nn.Linear(13, 3)))
+
+
+@refused("mixed torch.Tensor and DTensor", IN_ROWS)
+def weights_of_another_block(run):
+    class Tied(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.linear(x, self.blocks[0].weight))  # <-
+
+    trained(run, Tied(drawn_by_torch))
+
+
+@alike
 def layer_drop(run):
     trained(run, Residual(drawn_by_torch))
 

@@ -27,8 +27,8 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 # What torch says where it cannot compute with a DTensor.
 _OF_ROWS: Final = ("DTensor", "DeviceMesh")
 _IN_ROWS: Final = (
-    "this strategy keeps weights in rows on the ranks: leave them to the model and to step.update, and read them after "
-    "it by their full_tensor(), on all ranks; or use strategy ddp or zero1"
+    "this strategy keeps weights in rows on the ranks, whole only while their layer is called: call it, leave the rest "
+    "to step.update, and read them after it by their full_tensor(), on all ranks; or use strategy ddp or zero1"
 )
 
 
@@ -167,8 +167,8 @@ class StrayModuleCheck:
                 )
 
     def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._known:  # a cut model computes with others than it has between two calls
-            self._parameters.update(each for each in module._parameters.values() if each is not None)
+        if module in self._known:  # a cut model computes with others than it has between two calls, of each layer
+            self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
         if module in self._known:
