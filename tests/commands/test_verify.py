@@ -3,8 +3,10 @@
 import json
 import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import loops
 import pytest
 from forked import Command
 
@@ -50,6 +52,19 @@ def test_what_is_only_close_is_compared_with_its_tolerance(run):
         ("ddp", "within tolerance", "close"),
     ]
     assert all(1e-5 < row["largest"] <= row["tolerance"] < 0.2 for row in rows)
+
+
+def test_the_placements_of_a_script_are_options_and_not_overrides(run, tmp_path):
+    shared = str(Path(loops.__file__).parent)
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.path.append({shared!r})\nimport loops\nloops.training(epochs=int(sys.argv[1]))\n"
+    )
+    command = run("verify", "mine.py", "1", "--steps=2", "--processes=2", "--strategy=ddp")
+    assert command.out == "ddp on 2: identical, 2 steps\n"
+    refused = run("verify", "mine.py", "placement.processes=2", code=2).err
+    assert "placement.processes=2: no key of a script; choose placements by --processes N and" in refused
+    assert "did you mean 'ddp'" in run("verify", "mine.py", "--strategy=ddb", code=2).err
+    assert "are for a script; write placement.processes=N" in run("verify", "digits", "--processes=2", code=2).err
 
 
 def test_micro_batches_left_out_are_those_that_train_takes(run):

@@ -11,6 +11,8 @@ from typing import Final
 import click
 
 from lockstep.commands import _completion, _recipe
+from lockstep.commands._overrides import split_overrides
+from lockstep.common.names import choices
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.launchers import detect
@@ -20,21 +22,34 @@ _WIDEST: Final = 200  # characters of a line that is not for a terminal
 
 @click.command("verify")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.option("--processes", type=click.IntRange(1), multiple=True, help="How many for SCRIPT; repeatable.")
+@click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="One for SCRIPT; repeatable.")
 @click.option("--all", "everything", is_flag=True, help="Every exact strategy, on 1 to 4 processes if there may be.")
 @click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Steps to compare.")
 @click.option(
     "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was found to this file."
 )
-def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | None) -> None:
+def command(
+    words: tuple[str, ...],
+    processes: tuple[int, ...],
+    strategies: tuple[str, ...],
+    everything: bool,
+    steps: int,
+    file: Path | None,
+) -> None:
     """Compare placements of RECIPE with one process: each step's loss, gradients, weights, optimizer state, buffers.
 
     Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
     shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
 
-    Or compare placements of SCRIPT.py, which calls lockstep.join; what follows are its arguments.
+    Or compare placements of SCRIPT.py, which calls lockstep.join; what follows are its arguments. Left out, these are
+    1 and 2 processes (--all: 1 to 4), and ddp, zero1, zero2 and zero3.
     """
     if words and words[0].endswith(".py"):
-        raise SystemExit(_script(Path(words[0]), words[1:], everything, steps))
+        counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
+        raise SystemExit(_script(Path(words[0]), words[1:], counts, strategies, steps))
+    if processes or strategies:
+        raise UsageError("--processes and --strategy are for a script; write placement.processes=N for a recipe")
     from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
 
@@ -59,14 +74,25 @@ def command(words: tuple[str, ...], everything: bool, steps: int, file: Path | N
     raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)
 
 
-def _script(path: Path, arguments: tuple[str, ...], everything: bool, steps: int) -> int:
+def _script(
+    path: Path, arguments: tuple[str, ...], counts: tuple[int, ...], chosen: tuple[str, ...], steps: int
+) -> int:
     """Compare a loop of the user's own, and return the exit code."""
+    from lockstep.strategies import names
     from lockstep.verification.own_loop import STRATEGIES, check_placements, script
 
     if not path.is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join, or a recipe")
+    if overrides := split_overrides(arguments)[0]:
+        raise UsageError(
+            f"{overrides[0]}: no key of a script; choose placements by --processes N and --strategy NAME, and set the "
+            f"rest in its lockstep.join"
+        )
+    for each in chosen:
+        if each not in names() and ":" not in each:
+            raise UsageError(f"--strategy {each}: no such strategy{choices(each, names())}")
     good = True
-    for row in check_placements(script(path, arguments), (1, 2, 3, 4) if everything else (1, 2), STRATEGIES, steps):
+    for row in check_placements(script(path, arguments), counts, chosen or STRATEGIES, steps):
         click.echo(printable(row.line))
         good = good and row.good
     return EXIT_DONE if good else EXIT_VERIFICATION
