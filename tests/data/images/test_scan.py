@@ -48,7 +48,7 @@ def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
     root = _touch(
         tmp_path,
         *("train/a/1.jpg", "train/a/._1.jpg", "train/a/notes.txt", "train/a/.cache/2.jpg"),
-        *("train/.trash/3.jpg", "train/4.jpg", "val/a/5.jpg"),
+        *("train/.trash/3.jpg", "train/4.jpg", "val/a/5.jpg", "train/__MACOSX/a/._1.jpg"),
     )
     found = scan(root)
     assert [file for file, _ in found.train] == [f"{root}/train/a/1.jpg"]

@@ -208,8 +208,8 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Say whether a file or folder is one that users do not see: `._1.jpg` is no image."""
-    return name.startswith(".")
+    """Say whether a file or folder is one that users do not see: `._1.jpg` is no image, nor what a Mac's zip adds."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _is_new(folder: str, seen: set[tuple[int, int]]) -> bool:
