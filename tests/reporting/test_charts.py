@@ -21,6 +21,12 @@ def test_curves_over_samples_and_over_seconds() -> None:
     json.dumps(chart.figure, allow_nan=False)
 
 
+def test_an_axis_of_one_value_begins_at_zero() -> None:
+    layout = curves("flops_per_s", {"a": [Point(8, 128, 15.0, 2556386947.84)]}, "flops_per_s").figure["layout"]
+    assert (layout["xaxis"]["rangemode"], layout["yaxis"]["rangemode"]) == ("tozero", "tozero")
+    assert "rangemode" not in curves("loss", {"a": POINTS}, "loss").figure["layout"]["yaxis"]
+
+
 def test_training_is_drawn_thin_beside_validation_in_one_colour() -> None:
     chart = curves("loss", {"a": POINTS, "b": POINTS}, "loss", training={"b": POINTS, "c": POINTS})
     drawn = {trace["name"]: trace["line"] for trace in chart.figure["data"]}

@@ -7,11 +7,12 @@ from event_examples import stepped
 from view_examples import GOING, viewed
 
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import ProgressBar, live_page
+from lockstep.reporting.page import ProgressBar, Words, live_page
 from lockstep.reporting.page_server import live_data
 from lockstep.reporting.run_log import History
-from lockstep.reporting.run_page import charts, live_sections, title
+from lockstep.reporting.run_page import charts, live_sections, sections, title
 from lockstep.reporting.thinning import Point
+from lockstep.training.events import Skipped
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -40,6 +41,13 @@ def test_how_far_each_run_is_comes_first_then_its_curves_and_then_words() -> Non
     assert told.title == "What happened last"
     assert title([]) == "0 runs"
     assert json.loads(live_data([], over=True)) == {"title": "0 runs", "over": True, "parts": []}
+
+
+def test_files_that_were_skipped_are_counted_once() -> None:
+    skipped = [(time, Skipped(step=9, epoch=0, samples=576, files=("a.jpg", "b.jpg"))) for time in (163.0, 164.0)]
+    [words] = [each for each in sections([viewed(*GOING, *skipped)]) if isinstance(each, Words)]
+    assert words.paragraphs == ["runs/a skipped 2 files that cannot be read: see skipped.txt"]
+    assert not any(isinstance(each, Words) for each in sections([viewed(*GOING)]))
 
 
 def test_what_runs_are_called_is_text() -> None:

@@ -62,6 +62,9 @@ def curves(
     layout = _layout("samples", y, len(data))
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
+    for axis in "xy":
+        if len({value for each in data for value in each[axis]} - {None}) == 1:  # else plotly's ticks have ten digits
+            layout[f"{axis}axis"]["rangemode"] = "tozero"
     return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"))
 
 
@@ -191,7 +194,7 @@ def _layout(x: str, y: str, traces: int) -> dict[str, Any]:
         "autosize": True,
         "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
         "xaxis": {"title": {"text": x}, "automargin": True, "exponentformat": "SI"},
-        "yaxis": {"title": {"text": y}, "automargin": True},
+        "yaxis": {"title": {"text": y, "standoff": 12}, "automargin": True, "exponentformat": "SI"},
         "legend": {"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0},
         "showlegend": True,
     }

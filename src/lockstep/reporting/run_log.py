@@ -88,7 +88,8 @@ class History:
     """A run by its log. `last` is its last event, `started` its last start's; both are empty where there is none.
 
     `curves` are figures by the names of `figures`, thinned where they are long; of a step that was recomputed
-    the later figures count, and the seconds of both. `seconds` are those of all starts together.
+    the later figures count, and the seconds of both. `seconds` are those of all starts together. `skipped` is the
+    number of files that could not be read.
     """
 
     starts: list[RunStart] = field(default_factory=list)
@@ -98,6 +99,7 @@ class History:
     last: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     status: RunStatus = field(default_factory=RunStatus)
+    skipped: int = 0
 
     @property
     def fractions(self) -> frozenset[str]:
@@ -159,6 +161,7 @@ class RunLog:
         self._saves: list[Save] = []
         self._started: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
+        self._skipped: set[str] = set()
         self._loss: float | None = None
         self._figure: Figure | None = None
         self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # since the last start, its own first
@@ -169,6 +172,8 @@ class RunLog:
         """Take the next event; KeyError or ValueError, and it is not taken, where it is none of this version."""
         _check(event)
         self._last, kind = event, event.get("event")
+        if kind == "skipped" and isinstance(files := event.get("files"), list):
+            self._skipped.update(map(str, files))
         if kind == "evaluated":
             self._figure = self._monitor_figure(event)
         time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
@@ -198,7 +203,8 @@ class RunLog:
         """Return what the events so far hold."""
         curves = {name: curve.points() for name, curve in self._curves.items()}
         starts, saves = [*self._starts], [*self._saves]
-        return History(starts, curves, saves, self._started, self._last, self._seconds, self.status())
+        skipped = len(self._skipped)
+        return History(starts, curves, saves, self._started, self._last, self._seconds, self.status(), skipped)
 
     def status(self) -> RunStatus:
         """Return how far the run is by the events so far."""

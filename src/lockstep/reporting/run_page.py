@@ -68,8 +68,13 @@ def chart(figure: str, histories: Mapping[str, History]) -> Chart:
 
 
 def _outline(runs: Sequence[RunView]) -> list[Section]:
-    failures = [f"{run.folder} failed: {run.failure}" for run in runs if run.failure]
-    return [_runs(runs), *([Words("", failures)] if failures else []), _differences(runs)]
+    words = [f"{run.folder} failed: {run.failure}" for run in runs if run.failure]
+    words += [
+        f"{run.folder} skipped {wording.format_count(run.history.skipped, 'file')} that cannot be read: see skipped.txt"
+        for run in runs
+        if run.history.skipped
+    ]
+    return [_runs(runs), *([Words("", words)] if words else []), _differences(runs)]
 
 
 def _histories(runs: Sequence[RunView]) -> dict[str, History]:
