@@ -44,6 +44,14 @@ def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
     )
 
 
+def test_a_loop_of_ones_own_has_no_recipe_to_change() -> None:
+    watch = NonFiniteCheck(World(ALONE, torch.device("cpu")), True, own=True)
+    total = torch.tensor(math.nan, dtype=torch.float64)
+    watch.add(STEPS[0], 0.5, Sums(total, 2, [total]))
+    with pytest.raises(TrainingError, match=r"; lower the rate, or clip by step\.update\(clip=\.\.\.\)$"):
+        watch.check()
+
+
 def test_a_recipe_that_skips_goes_on() -> None:
     assert _watch([math.nan, 4.0], stop=False).check() == 4.0
 

@@ -199,7 +199,8 @@ def turns(
     done by then, and collects the `digests`. A loss that is not finite raises TrainingError, at the latest with the
     next report.
     """
-    watch, meter = NonFiniteCheck(world, plan.stop_on_nonfinite, digests), Meter(world.device)
+    watch = NonFiniteCheck(world, plan.stop_on_nonfinite, digests, own=plan.rate is None)
+    meter = Meter(world.device)
     for step, microbatches in batches(progress.step):
         report = partial(_report, plan, watch, meter)
         turn = Turn(step, microbatches, progress, report, digests, reported=plan.reports(step))
