@@ -68,7 +68,7 @@ def test_batchnorm_over_few_samples_is_warned_of_with_their_number(finished):
     assert few.err == (
         "warning: recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with 8 micro-batches in "
         "the last step of an epoch of 29 samples it sees only 3 of them; use fewer micro-batches or a larger batch, "
-        "or last_batch: drop\n"
+        "or recipe.last_batch=drop\n"
     )
     assert finished("recipe.microbatches=4", "placement.processes=1").err == ""
 

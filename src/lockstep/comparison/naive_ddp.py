@@ -77,7 +77,7 @@ def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
     if recipe.last_batch == "drop" and share < recipe.batch:
         raise UsageError(
             f"{NAIVE}: recipe.batch: its batch is that of a process; of {processes} each has {share} samples, which "
-            f"do not fill one of {recipe.batch}; use a batch of at most {share}, or last_batch: keep"
+            f"do not fill one of {recipe.batch}; use a batch of at most {share}, or recipe.last_batch=keep"
         )
 
 

@@ -225,7 +225,7 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "
                 f"choose batch and microbatches so that every micro-batch, the last step's of an epoch too, "
-                f"has at least 2 samples, or set last_batch: drop"
+                f"has at least 2 samples, or set recipe.last_batch=drop"
             ) from error
         raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {message}") from error
 

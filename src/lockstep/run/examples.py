@@ -95,7 +95,7 @@ def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
 
 
 def _drop(step: Step) -> str:
-    return ", or last_batch: drop" if step.number else ""
+    return ", or recipe.last_batch=drop" if step.number else ""
 
 
 def _first_and_last(steps: Steps) -> tuple[Step, Step]:
