@@ -1,5 +1,6 @@
 """The own loop on one rank: what it gives, what it goes on with, and what it refuses with the user's line."""
 
+import json
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -72,6 +73,18 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert run.fingerprint() == whole
     with joined(tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
+
+
+def test_a_step_is_reported_before_its_evaluation(tmp_path):
+    with joined(tmp_path / "run") as run:
+        model, _ = loops.placed(run)
+        for step in run.steps(loops.data(), batch=16, steps=1):
+            for batch in step:
+                step.backward(loops.loss(model, batch))
+            step.update()
+            run.log(right=run.sum(loops.loss(model, batch) for batch in run.each(loops.data())))
+    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [each for each in events if each in ("step", "logged")] == ["step", "logged"]
 
 
 def test_a_loop_in_another_thread_leaves_signals_alone(tmp_path):

@@ -211,6 +211,9 @@ class Run:
         samples = batch or self._evaluated
         if not samples:
             raise refusal("run.each: no batch, and no run.steps before it that has one", "give batch=")
+        # An updated step that can be gone through again is reported after it. Others before the lines of an evaluation.
+        if self._step is not None and self._step._begun:
+            self._write_report()
         items = Items(dataset, collate)
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
@@ -253,8 +256,8 @@ class Run:
         # First: a run that is killed now goes on after this step, and would not report it again.
         if self._step is not None:
             self._step._saved = True
-            for event in self._report() if self._step.updated else ():
-                self._rank.write(event)
+            if self._step.updated:
+                self._write_report()
         for saved in self._save(placed, self._checkpoints):
             self._rank.write(saved)
 
@@ -347,6 +350,10 @@ class Run:
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
         placed.guard.mark()
         return self._step
+
+    def _write_report(self) -> None:
+        for event in self._report():
+            self._rank.write(event)
 
     def _end(self, placed: Placed, turn: Turn) -> None:
         """See that a step was done when the loop asks for the next one."""
