@@ -115,11 +115,11 @@ def test_duration(seconds: float, text: str) -> None:
     assert wording.duration(seconds) == text
 
 
-@pytest.mark.parametrize(("seed", "lines"), [("random", 1), ("0", 0), ("7", 0), ("", 0)])
-def test_a_random_hash_seed_is_named(seed: str, lines: int) -> None:
-    named = [
-        line
-        for line in wording.start_lines(dataclasses.replace(started(), hash_seed=seed), "")
-        if "PYTHONHASHSEED=0" in line
-    ]
+@pytest.mark.parametrize(
+    ("seed", "processes", "lines"), [("random", 1, 1), ("random", 2, 0), ("0", 1, 0), ("7", 1, 0), ("", 1, 0)]
+)
+def test_a_random_hash_seed_is_named(seed: str, processes: int, lines: int) -> None:
+    """Of one process alone: ranks with seeds of their own are warned of."""
+    start = dataclasses.replace(started(), hash_seed=seed, processes=processes)
+    named = [line for line in wording.start_lines(start, "") if "PYTHONHASHSEED=0" in line]
     assert len(named) == lines

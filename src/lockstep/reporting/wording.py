@@ -34,7 +34,8 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
         rate_rule,
-        *([_RANDOM] if event.hash_seed == RANDOM else []),
+        # Several ranks are warned of their seeds in a line of its own, which says more.
+        *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
         lines.append(f"resuming after step {event.step:,} from {printable_line(event.resumed_from)}")
