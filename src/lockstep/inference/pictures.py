@@ -79,16 +79,16 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
 
 
 def files_of(inputs: Sequence[str]) -> list[Path]:
-    """Return the pictures among files and folders, those of a folder at any depth, in the order of their names.
-
-    One that is not there is among them: like others that cannot be read it is `skipped`.
-    """
+    """Return the pictures among files and folders, those of a folder at any depth, in the order of their names."""
     found: list[Path] = []
     for name in inputs:
         below = [Path(each) for each in images(name)] if os.path.isdir(name) else [Path(name)]
         if not below:
             raise UsageError(f"{name}: a folder without pictures; they end in .jpg, .png, ...")
         found += below
+    missing = next((file for file in found if not file.exists()), None)
+    if missing is not None:
+        raise UsageError(f"{missing}: not found; give pictures, or folders of them")
     return found
 
 
