@@ -120,14 +120,9 @@ class World:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
 
-    @property
-    def backends(self) -> str:
-        """What carries tensors, as torch writes it."""
-        return f"cpu:gloo,cuda:{self.backend}" if self.on_gpu else "gloo"
-
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """Make a group of these ranks; beside another's process group, whose backends may be others, with ours."""
-        own = self.backends if self._beside else None
+        own = _backends(self.device, self.backend) if self._beside else None
         return dist.new_group([self.number(rank) for rank in ranks], timeout=self._timeout, backend=own)
 
     def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
@@ -373,7 +368,7 @@ def open_world(
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=timeout_s or rendezvous.timeout_s)
-    backends = f"cpu:gloo,cuda:{carried_by}" if on_gpu else "gloo"
+    backends = _backends(device, carried_by)
     with translate_peer_errors():
         own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         if (found := process_group()) is None:
@@ -394,11 +389,16 @@ def open_world(
     return world
 
 
+def _backends(device: torch.device, backend: str) -> str:
+    """Return what carries tensors, as torch writes it."""
+    return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
+
+
 def open_lone_group(world: World) -> None:
     """Make a process group of a rank that is alone, for code that asks for one; it stays until the process ends."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(world.backends, store=store, rank=0, world_size=1)
+        dist.init_process_group(_backends(world.device, world.backend), store=store, rank=0, world_size=1)
 
 
 def process_group() -> tuple[int, int] | None:

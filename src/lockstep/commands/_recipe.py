@@ -31,6 +31,12 @@ def tell_notes(loaded: Loaded) -> None:
         click.echo(printable(f"note: {note}"), err=True)
 
 
+def tell_tenth(done: int, total: int, text: str) -> None:
+    """Say with each tenth of a long work how far it is."""
+    if done * 10 // total > (done - 1) * 10 // total:
+        click.echo(text, err=True)
+
+
 def tell_measuring(text: str) -> None:
     """Say on a terminal what is measured now."""
     if sys.stderr.isatty():

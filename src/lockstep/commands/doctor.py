@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from click.core import ParameterSource
 
+from lockstep.commands import _recipe
 from lockstep.common.platforms import usable_cores
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.common.text import printable_line
@@ -180,14 +181,12 @@ def data(words: tuple[str, ...]) -> None:
     strict = recipe.data.model_copy(update={"on_error": "raise"})
     opened = open_recipe_data(recipe.model_copy(update={"data": strict}))
     read = [part for split in (opened.train, opened.validation) if split is not None for part in parts(split)]
-    total, damaged, reported = sum(map(len, read)), 0, 0
+    total, damaged = sum(map(len, read)), 0
     for number, damage in enumerate(chain(*(damages(part, usable_cores()) for part in read)), 1):
         if damage:
             damaged += 1
             click.echo(printable_line(damage))
-        if number * 10 // total > reported:
-            reported = number * 10 // total
-            click.echo(f"{number:,} of {total:,} samples read", err=True)
+        _recipe.tell_tenth(number, total, f"{number:,} of {total:,} samples read")
     click.echo(f"{damaged:,} of {total:,} samples cannot be read")
     raise SystemExit(EXIT_FAILED if damaged else EXIT_DONE)
 

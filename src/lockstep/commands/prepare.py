@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable_line, size
 from lockstep.errors import UsageError, os_error_as
 
@@ -60,11 +60,8 @@ def _write(split: object, folder: Path, part: str, short_side: int | None) -> No
 
     if not isinstance(split, PictureSplit):
         raise UsageError("recipe.data.name: its samples are no pictures in files, so there is nothing to decode")
-    reported = 0
     for done in write_archives(split, folder, part, short_side):
-        if done * 10 // len(split) > reported:
-            reported = done * 10 // len(split)
-            click.echo(f"{part}: {done:,} of {len(split):,} pictures", err=True)
+        _recipe.tell_tenth(done, len(split), f"{part}: {done:,} of {len(split):,} pictures")
 
 
 def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:

@@ -35,7 +35,7 @@ class Console:
         self._began = 0.0
         self._drawn = -float("inf")
         self._evaluated = ""  # the figures of the last evaluation
-        self._seen: list[Stepped] = []  # of this epoch
+        self._means = wording.Means()
 
     def write(self, event: Event, time: float) -> None:
         match event:
@@ -72,7 +72,7 @@ class Console:
         self._run = event
         for line in wording.start_lines(event, self._rate_rule):
             self._line(line)
-        self._began, self._drawn, self._evaluated, self._seen = time, -float("inf"), "", []
+        self._began, self._drawn, self._evaluated, self._means = time, -float("inf"), "", wording.Means()
         if self._moving:
             self._live = live_on(self._rich)
 
@@ -81,18 +81,20 @@ class Console:
         run = self._run
         if run is None:
             return
-        # The seconds left, if the run continues as it did: evaluation and saving are in.
-        left = (
-            f"{wording.duration((time - self._began) / max(event.step - run.step, 1) * (run.steps - event.step))} left"
-        )
         if self._live is None:
-            self._seen = [*(each for each in self._seen if each.epoch == event.epoch), event]
-            figures = wording.figures(event, run, means=wording.means(self._seen))
-            self._line(f"{wording.place(event, run)}  {figures}  {size(event.peak_bytes)}  {left}")
+            figures = wording.figures(event, run, means=self._means.add(event))
+            memory, left = size(event.peak_bytes), self._left(event, run, time)
+            self._line(f"{wording.place(event, run)}  {figures}  {memory}  {left}")
         elif time - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
             self._drawn = time
+            left = self._left(event, run, time)
             bar = progress_line(wording.place(event, run), event.step, run.steps, left)
             self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
+
+    def _left(self, event: Stepped, run: Started, time: float) -> str:
+        """Give the time left, if the run continues as it did: evaluation and saving are in."""
+        a_step = (time - self._began) / max(event.step - run.step, 1)
+        return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
     def _finish(self, event: Done) -> None:
         if self._run is not None:

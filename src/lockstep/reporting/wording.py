@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, final
 
 from lockstep.common.hashing import RANDOM, VARIABLE
 from lockstep.common.text import printable_line, size, step_time
@@ -52,12 +52,22 @@ def place(event: Stepped, run: Started) -> str:
     return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
 
 
-def means(events: Sequence[Stepped]) -> dict[str, float]:
-    """Return the means of steps' losses and figures; none of a single step."""
-    if len(events) < 2:
-        return {}
-    every = [{"loss": event.loss, **event.figures} for event in events]
-    return {name: sum(each.get(name, math.nan) for each in every) / len(every) for name in every[-1]}
+@final
+class Means:
+    """The means of the losses and figures of an epoch's steps, of which only the sums are kept."""
+
+    def __init__(self) -> None:
+        self._epoch, self._steps = -1, 0
+        self._sums: dict[str, float] = {}
+
+    def add(self, event: Stepped) -> dict[str, float]:
+        """Return the means of its epoch so far; none of a single step."""
+        if event.epoch != self._epoch:
+            self._epoch, self._steps, self._sums = event.epoch, 0, {}
+        self._steps += 1
+        for name, value in {"loss": event.loss, **event.figures}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        return {name: total / self._steps for name, total in self._sums.items()} if self._steps > 1 else {}
 
 
 def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})) -> str:

@@ -189,7 +189,7 @@ class Run:
         loop = {**placed.decisive(), **plan.decisive()}
         if (before := self._loop or self._resumed) is not None:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
-        with generators_kept():
+        with generators_kept():  # fetched by one rank alone too: a dataset may count how often it is asked
             asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": digest_ends(plan.items)}
         try:
             self._world.compare({f"run.steps: {name}": value for name, value in asked.items()})

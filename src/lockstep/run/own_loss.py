@@ -261,10 +261,9 @@ def _is_of_one(node: Node, samples: int) -> bool:
 def _reduces(node: Node) -> bool:
     """Return whether an operation of torch's gives one number, and is no sum and no loss."""
     name = node.name()
-    is_loss = getattr(node, "_saved_reduction", None) is not None
-    return not (is_loss or name.startswith(_ADDING) or node._input_metadata[0].shape) and bool(
-        _FUNCTION.fullmatch(name)
-    )
+    if not _FUNCTION.fullmatch(name) or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
+        return False
+    return not node._input_metadata[0].shape
 
 
 def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
