@@ -63,6 +63,11 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
         **_STEPS,
         "batch": 64,
     },
+    "averaged": {
+        "model": {"name": "gpt", "options": {"heads": 4, "dropout": 0.1}},
+        **_TEXT,
+        "ema": {"decay": 0.9},
+    },
     "fused": {
         "model": {"name": "gpt", "options": {"heads": 4, "dropout": 0.1}},
         **_TEXT,
@@ -113,8 +118,10 @@ PLACEMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "pipeline 4": (4, "{name: pipeline, schedule: 1f1b, replicate: 2}"),
     "parameter_server 3": (3, "parameter_server"),
     "zero3 2": (2, "zero3"),
+    "zero1 2, offloaded": (2, "{name: zero1, offload: true}"),
     "zero2 2, offloaded": (2, "{name: zero2, offload: true}"),
     "zero3 2, offloaded": (2, "{name: zero3, offload: true}"),
+    "hsdp 4, offloaded": (4, "{name: hsdp, replicate: 2, offload: true}"),
     "ddp 2, recomputed, activations offloaded": (2, "ddp", "recompute=full", "offload_activations=true"),
     "ddp 4, audited": (4, "ddp", "audit_every=4"),
     "tensor 2": (2, "tensor"),
@@ -128,13 +135,12 @@ PLACEMENTS: Final[dict[str, tuple[Any, ...]]] = {
 ON_CARD: Final = {
     "digits fp32": (
         *("single", "ddp 2", "ddp 4", "zero1 4", "zero2 2", "zero3 4", "hsdp 4", "pipeline 2", "pipeline 4"),
-        *("parameter_server 3", "zero2 2, offloaded", "zero3 2, offloaded"),
-        *("ddp 2, recomputed, activations offloaded", "ddp 4, audited"),
+        *("parameter_server 3", "ddp 2, recomputed, activations offloaded", "ddp 4, audited"),
     ),
     "digits bf16": ("single", "ddp 2", "zero3 4", "pipeline 2"),
     "digits fp16": ("single", "ddp 4", "zero1 4"),
     "transformer bf16": ("single", "ddp 4", "zero3 4", "pipeline 4"),
-    "fused bf16": ("single", "ddp 4", "zero3 2"),
+    "fused bf16": ("single", "ddp 2", "ddp 4"),
     "llama fp32": ("single", "tensor 2", "mesh 4"),
     "llama bf16": ("single", "tensor 4", "ddp 2"),
     "experts fp32": ("single", "expert 2", "expert 4"),
@@ -185,6 +191,11 @@ class Job:
 
 def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     """See benchmarks/gpu.py."""
+    return compared(jobs(device), device, limit_s, others=True)
+
+
+def compared(tried: Sequence[Job], device: torch.device, limit_s: float, others: bool = False) -> dict[str, Any]:
+    """Do the runs, side by side, and say which recipes have one hash; with `others` that killed and replayed, too."""
     end = time.monotonic() + limit_s
     with (
         tempfile.TemporaryDirectory(prefix="gpu-exactness-") as name,
@@ -194,10 +205,13 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
         for recipe, own in RECIPES.items():
             (folder / f"{recipe}.yaml").write_text(json.dumps({"recipe": own}), encoding="utf-8")
         (folder / "loop.py").write_text(LOOP, encoding="utf-8")
-        under_way = [pool.submit(_killed, device, folder, end)]
-        for job in jobs(device):
+        under_way = [pool.submit(_killed, device, folder, end)] if others else []
+        for job in tried:
             under_way.append(pool.submit(_done, job, folder, end))
-            if (job.recipe, job.placement) == (FIRST, REPLAYED):  # which is done before those that come later
+            if others and (job.recipe, job.placement) == (
+                FIRST,
+                REPLAYED,
+            ):  # which is done before those that come later
                 under_way.append(pool.submit(_replayed, under_way[-1], device, folder, end))
         runs = [each.result() for each in under_way]
     hashes: dict[str, set[str]] = defaultdict(set)
@@ -219,14 +233,14 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
 def jobs(device: torch.device) -> list[Job]:
     """Return the runs for a device, what stands for most first."""
     tried = ON_CPU if device.type == "cpu" else ON_CARD
-    made = [_job(recipe, name, device) for recipe, names in tried.items() for name in names]
+    made = [job_of(recipe, name, device) for recipe, names in tried.items() for name in names]
     cards = torch.cuda.device_count() if device.type == "cuda" else 0
     ranks = min(max(cards, 2), 8) if cards else 0
-    made += [_job(FIRST, f"{name} {ranks} by NCCL", device, (ranks, name), "nccl") for name in BY_NCCL if ranks]
+    made += [job_of(FIRST, f"{name} {ranks} by NCCL", device, (ranks, name), "nccl") for name in BY_NCCL if ranks]
     return sorted(made, key=lambda job: job.recipe != FIRST)
 
 
-def _job(recipe: str, name: str, device: torch.device, placement: tuple[Any, ...] = (), backend: str = "gloo") -> Job:
+def job_of(recipe: str, name: str, device: torch.device, placement: tuple[Any, ...] = (), backend: str = "gloo") -> Job:
     """Return the run of a recipe under a placement that PLACEMENTS has, or another one."""
     ranks, strategy, *further = placement or PLACEMENTS[name]
     cards = torch.cuda.device_count() if device.type == "cuda" else ranks
@@ -274,7 +288,7 @@ def _killed(device: torch.device, folder: Path, end: float) -> dict[str, Any]:
     began = time.monotonic()
     recipe, run_dir = FIRST, folder / "killed"
     count, then = (4, 2) if device.type == "cuda" else (2, 1)
-    first = _job(recipe, KILLED, device, (count, "zero3"))
+    first = job_of(recipe, KILLED, device, (count, "zero3"))
     with _started(replace(first, line=(*first.line, "run.save_every={steps: 5}")), folder, run_dir) as process:
         while KILLED_AT not in _steps(run_dir) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
@@ -285,7 +299,7 @@ def _killed(device: torch.device, folder: Path, end: float) -> dict[str, Any]:
     if len(ranks) < count or process.returncode != 1 or "was killed by SIGKILL" not in said[1]:
         failed = f"expected rank 1 to be killed and named, and exit code 1; got {process.returncode}: {said[1][-500:]}"
         return {"recipe": recipe, "placement": KILLED, "failed": failed}
-    again = _job(recipe, KILLED, device, (then, "ddp" if then > 1 else "single"))
+    again = job_of(recipe, KILLED, device, (then, "ddp" if then > 1 else "single"))
     with _started(again, folder, run_dir) as process:
         found = _told(recipe, KILLED, run_dir, _ended(process, end))
     resumed = [event["step"] for event in _events(run_dir) if event["event"] == "started"]

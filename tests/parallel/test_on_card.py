@@ -1,12 +1,13 @@
 """Training on a pretended card: the CPU's bits, all tensors on one device, no wait between reports, no race."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from card import DEVICE, Card
 from streams import Streams
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import run
 
 from lockstep.comm.fsdp import Sharded
@@ -16,6 +17,8 @@ from lockstep.config.load import load
 from lockstep.core import norm
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
+from lockstep.parallel.offloaded import Offloaded
+from lockstep.parallel.optimizer_step import gradient
 from lockstep.run.build import setup
 from lockstep.run.engine import start_engine
 from lockstep.run.resolved import resolve
@@ -128,6 +131,40 @@ def test_two_processes(strategy: str) -> None:
     small = ["placement.strategy.bucket_mib=0.01"]  # so that some travel while backward makes others
     for cpu, card in zip(run(2, on_cpu, strategy, small), run(2, on_card, strategy, small), strict=True):
         _check(cpu, *card)
+
+
+@pytest.mark.worlds
+def test_what_is_offloaded_is_computed_with_on_the_card() -> None:
+    more = [*PLAIN, "recipe.optimizer.name=lamb"]
+    strategy = "{name: zero1, offload: true}"
+    for cpu, (found, waits, races) in zip(
+        run(2, on_cpu, "zero1", more), run(2, offloaded, strategy, more), strict=True
+    ):
+        _check(cpu, found, [], races)
+        assert waits  # for what is copied to the memory of the CPU
+
+
+def offloaded(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """Train in small pieces, each of which has to be on the card for its update."""
+    step_of = Offloaded.step
+
+    def step(self: Offloaded, own: Callable[[], object]) -> None:
+        def checked() -> None:
+            [group] = self.optimizer.param_groups
+            moved = [each for parameter in group["params"] for each in (parameter, gradient(parameter))]
+            assert {each.device for each in moved} == {DEVICE}
+            own()
+
+        step_of(self, checked)
+
+    def put(parameter: Tensor, data: Tensor) -> None:  # what is pretended to be on a card is of another class
+        torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=False))
+
+    with (
+        mock.patch.object(Offloaded, "step", step),
+        mock.patch.multiple("lockstep.parallel.offloaded", _PIECE_BYTES=1 << 12, _put=put),
+    ):
+        return on_card(world, strategy, overrides)
 
 
 def sharded(world: World, strategy: str) -> dict[str, Tensor]:

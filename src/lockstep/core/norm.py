@@ -59,7 +59,7 @@ def norm_of_rows(norms: Tensor) -> Tensor:
 def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the tensors in place so that their total norm is at most `max_norm`; smaller ones stay as they are."""
     factor = (max_norm / norm).clamp(max=1.0).float()
-    torch._foreach_mul_(list(tensors), factor)
+    torch._foreach_mul_(list(tensors), factor.to(tensors[0].device) if tensors else factor)
 
 
 def _is_folded(tensor: Tensor) -> bool:

@@ -108,7 +108,7 @@ class DataParallelEngine:
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         self._buffer_guard = BufferGuard(self._model, self._running.buffers) if numerics.guarded else None
-        self._ema = average_of(self._layout.state(), numerics.ema_decay)
+        self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.precision, world.device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import MaybeSharded, local_tensor, shard_like
+from lockstep.parallel.offloaded import lent, pieces
 
 
 @final
@@ -18,9 +19,13 @@ class WeightAverage:
     (1 - d) of a difference is lost in fewer bits. Integer buffers are copied.
     """
 
-    def __init__(self, live: Mapping[str, MaybeSharded], decay: float) -> None:
-        """Average `live`, what this rank has of a model's state, whose values change in place."""
+    def __init__(self, live: Mapping[str, MaybeSharded], decay: float, device: torch.device | None = None) -> None:
+        """Average `live`, what this rank has of a model's state, whose values change in place.
+
+        It is computed on `device`, wherever it is kept; None stands for where it is.
+        """
         self._decay = decay
+        self._device = device
         own = {name: local_tensor(held) for name, held in live.items()}
         self._live = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
         self._average = {name: _widen(tensor) for name, tensor in self._live.items()}
@@ -30,9 +35,11 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the model's present weights; to be called after each step."""
-        averages = list(self._average.values())
-        current = [tensor.to(average.dtype) for tensor, average in zip(self._live.values(), averages, strict=True)]
-        torch._foreach_lerp_(averages, current, 1.0 - self._decay)
+        for names in pieces((name, average.nbytes) for name, average in self._average.items()):
+            averages = [self._average[name] for name in names]
+            with lent(averages, self._device or averages[0].device) as moved:
+                current = [self._live[name].to(each) for name, each in zip(names, moved, strict=True)]
+                torch._foreach_lerp_(moved, current, 1.0 - self._decay)
         for name, counter in self._counters.items():
             counter.copy_(self._live_counters[name])
 
@@ -61,9 +68,11 @@ class WeightAverage:
         return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
 
 
-def average_of(live: Mapping[str, MaybeSharded], decay: float | None) -> WeightAverage | None:
-    """Return the average of `live` with this decay, None where none is kept."""
-    return None if decay is None else WeightAverage(live, decay)
+def average_of(
+    live: Mapping[str, MaybeSharded], decay: float | None, device: torch.device | None = None
+) -> WeightAverage | None:
+    """Return the average of `live` with this decay, computed on `device`, None where none is kept."""
+    return None if decay is None else WeightAverage(live, decay, device)
 
 
 @contextmanager

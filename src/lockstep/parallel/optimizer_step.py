@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Layout
 from lockstep.parallel.narrow_steps import AlikeInRows, narrow
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
+from lockstep.parallel.offloaded import Offloaded
 from lockstep.parallel.optimize import bare_step
 
 
@@ -25,9 +27,15 @@ class Updates:
     def __init__(self, layout: Layout, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
         keep_ratios(self.optimizer)
-        self._bare_step = bare_step(self.optimizer)
         self._layout = layout
         self._trained = [tensor for _, tensor in layout.trained]
+        self._step_optimizer = bare_step(self.optimizer)
+        if any(tensor.device.type != device.type for tensor in self._trained):
+            sizes: dict[Tensor, int] = {
+                tensor: layout.as_shard(name, tensor).shape.numel() * tensor.element_size()
+                for name, tensor in layout.trained
+            }
+            self._step_optimizer = partial(Offloaded(self.optimizer, sizes, device).step, self._step_optimizer)
         self._narrow = any(narrow(tensor) for tensor in self._trained)  # whether the recipe or the model says so
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = numerics.loss_scaler(device)
@@ -89,7 +97,7 @@ class Updates:
         if self._scales and any(bool(infinity) for infinity in self._infinities()):
             return False
         with AlikeInRows() if self._narrow else nullcontext():  # type: ignore[no-untyped-call]
-            self._bare_step()
+            self._step_optimizer()
         return True
 
     def forget(self) -> None:

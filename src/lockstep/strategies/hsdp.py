@@ -16,8 +16,8 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numeric
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: into how many replicas the processes are divided. `offload`: what is cut is in the memory of the CPU
-    but while a block computes with it, and the CPU does the update.
+    """`replicate`: into how many replicas the processes are divided. `offload`: what is cut is in the memory of the
+    CPU, but while a block or its update computes with it.
     """
 
     replicate: Count = 2

@@ -16,7 +16,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @dataclass(frozen=True)
 class Strategy:
     """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward. `offload`: the
-    optimizer's state is in the memory of the CPU, which does the update.
+    optimizer's state is in the memory of the CPU, but while its update computes with it.
     """
 
     bucket_mib: Mib = 8.0

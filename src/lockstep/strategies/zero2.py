@@ -15,7 +15,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: what is cut is in the memory of the CPU but while a block computes with it; the CPU updates it."""
+    """`offload`: what is cut is in the memory of the CPU, but while a block or its update computes with it."""
 
     offload: bool = False
 

@@ -20,6 +20,7 @@ from lockstep.core.norm import norm_of_rows, row_norms
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor, slice_of
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.offloaded import pieces
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch
 
@@ -117,7 +118,8 @@ def norms_of_rows(
     """Return the norms of tensors that are kept in rows: each rank works out those of its own, for all.
 
     `parts` says of what is trained in the whole model, in its order, which rows this rank has; what is `trained` on
-    this rank is all of it, unless it is given. Everything is on `device`, so that nobody waits for a GPU here.
+    this rank is all of it, unless it is given. Everything is worked out on `device`, so that nobody waits for a GPU,
+    and a CPU, which adds up in another order, has no part in it; what is in its memory comes piece by piece.
     """
     own = list(parts if trained is None else trained)
 
@@ -130,8 +132,9 @@ def norms_of_rows(
         starts = accumulate(heights(tensors), initial=0)
         places = {parameter: start + parts[parameter].first for parameter, start in zip(tensors, starts, strict=False)}
         held = [each for each, tensor in tensors.items() if parts[each].primary and tensor.numel()]
-        for parameter, norms in zip(held, row_norms([tensors[each] for each in held]), strict=True):
-            table[places[parameter] : places[parameter] + len(norms)] = norms
+        for piece in pieces((each, tensors[each].nbytes) for each in held):
+            for parameter, norms in zip(piece, row_norms([tensors[each].to(device) for each in piece]), strict=True):
+                table[places[parameter] : places[parameter] + len(norms)] = norms
         return world.add_(table)
 
     def all_rows(tensors: Sequence[Tensor]) -> Tensor:

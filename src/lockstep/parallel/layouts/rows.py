@@ -29,7 +29,7 @@ _PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a 
 def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return what puts a model whole on each of several ranks, with a share of each tensor's rows to update.
 
-    With `offload` those rows and the optimizer's state for them are in the memory of the CPU, which does the update.
+    With `offload` those rows and the optimizer's state for them are in the memory of the CPU (parallel/offloaded.py).
     Sequences are cut into so many `chunks`.
     """
 
@@ -63,7 +63,7 @@ class RowLayout:
         ]
         self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
-        self.norms = norms_of_rows(world, parts, torch.device("cpu") if offload else world.device)
+        self.norms = norms_of_rows(world, parts, world.device)
         self._moved = self._sort()
         self._keeps_whole = False
         self._sums: list[Tensor] = []  # of a step, in the order of `trained`, where they are kept until its update

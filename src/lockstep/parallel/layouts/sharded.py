@@ -42,7 +42,7 @@ _UNDER_WAY: Final = 4
 def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return what puts a model in rows on the members of this rank's replica.
 
-    With `offload` they are in the memory of the CPU while no block computes with them, and the CPU does the update.
+    With `offload` they are in the memory of the CPU while nothing computes with them (parallel/offloaded.py).
     Sequences are cut into so many `chunks`, of which each rank computes one.
     """
 
@@ -93,8 +93,7 @@ class ShardedLayout:
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
-        device = torch.device("cpu") if offload else world.device
-        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained}, device)
+        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained}, world.device)
         self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
         self.gradients = ShardGradients(self._sharded, dealt)
 
