@@ -9,6 +9,7 @@ first recipe it is a failure.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -389,7 +390,14 @@ def table(result: dict[str, Any]) -> list[str]:
         done = [each for each in own if "sha256" in each]
         hashes = dict.fromkeys(f"`{each['sha256'][:16]}`" for each in done)
         lines.append(f"| {recipe} | {', '.join(each['placement'] for each in done)} | {', '.join(hashes)} |")
-    left = [f"{each['recipe']}, {each['placement']}" for each in result["runs"] if "sha256" not in each]
+    without = [each for each in result["runs"] if "sha256" not in each]
     sharing = [each for each in result["runs"] if each.get("ranks with one device")]
-    lines += ["", f"{len(result['runs']) - len(left)} runs; in {len(sharing)} of them ranks shared a device."]
-    return [*lines, *(["", f"**Not run, for lack of time:** {'; '.join(left)}."] if left else [])]
+    lines += ["", f"{len(result['runs']) - len(without)} runs; in {len(sharing)} of them ranks shared a device."]
+    for why, own in itertools.groupby(sorted(without, key=_late), _late):
+        names = "; ".join(f"{each['recipe']}, {each['placement']}" for each in own)
+        lines += ["", f"**{'Not run, for lack of time' if why else 'Failed'}:** {names}."]
+    return lines
+
+
+def _late(run: Mapping[str, Any]) -> bool:
+    return bool(run["failed"] == NO_TIME)
