@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
@@ -403,3 +404,13 @@ def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
         with joined() as run:
             train(run, factor)
         assert capsys.readouterr().err.count("warning: step 1: the loss is multiplied by 0.25 (") == warned
+
+
+def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
+    class Curriculum(TensorDataset):
+        def set_epoch(self, epoch: int) -> None: ...
+
+    with joined() as run:
+        loops.placed(run)
+        run.steps(Curriculum(*loops.data().tensors), batch=16, steps=1)
+    assert "warning: run.steps: the dataset has set_epoch: " in capsys.readouterr().err

@@ -235,7 +235,7 @@ def group_added(run, model, optimizer):
 
 @refused("optimizer.load_state_dict() is not this loop's to call")
 def state_loaded(run, model, optimizer):
-    optimizer.load_state_dict(optimizer.state_dict())  # <-
+    optimizer.load_state_dict({})  # <-
     whole(run, model)
 
 

@@ -206,7 +206,7 @@ def test_factors_may_change_with_the_step_and_the_microbatch_as_those_of_mixup_d
 def test_a_divisor_that_changes_within_a_step_makes_a_mean_of_means() -> None:
     seen = LossCheck()
     check(lambda x: x.sum() / torch.tensor(2.5), 4, seen)
-    with pytest.raises(UsageError, match=r"step 1: the loss is divided by 3\.5, and in the micro-batch before by 2\.5"):
+    with pytest.raises(UsageError, match=r"divided by 3\.5, and in the micro-batch before by 2\.5.*weight="):
         check(lambda x: x.sum() / torch.tensor(3.5), 4, seen)
 
 
@@ -234,3 +234,20 @@ def test_what_a_product_is_warned_of_says_by_how_much_the_gradient_is_too_small(
     lines: list[str] = []
     check(lambda x: entropy(x) * (1 / 8), seen=LossCheck(warn=lines.append))
     assert "the gradient is 8 times too small" in lines[0]
+
+
+def test_a_factor_of_as_many_processes_is_taken_and_warned_of_once() -> None:
+    lines: list[str] = []
+    seen = LossCheck(processes=3, warn=lines.append)
+    for factor in (2.5, 3, 3):
+        check(lambda x, factor=factor: factor * entropy(x), seen=seen)
+    [line] = lines
+    assert "the loss is multiplied by 3 " in line
+    assert "if that is the number of processes" in line
+
+
+def test_the_factor_of_a_scaler_is_refused_and_one_like_it_is_the_users() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(UsageError, match=r"multiplied by 65536, as torch\.amp\.GradScaler does.*precision="):
+        check(lambda x: scaler.scale(entropy(x)))
+    check(lambda x: 65536.0 * entropy(x) + 512 * x.sum() + torch.tensor(300.0) * x.sum())

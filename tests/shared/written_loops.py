@@ -213,6 +213,28 @@ def best_restored(run):
     run.fingerprint()
 
 
+@refused("optimizer.state is empty here")
+def moments_forgotten(run):
+    """Adam's moments halved when an epoch is over."""
+    model, optimizer = placed(run)
+    for step in even(run):
+        for x, y in step:
+            step.backward(summed(model(x), y))
+        step.update()
+        for state in optimizer.state.values():  # <-
+            state["exp_avg"].mul_(0.5)
+
+
+@refused("optimizer.state_dict() is not this loop's to call")
+def optimizer_saved(run):
+    model, optimizer = placed(run)
+    for step in even(run):
+        for x, y in step:
+            step.backward(summed(model(x), y))
+        step.update()
+        optimizer.state_dict()  # <-
+
+
 # Generative adversarial networks.
 
 
@@ -1144,6 +1166,45 @@ def drawn_between(run):
             step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
         step.update(lr=rate)
         rate = 1e-2 * (0.5 + random.random() + float(torch.rand(())))
+
+
+@alike
+def noisy_evaluation_that_sets_the_rate(run):
+    """A validation loss as of a VAE, whose noise is drawn from three generators; and numbers drawn after it."""
+    model, _ = placed(run)
+    rate, best = 1e-2, float("inf")
+    for step in even(run, epochs=4):
+        for x, y in step:
+            step.backward(summed(model(x), y))
+        step.update(lr=rate)
+        if step.every(steps=2):
+            noisy = ((x + np.random.rand() * torch.randn_like(x) + random.random(), y) for x, y in run.each(data()))
+            loss = run.sum(summed(model(x), y) for x, y in noisy) / 40
+            rate *= (1.0 if loss < best else 0.5) * (0.9 + 0.1 * float(torch.rand(())))
+            best = min(best, loss)
+
+
+@alike
+def temperature_returned(run):
+    """CLIP's: a parameter of what is in no block, and a view of one in a block, are what the model returns."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.bias[:1]
+
+    class Returning(Parts):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            for layer in self.layers:
+                x, shift = layer(x)
+                x = x.tanh() + shift
+            return x, self.temperature
+
+    def loss(model, x, y):
+        outputs, temperature = model(x)
+        return summed(temperature.exp() * outputs, y)
+
+    layers = nn.ModuleList([Scaled(6, 6), Scaled(6, 3)])
+    trained(run, Returning(layers=layers, temperature=nn.Parameter(torch.ones(1))), loss)
 
 
 @alike

@@ -89,7 +89,7 @@ class Sharded:
             # Around fully_shard's own hook, which turns tensors that want a gradient into others.
             unit.register_forward_pre_hook(_before_fully_shard, prepend=True, with_kwargs=True)
             unit.register_forward_pre_hook(_after_fully_shard, with_kwargs=True)
-            unit.register_forward_hook(_without_views, prepend=True)
+            unit.register_forward_hook(partial(self._own_outputs, number), prepend=True)
             setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - it is found here before fully_shard's
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
@@ -206,6 +206,26 @@ class Sharded:
         self._calls[unit] += 1
         if not self._order and not any(isinstance(e, Tensor) and e.requires_grad for e in tree_leaves((args, kwargs))):
             self._late[unit] = 1  # fully_shard sees by the gradients of what went in that a unit's backward is over
+
+    def _own_outputs(self, unit: int, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        """Return outputs that share no memory with what is freed after a unit's forward, or, to autograd, with others.
+
+        Parameters that a unit returns, or views of them, would be read when they are no longer there. And fully_shard
+        gathers a unit's parameters for its backward in a hook of its outputs, which one that is changed in place loses
+        if it is a view.
+        """
+        freed = set()
+        if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
+            freed = {each._unsharded_param.untyped_storage().data_ptr() for each in group.fsdp_params}
+        views = torch.is_grad_enabled()
+
+        def alone(output: Tensor) -> Tensor:
+            has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
+            if has_memory and output.untyped_storage().data_ptr() in freed:
+                return output.clone()
+            return cast(Tensor, _Unchanged.apply(output, output.stride())) if views and output._is_view() else output
+
+        return tree_map_only(Tensor, alone, outputs) if views or freed else outputs
 
     def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Take what a unit's backward made, to be passed on once for each unit and backward.
@@ -442,21 +462,6 @@ def _after_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     *given, noted = args
     leaves, tree = tree_flatten((tuple(given), kwargs))
     return cast(Arguments, tree_unflatten(noted.restore(leaves), tree))
-
-
-def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Return outputs that share memory with no other, to autograd, though they stay where they were.
-
-    fully_shard gathers a unit's parameters for its backward in a hook of its outputs, which one that is changed in
-    place loses if it is a view.
-    """
-    if not torch.is_grad_enabled():
-        return outputs
-
-    def alone(output: Tensor) -> Tensor:
-        return cast(Tensor, _Unchanged.apply(output, output.stride())) if output._is_view() else output
-
-    return tree_map_only(Tensor, alone, outputs)
 
 
 @final

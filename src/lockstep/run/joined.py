@@ -17,6 +17,7 @@ from lockstep.comm import exchanges
 from lockstep.common.own_code import refusal, with_its_line
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
+from lockstep.core import random
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
@@ -40,7 +41,7 @@ from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
-from lockstep.run.own_step import Step
+from lockstep.run.own_step import Step, seed_all
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
@@ -186,6 +187,11 @@ class Run:
         placed = self._ready("run.steps")
         plan = make_plan(Items(dataset, collate), batch, microbatches, microbatch, epochs, steps, weight, drop_last)
         check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
+        if callable(getattr(dataset, "set_epoch", None)):
+            self._rank.warn(
+                "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
+                "placement.workers in other processes; draw what changes in __getitem__"
+            )
         loop = {**placed.decisive(), **plan.decisive()}
         if (before := self._loop or self._resumed) is not None:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
@@ -205,7 +211,7 @@ class Run:
         """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
 
         `batch` is the number of samples at a time, left out that of the largest micro-batch. Give `run.sum` one value
-        for each batch.
+        for each batch. The random numbers of a batch are its own.
         """
         placed = self._ready("run.each")
         samples = batch or self._evaluated
@@ -217,12 +223,14 @@ class Run:
         items = Items(dataset, collate)
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
+        draws = random.key(random.OWN_LOOP, self._member.settings.seed, self.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 guard.mark(moved=True)  # averaged weights are in the places of the trained ones
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)
+                    seed_all(self._world, random.extend_key(draws, number or 0))
                     self._gate.open = True
                     guard.mark(modes=True)
                     yield each
@@ -230,6 +238,7 @@ class Run:
                     self._gate.end_batch()
         finally:
             self._gate.open = False
+            seed_all(self._world, draws)  # ranks had other batches
             guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from lockstep.common.own_code import calling, refusal
@@ -39,6 +40,7 @@ _SCALING: Final = ("MulBackward", "DivBackward")
 _ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 _FUNCTION: Final = re.compile(r"\w+Backward\d+")  # of torch: those of the user's own bear no number
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
+_SCALED: Final = 256.0  # the least factor that is taken for a scaler's, which begins with 65,536 and halves it
 _CLOSE: Final = 1e-6  # of products of float32
 _SUM: Final = "give the sum; step.update divides by the weight of the whole step"
 
@@ -110,6 +112,13 @@ class LossCheck:
         scales = [(scale, part) for part in parts for scale in part.scales]
         counts = {self.processes: "the number of processes", **others()} if scales else {}
         for scale, part in scales:
+            if _is_of_a_scaler(scale):
+                raise refusal(
+                    f"step {step}: the loss is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
+                    'take that out: lockstep.join(precision="fp16") scales the loss, and step.update gradients back',
+                )
+            if not (scale.divides or self._warned) and scale.value == self.processes > 1:
+                self._warn_of_processes(step)
             if (scale.divides or not self._warned) and (what := _count(scale, part, parts, microbatch, counts)):
                 if scale.divides:
                     raise _division_error(step, scale.value, f", {what}")
@@ -125,6 +134,14 @@ class LossCheck:
         self.warn(
             f"step {step}: the loss is multiplied by {factor:.6g} ({calling()}): if that divides by {what}, drop it: "
             f"step.update divides by the weight of the step, and the gradient is {small}; a factor of your own stays"
+        )
+
+    def _warn_of_processes(self, step: int) -> None:
+        self._warned = True
+        self.warn(
+            f"step {step}: the loss is multiplied by {self.processes} ({calling()}): if that is the number of "
+            f"processes, to undo a mean over them, drop it: step.update divides by the weight of the step, on any "
+            f"number of processes; a factor of your own stays"
         )
 
     def _warn_of_function(self, step: int, parts: Sequence[LossTerm], returned: Collection[Node]) -> None:
@@ -144,7 +161,11 @@ class LossCheck:
         before, self._divisors = self._divisors, (step, now)
         for one, other in zip(before[1], now, strict=False) if before[0] == step and len(before[1]) == len(now) else ():
             if one != other:
-                raise _division_error(step, other, f", and in the micro-batch before by {one:.6g}")
+                raise refusal(
+                    f"step {step}: the loss is divided by {other:.6g}, and in the micro-batch before by {one:.6g}",
+                    "give the sum, and what it is to be divided by to run.steps, as weight=: a function of a batch "
+                    "whose sum over the step is that; step.update divides by it",
+                )
 
     def _relate(self, step: int, size: tuple[int, int], factors: list[float]) -> None:
         """Raise UsageError for a constant that is inverse to the size."""
@@ -159,6 +180,14 @@ class LossCheck:
                     if was != count and math.isclose(one * was, other * count, rel_tol=_CLOSE):
                         by = f"multiplied by {other:.6g} in a micro-batch of {count}, by {one:.6g} in one of {was}"
                         raise refusal(f"step {step}: the loss is {by}: so it is a mean", _SUM)
+
+
+def _is_of_a_scaler(scale: Scale) -> bool:
+    """Return whether a factor is a tensor, as GradScaler keeps it, and a large power of two."""
+    if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
+        return False
+    saved = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
+    return any(each is not None and not each.ndim and each.dtype == torch.float32 for each in saved)
 
 
 def _division_error(step: int, divisor: float, why: str) -> Exception:

@@ -14,6 +14,7 @@ from typing import final
 
 from torch import Tensor
 
+from lockstep.comm.world import World
 from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
@@ -26,6 +27,12 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Interval, Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+def seed_all(world: World, key: int) -> None:
+    """Seed what a loop draws from: Python's and NumPy's generators, torch's and that of the device."""
+    seed_python_and_numpy(key)
+    world.seed(key)
 
 
 @final
@@ -293,10 +300,7 @@ class Step:
 
     def _seed_between(self, place: int) -> None:
         """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
-        key = random.extend_key(self._draws, place)
-        seed_python_and_numpy(key)
-        for generator in self._placed.world.generators():
-            generator.manual_seed(random.torch_seed(key))
+        seed_all(self._placed.world, random.extend_key(self._draws, place))
 
 
 def _counts(turn: Turn, own_ones: Sequence[MicroBatch], microbatches: int) -> dict[int, str]:

@@ -39,6 +39,7 @@ _NOT_CALLED: Final = {
     "step": "call step.update(lr=...), once for each step",
     "zero_grad": "leave it out: step.update forgets the gradients",
     "add_param_group": "give it all groups before run.place",
+    "state_dict": "run.save() saves what it has gathered, with the weights",
     "load_state_dict": "a run resumes from its own checkpoint; make another with the weights alone",
     "register_step_pre_hook": _NO_HOOK,
     "register_step_post_hook": _NO_HOOK,
@@ -128,6 +129,7 @@ def hand_over(optimizer: Optimizer) -> None:
     """Leave the user an optimizer that shows its groups and does nothing else: `step.update` does."""
     for name, advice in _NOT_CALLED.items():
         setattr(optimizer, name, MethodType(_refusing(name, advice), optimizer))
+    optimizer.state = HiddenState()
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
@@ -164,6 +166,24 @@ def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
 
     refuse.__dict__["_wrapped_by_lr_sched"] = True  # a scheduler would warn of a step that it does not know
     return refuse
+
+
+def _hidden(*_: object) -> Any:
+    raise refusal(
+        "optimizer.state is empty here: the strategy's optimizer has it, in rows under some",
+        "leave it alone; step.norm is the gradient's norm, and run.save() saves all of it",
+    )
+
+
+@final
+class HiddenState(defaultdict[Any, Any]):
+    """The state of an optimizer that does not step: to look into it, or to write to it, would be in vain."""
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _hidden
+    get: Any = _hidden
+    keys = values = items = clear = setdefault = _hidden
+    pop: Any = _hidden
+    update: Any = _hidden
 
 
 Settings = dict[str, Any]
