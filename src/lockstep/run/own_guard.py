@@ -78,8 +78,8 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 T = TypeVar("T")
 
 _ADVICE: Final = (
-    "leave weights and buffers to step.update; set them before run.place, and average or clip a copy outside the model, and "
-    "leave DistributedDataParallel out, which writes them too"
+    "leave weights and buffers to step.update; set them before run.place, average or clip a copy outside the model, "
+    "and leave DistributedDataParallel out, which writes them too"
 )
 _GRADIENT: Final = (
     "scale the loss that step.backward is given, and clip by step.update(clip=...); step.norm is the gradient's norm"

@@ -93,8 +93,8 @@ class Gate:
         if not self.open:
             raise refusal(
                 "the placed model is called outside of a micro-batch",
-                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`; what was "
-                "trained is lockstep.load(folder, model=...)",
+                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`; "
+                "lockstep.load(folder, model=...) returns what was trained",
             )
         if self.alike is not None:
             self.alike.call(number, self.at)
