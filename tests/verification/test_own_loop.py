@@ -135,6 +135,38 @@ def train(after_backwards=None, after_update=None, model=None, on_batch=None, ev
                 evaluate(model)(inputs)
 
 
+CACHE: dict[int, torch.Tensor] = {}
+BEYOND_ONE = pytest.mark.extended("an attribute of the model is named in the gate, and each kind by the probe's tests")
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = loops.net()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(float(x.mean()))
+        return self.net(x + sum(self.seen))
+
+
+class Caching(Remembering):
+    def forward(self, x):
+        return self.net(x + CACHE.setdefault(len(x), x.mean()))
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        (Remembering, r"seen of the model \(a list, \S*test_own_loop\.py:\d+\)"),
+        pytest.param(Caching, r"\S*CACHE \(a dict, \S*test_own_loop\.py:\d+\)", marks=BEYOND_ONE),
+    ],
+)
+def test_what_a_loop_keeps_is_named(model, kept):
+    [row] = check_placements(partial(train, model=model), (2,), ("ddp",), 2)
+    assert re.search(rf"differs: step 1: .*; likely cause: the loop keeps ({kept}) from one step to the next", row.line)
+
+
 def clipped(model, _optimizer):
     for each in model.parameters():
         if each.grad is not None:

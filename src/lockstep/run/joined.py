@@ -309,6 +309,11 @@ class Run:
         self.close(error)
 
     @property
+    def _model(self) -> nn.Module | None:
+        """The model that was placed; None before."""
+        return None if self._placed is None else self._placed.model
+
+    @property
     def _computing(self) -> bool:
         """Whether a micro-batch is under way, or a batch of `each`."""
         return self._gate.open

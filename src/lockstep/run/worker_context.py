@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from torch import nn
+
 from lockstep.ranks.rendezvous import Rendezvous
 
 # Given a step's number from 1, its loss, and a digest of each of the model's tensors after it.
@@ -18,6 +20,10 @@ class OpenRun(Protocol):
     @property
     def _computing(self) -> bool:
         """Whether a micro-batch is under way."""
+
+    @property
+    def _model(self) -> nn.Module | None:
+        """The model that was placed, None before."""
 
     def close(self, error: BaseException | None = None) -> None: ...
 

@@ -32,10 +32,11 @@ from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silent
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import of_hashes
+from lockstep.verification.kept import Kept
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
-_READS: Final = "reads-{}.json"  # of a rank
+_WITNESSED: Final = "witnessed-{}.json"  # by a rank
 _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
 _STEPS: Final = 4  # of a recipe, as the command compares
@@ -147,7 +148,7 @@ def check_placements(
             found = loop.trace(str(number))
             departure = _mismatch(reference, found)
             if departure:
-                departure += _likely_cause(loop.reads(strategy, count, f"{number}-witnessed"))
+                departure += _likely_cause(*loop.witnessed(strategy, count, f"{number}-witnessed"))
             yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
 
 
@@ -167,11 +168,13 @@ def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> Checked:
     return Checked("single", 1, "differs", len(found), departure)
 
 
-def _likely_cause(reads: Mapping[str, str]) -> str:
-    if not reads:
-        return ""
-    found = " and ".join(f"{what} ({where})" for what, where in reads.items())
-    return f"; likely cause: the loop reads {found}; compute the loss from its batch and the model alone"
+def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
+    causes = [f"{what} ({where})" for what, where in reads.items()]
+    found = f"the loop reads {' and '.join(causes)}" if causes else ""
+    if kept:
+        names = [f"{name} ({change})" for name, change in kept.items()]
+        found += f"{', and ' if found else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
+    return f"; likely cause: {found}; compute the loss from its batch and the model alone" if found else ""
 
 
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
@@ -214,13 +217,15 @@ class _Loop:
             raise UsageError("the function made no step: go through run.steps(...) in it")
         return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
 
-    def reads(self, strategy: str | Mapping[str, Any], count: int, name: str) -> dict[str, str]:
-        """Run the function again; return what it reads besides its batches, and in which line."""
+    def witnessed(self, strategy: str | Mapping[str, Any], count: int, name: str) -> tuple[dict[str, str], ...]:
+        """Run the function again; return what it reads besides its batches, and in which line, and what it keeps."""
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
-        for path in sorted((self.folder / name).glob(_READS.format("*"))):
-            reads |= plainfile.parse_json(path.read_text(encoding="utf-8"))
-        return reads
+        kept: dict[str, str] = {}
+        for path in sorted((self.folder / name).glob(_WITNESSED.format("*"))):
+            found = plainfile.parse_json(path.read_text(encoding="utf-8"))
+            reads, kept = {**reads, **found["reads"]}, {**kept, **found["kept"]}
+        return reads, kept
 
     def _work(
         self, strategy: str | dict[str, Any], folder: Path, witness: bool, _ready: None, rendezvous: Rendezvous
@@ -233,15 +238,19 @@ class _Loop:
             if rank == 0:
                 with (folder / _TRACE).open("a", encoding="utf-8") as trace:
                     trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
+            if witness and states and not kept:
+                kept.update(states[0].changes(_kept(ambient)))
             if self.steps is not None and number >= self.steps:
                 raise _Enough
 
         ambient = WorkerContext(rendezvous, strategy, folder / "run", observe, self.guarded)
         WORKER_CONTEXT.set(ambient)
         reads: dict[str, str] = {}
+        kept: dict[str, str] = {}
+        states: list[Kept] = []
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
-                with _record_reads(ambient, reads) if witness else nullcontext():
+                with _record_reads(ambient, reads, states) if witness else nullcontext():
                     self.function()
             except _Enough:
                 pass
@@ -252,23 +261,36 @@ class _Loop:
                 raise UsageError("it joined no run: call lockstep.join in it")
             for run in ambient.runs:
                 run.close()
-        if reads:
-            (folder / _READS.format(rank)).write_text(json.dumps(reads), encoding="utf-8")
+        if witness:
+            found = {"reads": reads, "kept": kept}
+            (folder / _WITNESSED.format(rank)).write_text(json.dumps(found), encoding="utf-8")
         return EXIT_DONE
 
 
 @contextmanager
-def _record_reads(ambient: WorkerContext, reads: dict[str, str]) -> Iterator[None]:
+def _record_reads(ambient: WorkerContext, reads: dict[str, str], states: list[Kept]) -> Iterator[None]:
     """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
 
-    A run is seeded before, and a dataset before each sample; but what a micro-batch draws from is torch's to seed.
+    What is kept before the first of them is added to `states`. A run is seeded before, and a dataset before each
+    sample; but what a micro-batch draws from is torch's to seed.
     """
-    with record_reads(lambda: any(run._computing for run in ambient.runs)) as found:
+
+    def computing() -> bool:
+        found = any(run._computing for run in ambient.runs)
+        if found and not states:
+            states.append(_kept(ambient))
+        return found
+
+    with record_reads(computing) as found:
         try:
             yield
         finally:
             generators = {what: f"{what} random generator" for what in (PYTHON, NUMPY)}
             reads |= {generators.get(what, what): where for what, where in found.items() if what != TORCH}
+
+
+def _kept(ambient: WorkerContext) -> Kept:
+    return Kept([run._model for run in ambient.runs if run._model is not None])
 
 
 def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:

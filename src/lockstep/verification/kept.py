@@ -1,0 +1,39 @@
+"""What a loop of the user's own keeps from one step to the next, in its model and in variables of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from torch import nn
+
+from lockstep.run.probe.state import Globals, ModelState
+from lockstep.run.user_code import own_modules, place_of_attribute
+
+
+@final
+class Kept:
+    """Taken between two steps. Variables that are set anew in each are no state: what is changed in place is."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        modules = own_modules(())
+        self._models = [(model, ModelState(model)) for model in models]
+        self._globals = Globals(modules, ())
+        self._variables = {
+            f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()
+        }
+
+    def changes(self, after: Kept) -> Mapping[str, str]:
+        """Return what is not as it was, and how it changed: with the line where that can be told."""
+        found: dict[str, str] = {}
+        for (model, before), (_, now) in zip(self._models, after._models, strict=False):
+            for name, change in before.attribute_changes(now).items():
+                owner, _, attribute = name.rpartition(".")
+                where = place_of_attribute(type(model.get_submodule(owner)), attribute)
+                found[f"{name} of the model"] = f"{change}{f', {where}' if where else ''}"
+            found |= {f"{name} of the model": "a buffer" for name in before.buffer_changes(now)}
+        for name, change in self._globals.changes(after._globals).items():
+            if name not in self._variables or self._variables[name] is after._variables.get(name):
+                where = after._globals.place(name)
+                found[name.removeprefix("__main__.")] = f"{change}{f', {where}' if where else ''}"
+        return found
