@@ -57,6 +57,7 @@ def test_all_runs_of_a_folder_and_what_killed_saves_left(runs: Path) -> None:
     left = runs / "b" / store.FOLDER / ".step-00000005.tmp-7"
     left.mkdir()
     (left / "model.safetensors").write_bytes(bytes(3 << 20))
+    (runs / "link").symlink_to("a")
     told = invoke("prune", "runs", "runs/a").output.splitlines()
     assert told == [
         "runs/a: freed 2 MiB: step-00000003, step-00000001",

@@ -18,6 +18,9 @@ def test_folders_of_runs_are_found_below_and_hidden_ones_are_not(tmp_path: Path)
     (tmp_path / "b" / "inner" / "lock").touch()  # of a run's own
     assert [path.relative_to(tmp_path).as_posix() for path in run_folders(tmp_path)] == ["a/deep", "b", "c"]
     assert [*run_folders(tmp_path / "b")] == [tmp_path / "b"]
+    (tmp_path / "a" / "latest").symlink_to(tmp_path / "b")  # is found first, and there is no other run than `b`
+    (tmp_path / "a" / "a").symlink_to("deep")
+    assert [*run_folders(tmp_path / "c", tmp_path)] == [tmp_path / each for each in ("c", "a/deep", "a/latest")]
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

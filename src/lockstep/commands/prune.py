@@ -26,16 +26,13 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     from lockstep.training.checkpoint import store
     from lockstep.training.lock import lock
 
-    runs: list[Path] = []
     for folder in folders:
-        found = list(run_folders(folder))
-        if not found:
+        if not [*run_folders(folder)]:
             raise UsageError(f"{folder}: no run, and none in it; name a run folder, or a folder that holds some")
-        runs += found
     with ExitStack() as held:
-        for run in dict.fromkeys(runs):
+        for run in (runs := [*run_folders(*folders)]):
             held.enter_context(lock(run))
-        surplus = {run: store.surplus(run / store.FOLDER, keep) for run in dict.fromkeys(runs)}
+        surplus = {run: store.surplus(run / store.FOLDER, keep) for run in runs}
         freed, verb = 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
             freed += (count := sum(map(store.size, paths)))

@@ -127,8 +127,8 @@ class RunReader:
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, those that something happened to last first, and warnings."""
-    readers = [RunReader(run, strict=True) for folder in folders for run in run_folders(folder)]
+    """Return the runs in the folders, each once, those that something happened to last first, and warnings."""
+    readers = [RunReader(run, strict=True) for run in run_folders(*folders)]
     for reader in readers:
         reader.refresh()
     readers.sort(key=lambda reader: reader.time, reverse=True)
@@ -138,15 +138,14 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
 
 
 def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, each once, in the order of their names, and warnings; no run at all is an error.
+    """Return the runs in the folders, in the order of their names, and warnings; no run at all is an error.
 
     Which folders hold runs is decided as for `lockstep jobs`. Nothing of a run is executed, nothing is unpickled.
     """
     runs, warnings = read_runs(folders)
     if not runs:
         raise UsageError(f"{', '.join(map(str, folders))}: no runs; name run folders, or a folder of some")
-    unique = {run.folder: run for run in runs}
-    return [unique[folder] for folder in sorted(unique)], warnings
+    return sorted(runs, key=lambda run: run.folder), warnings
 
 
 @final

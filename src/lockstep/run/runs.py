@@ -35,14 +35,22 @@ class Submitted:
     time: float
 
 
-def run_folders(folder: Path) -> Iterator[Path]:
-    """Yield `folder` if it is a run's, else those of runs in it and below; a folder that is not there is an error."""
-    try:
-        yield from _below(folder, _DEEPEST)
-    except FileNotFoundError:
-        raise UsageError(f"{folder}: no such folder; name a run folder, or a folder that has some") from None
-    except OSError as error:
-        raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
+def run_folders(*folders: Path) -> Iterator[Path]:
+    """Yield each of `folders` that is a run's, else those of runs in it and below; one that is not there is an error.
+
+    A run is found once, whatever links to it.
+    """
+    found = set()
+    for folder in folders:
+        try:
+            for run in _below(folder, _DEEPEST):
+                if (real := os.path.realpath(run)) not in found:
+                    found.add(real)
+                    yield run
+        except FileNotFoundError:
+            raise UsageError(f"{folder}: no such folder; name a run folder, or a folder that has some") from None
+        except OSError as error:
+            raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
 
 
 def record_job(folder: Path, submitted: Submitted) -> None:
@@ -103,7 +111,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))  # a run by its own name
     if any(entry.name in _SIGNS for entry in entries):
         yield folder
     elif depth:
