@@ -72,6 +72,14 @@ def test_torchvision_where_timm_has_none() -> None:
     assert model(torch.zeros(2, 3, 32, 32, device="meta")).shape == (2, 10)
 
 
+def test_torchvisions_of_segmentation_start_at_random_where_nobody_asks_for_weights() -> None:
+    model = _build("fcn_resnet50", classes=3, options={"aux_loss": True})
+    assert {name: each.shape for name, each in model(torch.zeros(2, 3, 32, 32, device="meta")).items()} == {
+        "out": (2, 3, 32, 32),
+        "aux": (2, 3, 32, 32),
+    }
+
+
 def test_timm_takes_other_channels() -> None:
     model = _build("resnet18", shape=(1, 32, 32))
     assert model(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)

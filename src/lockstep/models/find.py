@@ -125,7 +125,7 @@ def _in_timm(name: str, source: Source) -> bool:
 def _torchvision_names() -> list[str]:
     from torchvision import models
 
-    return list(models.list_models(module=models))
+    return [name for each in (models, models.segmentation) for name in models.list_models(module=each)]
 
 
 def _unknown(name: str, source: Source) -> str:
@@ -174,12 +174,15 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
         case "timm":
             return sizes | ({"in_chans": shape[0]} if other_channels else {})
         case "torchvision":
+            from torchvision import models
+
             if other_channels:
                 raise UsageError(
                     f"model {name}: torchvision's models take 3 channels, but the data has {shape[0]}; "
                     f"use a model of timm (source: timm) or a function of yours"
                 )
-            return sizes
+            # Those of segmentation else fetch weights of their first layers, unasked.
+            return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
             with OwnCode(f"model {name}"):  # a signature is what its object says it is
                 named = {key: facts[key] for key in ("shape", "outputs") if key in facts}
