@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.ranks.external import alone
 from lockstep.ranks.signals import stopping
+from lockstep.run.runs import is_held
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
 
@@ -74,6 +76,37 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert run.fingerprint() == whole
     with joined(tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
+
+
+@pytest.mark.parametrize("ends", ["error", "within a step", "interrupt", "end"])
+def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkeypatch, ends):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    handlers = [signal.getsignal(number) for number in stopping()]
+    expected = {"interrupt": KeyboardInterrupt, "end": SystemError}.get(ends, KeyError)
+
+    def cell(first: bool) -> None:
+        run = lockstep.join(seed=0, dir=tmp_path / "run")
+        model, _ = loops.placed(run)
+        for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+            for batch in step:
+                if first and ends == "within a step":
+                    raise KeyError
+                step.backward(loops.loss(model, batch))
+            step.update()
+            if first and ends == "interrupt":
+                signal.raise_signal(signal.SIGINT)
+            if first and ends == "error":
+                raise KeyError
+        if first and ends == "end":
+            raise SystemError
+        run.close()
+
+    with pytest.raises(expected) as _kept:  # with its frames, as a notebook keeps them
+        cell(first=True)
+    assert is_held(tmp_path / "run") == (ends != "interrupt")
+    cell(first=False)
+    assert not is_held(tmp_path / "run")
+    assert [signal.getsignal(number) for number in stopping()] == handlers
 
 
 def test_a_step_is_reported_before_its_evaluation(tmp_path):

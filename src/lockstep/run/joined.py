@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -71,6 +72,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
         self._losses: list[LossCheck] = []  # of the first update of each step, of the second ...
+        self._steps: Generator[Step] | None = None
         self._step: Step | None = None
         self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
@@ -205,7 +207,8 @@ class Run:
         self._loop, self._evaluated = loop, plan.largest
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
-        return self._run(placed, plan, loader, audits)
+        self._steps = self._run(placed, plan, loader, audits)
+        return self._steps
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
@@ -318,7 +321,23 @@ class Run:
         """Whether a micro-batch is under way, or a batch of `each`."""
         return self._gate.open
 
-    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None) -> Iterator[Step]:
+    def _is_in(self, folder: str | None) -> bool:
+        """See OpenRun."""
+        return folder is not None and self.dir is not None and os.path.realpath(folder) == os.path.realpath(self.dir)
+
+    def _abandon(self) -> None:
+        """Close the run, whose step need not be done; its loop gives back the signals and the processes that load."""
+        if self._step is not None:
+            self._step._leave(early=True)
+            self._step = None
+        if self._steps is not None:
+            self._steps.close()
+        try:
+            self.close()
+        finally:  # of a save that failed
+            self._member.close(None)
+
+    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None) -> Generator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
         self._rank.write(self._start_event(placed, plan))
         if self._rank.progress.step >= plan.steps.total:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.comm.world import open_world
 from lockstep.common import hashing
@@ -45,6 +45,9 @@ from lockstep.run.worker_context import WORKER_CONTEXT, Observe, OpenRun
 
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+# Of this process, those not closed: in a notebook an error ends no process, and an error that holds a loop keeps it.
+_OPEN: Final[list[OpenRun]] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,7 @@ class Member:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
             rendezvous = held.enter_context(life)
         else:
+            _close_left(kept.dir)
             rendezvous = alone()  # whose errors pass: to the end of the script, a notebook or a test
         with _ending(held):
             check_sinks(kept)
@@ -146,13 +150,15 @@ class Member:
         atexit.register(_at_exit, left)
         if not _interactive():
             sys.excepthook = _hook(left)
+        _OPEN.append(run)
+        self.held.callback(_OPEN.remove, run)
         return run
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
-        """End the script, whose run is saved, for a signal; in a notebook only the loop."""
+        """End the run, which is saved, for a signal, and the script; in a notebook only the cell."""
+        close()
         if _interactive():
             raise KeyboardInterrupt(reason)
-        close()
         raise SystemExit(EXIT_CODES[reason])
 
     def close(self, error: BaseException | None) -> None:
@@ -170,6 +176,16 @@ def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
         if info is not None:
             refuse(info, Placement().rendezvous, error)
         raise
+
+
+def _close_left(folder: str | None) -> None:
+    """Close this process's run in the folder of the next one, whose loop an error left, and those begun since.
+
+    What each has put in place of something of the process lies upon what was there when it began.
+    """
+    first = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
+    for run in reversed(_OPEN[first:]):
+        run._abandon()
 
 
 @contextmanager

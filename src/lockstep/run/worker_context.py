@@ -25,6 +25,11 @@ class OpenRun(Protocol):
     def _model(self) -> nn.Module | None:
         """The model that was placed, None before."""
 
+    def _is_in(self, folder: str | None) -> bool:
+        """Return whether it is in the way of another run in `folder`."""
+
+    def _abandon(self) -> None: ...
+
     def close(self, error: BaseException | None = None) -> None: ...
 
 
