@@ -11,7 +11,7 @@ import worlds
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.stream import InlineStream, ThreadStream
-from lockstep.comm.world import World, _stay_on_this_host, choose_device, open_world
+from lockstep.comm.world import World, _stay_on_this_host, choose_device, open_lone_group, open_world
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
@@ -156,6 +156,13 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert world.canonical(Mesh())({LeafBlock(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
     assert isinstance(world.stream(), InlineStream)
     assert world.generators() == [torch.default_generator]
+    world.close()
+
+
+def test_a_world_whose_process_group_a_script_has_left_is_closed() -> None:
+    open_lone_group(World(ALONE, CPU))
+    world = World(ALONE, CPU, (dist.group.WORLD, dist.group.WORLD))
+    dist.destroy_process_group()
     world.close()
 
 

@@ -322,14 +322,14 @@ class World:
         return World(info, self.device, (group, group), *given)
 
     def close(self) -> None:
-        """Leave the process group, or the groups that were made beside another's."""
+        """Leave the process group, or the groups that were made beside another's, unless a script has left all."""
         if self._groups:
             if self._stop is not None:
                 self._stop.close()
-            if self._beside:
+            if self._beside and dist.is_initialized():
                 for group in (*self._groups, *self._made.values()):
                     dist.destroy_process_group(group)
-            else:
+            elif dist.is_initialized():
                 dist.destroy_process_group()
 
 
