@@ -290,6 +290,12 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
         for rendezvous in (f"tcp://127.0.0.1:{port}", "env://"):
             with pytest.raises(UsageError, match=f"{port}: rank 0 cannot listen there: Address already in use by pid "):
                 Rendezvous(info, 1.0, end).join(rendezvous)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    info = replace(info, port=store.port)
+    with pytest.raises(UsageError, match="take init_process_group out: "):
+        Rendezvous(info, 1.0, end).join("env://")
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

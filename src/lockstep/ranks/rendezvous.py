@@ -427,6 +427,11 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
 
     if not rendezvous.serves:
         return _wait_for_connection(rendezvous, host, number, open_store)
+    if dist.is_initialized() and ports.holder(number).startswith(f"pid {os.getpid()} "):
+        raise UsageError(
+            f"rendezvous {host}:{port}: torch.distributed listens there already, since the script has opened a process "
+            f"group; take init_process_group out: lockstep.join does it"
+        )
     # Left to itself torch listens on all interfaces, whatever the address.
     return open_store(ports.listener(host, number, near=info.local_size == info.size).detach())
 
