@@ -42,10 +42,11 @@ def test_version():
     assert run("--version").output == f"lockstep, version {__version__}\n"
 
 
-def test_an_unknown_command_has_near_names():
-    result = run("shwo")
+@pytest.mark.parametrize(("name", "meant"), [("shwo", "show"), ("status", "jobs")])
+def test_an_unknown_command_has_near_names(name, meant):
+    result = run(name)
     assert result.exit_code == 2
-    assert result.stderr.endswith("no command 'shwo'; did you mean 'show'?\n")
+    assert result.stderr.endswith(f"no command '{name}'; did you mean '{meant}'?\n")
 
 
 @pytest.mark.parametrize(

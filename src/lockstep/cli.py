@@ -47,6 +47,7 @@ _GROUPS: Final = {
     "Cluster": ("launch", "submit", "doctor"),
     "Catalogue": ("recipes", "strategies"),
 }
+_OTHER_NAMES: Final = {"status": "jobs"}  # which nothing in it is near to
 _EVERYWHERE: Final = ("recipes", "show", "strategies")  # on Windows, too
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
@@ -85,7 +86,8 @@ class Shell(click.Group):
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import choices
 
-            raise click.UsageError(f"no command '{name}'{choices(name, names)}", ctx)
+            meant = f"; did you mean '{_OTHER_NAMES[name]}'?" if name in _OTHER_NAMES else choices(name, names)
+            raise click.UsageError(f"no command '{name}'{meant}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

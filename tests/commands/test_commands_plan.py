@@ -103,7 +103,7 @@ def test_a_run_finds_its_fastest_strategy_once_and_to_the_same_bits(run, killed,
     ("words", "env", "error"),
     [
         (("train", "digits", "placement.strategy={name: fastest, spokes: 3}"), {}, "spokes: fastest has no options"),
-        (("train", "digits", "placement.processes=9"), {}, "override  placement.processes: 9 processes"),
+        (("train", "digits", "placement.processes=9"), {}, "override placement.processes: 9 processes"),
         (("train", "digits"), {"RANK": "0", "WORLD_SIZE": "1"}, "only lockstep train finds it"),
         (("verify", "digits"), {}, "only lockstep train finds it"),
     ],

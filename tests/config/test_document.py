@@ -139,7 +139,7 @@ def test_a_second_document_is_refused():
 
 def test_a_problem_of_an_override_has_no_line():
     problem = KeyProblem(SourcePosition("override"), ("recipe", "topk", 0), "wrong")
-    assert str(problem) == "override  recipe.topk.0: wrong"
+    assert str(problem) == "override recipe.topk.0: wrong"
 
 
 @given(st.text(max_size=40))

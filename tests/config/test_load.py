@@ -187,10 +187,10 @@ recipe:
         "recipe.yaml:8:14  recipe.schedule.name: expected one of cosine, linear, polynomial, steps, constant, "
         "or package.module:function",
         "recipe.yaml:11:3  recipe.steps: given twice, first at 10:3",
-        "override  'nonsense' is not of the form key=value, such as recipe.batch=64",
-        "override  run.keep: not valid YAML: expected the node content, but found '<stream end>'",
+        "override 'nonsense' is not of the form key=value, such as recipe.batch=64",
+        "override run.keep: not valid YAML: expected the node content, but found '<stream end>'",
     ]
-    assert found[-1] == "override  placement.processes: expected a whole number from 1, or auto; got 'two'"
+    assert found[-1] == "override placement.processes: expected a whole number from 1, or auto; got 'two'"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ recipe:
     ],
 )
 def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
-    found = [line.split("  ", 1)[1] for line in problems("digits", override)]
+    found = [line.split(maxsplit=1)[1] for line in problems("digits", override)]
     if text is None:
         assert len(found) == 1
         assert "resized_crop_scale: expected at " in found[0]
@@ -322,7 +322,7 @@ def test_a_strategy_is_one_of_the_files(monkeypatch):
     assert {"single", "ddp", "zero3"} <= set(across.strategies())
     monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
     problem = "no strategy 'dpd'; did you mean 'ddp'? Valid: auto, fastest, ddp, single, fsdp"
-    expected = f"override  placement.strategy.name: {problem}"
+    expected = f"override placement.strategy.name: {problem}"
     assert problems("digits", "placement.strategy=dpd") == [expected]
     assert problems("digits", "placement.strategy={name: dpd, extra: 1}") == [expected]
     assert load("digits", ["placement.strategy=ddp"]).config.placement.strategy.name == "ddp"
@@ -331,16 +331,16 @@ def test_a_strategy_is_one_of_the_files(monkeypatch):
 
 def test_data_parallel_is_told_what_has_its_place_here():
     [found] = problems("digits", "placement.strategy=data_parallel")
-    assert found.startswith("override  placement.strategy.name: no strategy 'data_parallel': nn.DataParallel spreads")
+    assert found.startswith("override placement.strategy.name: no strategy 'data_parallel': nn.DataParallel spreads")
     assert found.endswith("has nothing to spread over; use ddp with a process for each GPU, or single")
 
 
 def test_more_processes_than_micro_batches_are_told_with_the_rest():
     found = problems("digits", "placement.processes=5", "recipe.epochs=many")
     assert found == [
-        "override  placement.processes: 5 processes but only 4 micro-batches; use at most 4 processes, or set "
+        "override placement.processes: 5 processes but only 4 micro-batches; use at most 4 processes, or set "
         "recipe.microbatches=5, which is another recipe: other bits, and BatchNorm over fewer samples",
-        "override  recipe.epochs: expected a whole number; got 'many'",
+        "override recipe.epochs: expected a whole number; got 'many'",
     ]
     assert load("digits", ["placement.processes=4"]).config.placement.processes == 4
 
@@ -414,8 +414,8 @@ def test_a_broken_file_and_broken_overrides_are_told_together(recipe):
     found = problems(recipe("recipe: [1\n"), "recipe.batch=0", "placement.processes=0", "x")
     assert found == [
         "recipe.yaml:2:1  not valid YAML: expected ',' or ']', but got '<stream end>'",
-        "override  'x' is not of the form key=value, such as recipe.batch=64",
-        "override  placement.processes: expected a whole number from 1, or auto; got 0",
+        "override 'x' is not of the form key=value, such as recipe.batch=64",
+        "override placement.processes: expected a whole number from 1, or auto; got 0",
     ]
 
 

@@ -60,7 +60,9 @@ class KeyProblem(NamedTuple):
     def __str__(self) -> str:
         key = format_key(self.path)
         key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
-        return f"{self.place}  {key}: {self.text}" if key else f"{self.place}  {self.text}"
+        place = str(self.place)
+        place += "  " if ":" in place else " "  # a line stands apart from what is wrong in it
+        return f"{place}{key}: {self.text}" if key else f"{place}{self.text}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,8 +189,8 @@ def test_norms_and_biases_decay_as_pycls_sorts_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["OPTIM.BASE_RL", "1"], r"override  OPTIM\.BASE_RL: Distribuuuu has no such key; did you mean 'OPTIM\.BASE"),
-        (["OPTIM.BASE_LR", "x"], r"override  OPTIM\.BASE_LR: expected a number, got 'x'"),
+        (["OPTIM.BASE_RL", "1"], r"override OPTIM\.BASE_RL: Distribuuuu has no such key; did you mean 'OPTIM\.BASE"),
+        (["OPTIM.BASE_LR", "x"], r"override OPTIM\.BASE_LR: expected a number, got 'x'"),
         (["TRAIN.BATCH_SIZE", "1.5"], r"TRAIN\.BATCH_SIZE: expected a whole number"),
         (["OPTIM.LR_POLICY", "exp"], r"OPTIM\.LR_POLICY: 'exp' with OPTIM\.MIN_LR 0\.0; use cos"),
         (["TEST.SPLIT", "test"], r"TEST\.SPLIT: 'test' is not 'val'"),

@@ -89,7 +89,7 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
     for key, text in zip(words[::2], words[1::2], strict=True):
         value = parse(text, "override")
         if value.problems:
-            raise ConfigError([f"{each.place}  {key}: {each.text}" for each in value.problems])
+            raise ConfigError([f"{each.place} {key}: {each.text}" for each in value.problems])
         values[key], places[key] = None if text in _NOTHING else value.values, OVERRIDE
     return values, places
 
