@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
@@ -365,6 +365,10 @@ def exchange_before_update(run: Any, model: nn.Module, _: object) -> None:
         step.update()
 
 
+def steps_of_a_loader(run: Any, *_: object) -> None:
+    run.steps(DataLoader(loops.data(), 16), batch=16, epochs=1)
+
+
 def own(run: Any) -> Iterator[Any]:
     return run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
 
@@ -375,6 +379,7 @@ def own(run: Any) -> Iterator[Any]:
         (without_update, "step 1: left without step.update"),
         (optimizer_step, "optimizer.step() is not this loop's to call"),
         (changed, "0.bias was frozen"),
+        (steps_of_a_loader, "data set DataLoader: no map-style data set"),
         (saved_within, "run.fingerprint: within step 1"),
         (exchange, "step 1: torch.distributed.all_reduce within the step"),
         (exchange_before_update, "step 1: torch.distributed.barrier within the step"),

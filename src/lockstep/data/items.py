@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lockstep.common.own_code import OwnCode
 from lockstep.core import random
@@ -33,7 +33,8 @@ class Items:
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
         self._label = label or f"data set {type(dataset).__name__}"
         if not is_map_style(dataset):
-            raise UsageError(f"{self._label}: expected a map-style data set, with a length and items by number")
+            advice = "loader.dataset" if isinstance(dataset, DataLoader) else "one, such as a list of the items"
+            raise UsageError(f"{self._label}: no map-style data set, with a length and items by number; give {advice}")
         self._dataset = dataset
         self._collate = collate or default_collate
         self._length = _length(self._label, dataset)

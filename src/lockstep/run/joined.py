@@ -187,7 +187,9 @@ class Run:
         batch, number of micro-batches or optimizer.
         """
         placed = self._ready("run.steps")
-        plan = make_plan(Items(dataset, collate), batch, microbatches, microbatch, epochs, steps, weight, drop_last)
+        with with_its_line():
+            items = Items(dataset, collate)
+        plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
         check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
             self._rank.warn(
@@ -223,7 +225,8 @@ class Run:
         # An updated step that can be gone through again is reported after it. Others before the lines of an evaluation.
         if self._step is not None and self._step._begun:
             self._write_report()
-        items = Items(dataset, collate)
+        with with_its_line():
+            items = Items(dataset, collate)
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, self.step, random.EVALUATION)
