@@ -153,11 +153,13 @@ def test_a_folder_with_a_run_is_not_trained_over(stopped, run):
 def test_another_recipe_is_refused_with_what_differs(stopped, run):
     folder = stopped / "run"
     config = (folder / "config.yaml").read_bytes()
-    refused = run(*TRAIN, "recipe.seed=1", "recipe.batch=32", code=2)
+    refused = run(*TRAIN, "recipe.seed=1", "recipe.batch=32", "recipe.epochs=99", code=2)
     assert refused.err.splitlines() == [
         "error: run: holds a run of another recipe; choose another run.dir, or undo the changes:",
         "batch: 64 in the run, 32 now",
+        "epochs: 1 in the run, 99 now",
         "seed: 0 in the run, 1 now",
+        "its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir",
     ]
     assert (folder / "config.yaml").read_bytes() == config
     elsewhere = run(*TRAIN, "run.dir=other", "run.resume=run", "recipe.seed=1", code=2)

@@ -65,6 +65,8 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     if before.microbatches != now.microbatches and "microbatches" not in now.model_fields_set:
         # Up to 0.1 a recipe that left them out took as many as there were processes.
         lines.append(f"recipe.microbatches is not set; recipe.microbatches={before.microbatches} resumes this run")
+    if (before.epochs, before.steps) != (now.epochs, now.steps):
+        lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
     raise UsageError(
         "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
     )
