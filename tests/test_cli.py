@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from forked import imported
 
 from lockstep import __version__, commands
+from lockstep.__main__ import start
 from lockstep.cli import main
 from lockstep.errors import ConfigError, UsageError, VerificationError
 
@@ -96,6 +97,16 @@ def test_what_no_system_takes_is_refused_in_words(words):
 def test_ctrl_c_ends_a_command_as_shells_count(monkeypatch):
     monkeypatch.setattr("lockstep.commands.show.command", raising(KeyboardInterrupt()))
     assert run("show").exit_code == 130
+
+
+def test_ctrl_c_while_a_command_loads_ends_it_without_a_word(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.__main__.fix_hash_seed", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        start()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):

@@ -3,16 +3,20 @@
 import os
 
 from lockstep.common.hashing import fix_hash_seed
+from lockstep.errors import EXIT_INTERRUPTED
 
 
 def start() -> None:
     """Run the command, with a fixed order of sets."""
-    fix_hash_seed()
+    try:
+        fix_hash_seed()
 
-    from lockstep.cli import main  # only now: this process may have been another
-    from lockstep.common.follow_parent import follow_srun
+        from lockstep.cli import main  # only now: this process may have been another
+        from lockstep.common.follow_parent import follow_srun
 
-    follow_srun(os.environ)
+        follow_srun(os.environ)
+    except KeyboardInterrupt:  # while this loads: there is no command yet that would report it
+        raise SystemExit(EXIT_INTERRUPTED) from None
     main()
 
 
