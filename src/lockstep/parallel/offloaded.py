@@ -67,15 +67,15 @@ class Offloaded:
         groups = self.optimizer.param_groups
         try:
             for group in groups:
-                whole, before = group["params"], _copied(group)
-                sizes = [(each, self.bytes_of[each]) for each in whole]
+                before = _copied(group)
+                sizes = [(each, self.bytes_of[each]) for each in group["params"]]
                 for piece in pieces(sizes):
                     group.clear()
-                    group.update(_copied(before), params=piece)
+                    group.update({**_copied(before), "params": piece})
                     self.optimizer.param_groups = [group]
                     with self._on_device(piece):
                         step()
-                group["params"] = whole
+                group["params"] = before["params"]
         finally:
             self.optimizer.param_groups = groups
 
@@ -118,6 +118,5 @@ def _kept(value: Tensor, host: Tensor | None) -> Tensor:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group has beside its parameters, which a step of it does not change."""
-    own = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
+    """Return what a group has, in its order, of which a step of the group changes nothing but parameters."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
