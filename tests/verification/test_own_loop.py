@@ -136,7 +136,6 @@ def train(after_backwards=None, after_update=None, model=None, on_batch=None, ev
 
 
 CACHE: dict[int, torch.Tensor] = {}
-BEYOND_ONE = pytest.mark.extended("an attribute of the model is named in the gate, and each kind by the probe's tests")
 
 
 class Remembering(nn.Module):
@@ -155,11 +154,12 @@ class Caching(Remembering):
         return self.net(x + CACHE.setdefault(len(x), x.mean()))
 
 
+@pytest.mark.extended("test_kept.py has what is kept, and the rank's test that a cause is named")
 @pytest.mark.parametrize(
     ("model", "kept"),
     [
         (Remembering, r"seen of the model \(a list, \S*test_own_loop\.py:\d+\)"),
-        pytest.param(Caching, r"\S*CACHE \(a dict, \S*test_own_loop\.py:\d+\)", marks=BEYOND_ONE),
+        (Caching, r"\S*CACHE \(a dict, \S*test_own_loop\.py:\d+\)"),
     ],
 )
 def test_what_a_loop_keeps_is_named(model, kept):
