@@ -97,3 +97,15 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(60) == EXIT_INTERRUPTED
+
+
+def test_what_another_has_taken_since_is_left_to_it() -> None:
+    before = [signal.getsignal(number) for number in stopping()]
+    first = StopRequest()
+    second = StopRequest()
+    own = [signal.getsignal(number) for number in stopping()]
+    first.release()
+    assert [signal.getsignal(number) for number in stopping()] == own
+    second.release()
+    for number, action in zip(stopping(), before, strict=True):
+        signal.signal(number, action)

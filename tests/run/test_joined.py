@@ -1,5 +1,6 @@
 """The own loop on one rank: what it gives, what it goes on with, and what it refuses with the user's line."""
 
+import gc
 import json
 import re
 import signal
@@ -81,7 +82,8 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
 @pytest.mark.parametrize("ends", ["error", "within a step", "interrupt", "end"])
 def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkeypatch, ends):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    for number in stopping():  # another test may have left a loop, and its handlers
+    gc.collect()  # loops that other tests have left, which give their signals back
+    for number in stopping():
         signal.signal(number, signal.default_int_handler)
     expected = {"interrupt": KeyboardInterrupt, "end": SystemError}.get(ends, KeyError)
 

@@ -40,15 +40,20 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.level = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, tuple[Any, Any]] = {}  # what is done here, and what was done
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in stopping() if threading.current_thread() is threading.main_thread() else ():
-            self._before[number] = signal.signal(number, partial(self._heard, levels[number]))
+            own = partial(self._heard, levels[number])
+            self._before[number] = own, signal.signal(number, own)
 
     def release(self) -> None:
-        """Give the signals back to who had them."""
-        for number, action in self._before.items():
-            signal.signal(number, action)
+        """Give the signals back to who had them, but for those that another has taken since.
+
+        A loop that an error left is collected whenever Python comes to it, and may be long after another has begun.
+        """
+        for number, (own, action) in self._before.items():
+            if signal.getsignal(number) is own:
+                signal.signal(number, action)
         self._before.clear()
 
     def _heard(self, level: int, _number: int, _frame: FrameType | None) -> None:
