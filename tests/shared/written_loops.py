@@ -217,22 +217,18 @@ def best_restored(run):
 def moments_forgotten(run):
     """Adam's moments halved when an epoch is over."""
     model, optimizer = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        for state in optimizer.state.values():  # <-
-            state["exp_avg"].mul_(0.5)
+    for step, x, y in micro_batches(even(run)):
+        step.backward(summed(model(x), y))
+    for state in optimizer.state.values():  # <-
+        state["exp_avg"].mul_(0.5)
 
 
 @refused("optimizer.state_dict() is not this loop's to call")
 def optimizer_saved(run):
     model, optimizer = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
-        step.update()
-        optimizer.state_dict()  # <-
+    for step, x, y in micro_batches(even(run)):
+        step.backward(summed(model(x), y))
+    optimizer.state_dict()  # <-
 
 
 # Generative adversarial networks.

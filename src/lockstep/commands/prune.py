@@ -27,7 +27,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     from lockstep.training.lock import lock
 
     for folder in folders:
-        if not [*run_folders(folder)]:
+        if next(run_folders(folder), None) is None:
             raise UsageError(f"{folder}: no run, and none in it; name a run folder, or a folder that holds some")
     with ExitStack() as held:
         for run in (runs := [*run_folders(*folders)]):

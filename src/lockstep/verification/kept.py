@@ -30,10 +30,13 @@ class Kept:
             for name, change in before.attribute_changes(now).items():
                 owner, _, attribute = name.rpartition(".")
                 where = place_of_attribute(type(model.get_submodule(owner)), attribute)
-                found[f"{name} of the model"] = f"{change}{f', {where}' if where else ''}"
+                found[f"{name} of the model"] = _told(change, where)
             found |= {f"{name} of the model": "a buffer" for name in before.buffer_changes(now)}
         for name, change in self._globals.changes(after._globals).items():
             if name not in self._variables or self._variables[name] is after._variables.get(name):
-                where = after._globals.place(name)
-                found[name.removeprefix("__main__.")] = f"{change}{f', {where}' if where else ''}"
+                found[name.removeprefix("__main__.")] = _told(change, after._globals.place(name))
         return found
+
+
+def _told(change: str, where: str) -> str:
+    return f"{change}, {where}" if where else change
