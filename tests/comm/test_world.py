@@ -48,20 +48,6 @@ def compared(world: World, odd: list[int]) -> str:
     return "the same"
 
 
-def noted(world: World) -> str:
-    world.note(7)
-    world.agree_to_stop(0)
-    world.note(8 + world.rank)
-    world.agree_to_stop(0)
-    try:
-        world.agree_to_stop(0)
-    except UsageError as error:
-        return str(error)
-    finally:
-        world.note(0)
-    return "the same"
-
-
 def agreed(world: World, levels: list[list[int]]) -> list[int]:
     heard = [world.agree_to_stop(level) for level in levels[world.rank]]
     return [*heard, world.agree_to_stop(0)]
@@ -105,12 +91,6 @@ def test_all_agree_one_step_later_on_the_largest_wish() -> None:
     levels = [[0, 1, 1], [0, 0, 2], [0, 0, 0]]
     heard = worlds.run(3, agreed, levels)
     assert heard == [[heard[0][0], 0, 1, 2]] * 3
-
-
-@pytest.mark.worlds
-def test_ranks_that_update_otherwise_are_refused_one_step_later() -> None:
-    [found] = {*worlds.run(2, noted)}
-    assert found.startswith("ranks gave step.update other rates")
 
 
 def beside(world: World, store: str) -> tuple[list[int], list[int], bool]:

@@ -27,6 +27,7 @@ from lockstep.comm.canonical import CanonicalSum, move
 from lockstep.comm.carrier import Carrier, direct, renumbered, staged
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
+from lockstep.comm.step_agreement import StepAgreement
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.rank import RankInfo
 from lockstep.core import random
@@ -79,7 +80,7 @@ class World:
         self.local_rank = info.local_rank
         self.local_size = info.local_size
         self.host = socket.gethostname()
-        self._stop = _StopAgreement(self._groups[0]) if self._groups else None
+        self._agreement = StepAgreement(self._groups[0], self.rank, self.size) if self._groups else None
 
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
@@ -254,17 +255,47 @@ class World:
 
         The levels of this call are exchanged while the next step computes.
         """
-        if self._stop is None:
+        if self._agreement is None:
             return level
         with translate_peer_errors():
-            return self._stop.exchange(level)
+            self._settle(self._agreement)
+            return self._agreement.exchange(level)
 
-    def note(self, number: int) -> None:
-        """Note what has to be the same on all ranks: `agree_to_stop` raises UsageError, one call later, where not."""
-        if self._stop is not None:
-            self._stop.number = number
+    def note(self, facts: dict[str, Any]) -> None:
+        """Note what has to be the same on all ranks.
 
-    def compare(self, facts: dict[str, Any]) -> None:
+        `agree_to_stop` compares it: the next call of that or of `meet` raises UsageError where it is not.
+        """
+        if self._agreement is not None:
+            self._agreement.facts = facts
+
+    def say(self, figures: dict[str, float]) -> None:
+        """Say figures of the run; `differing` tells, after a step, whether other ranks said others."""
+        if self._agreement is not None:
+            self._agreement.figures.update(figures)
+
+    @property
+    def differing(self) -> list[str]:
+        """The names of figures that this rank said last, where other ranks said others."""
+        return [] if self._agreement is None else self._agreement.differing
+
+    def meet(self, place: int) -> tuple[int, int] | None:
+        """Wait for all ranks; return another place, and the lowest or highest rank there, unless all are at this one.
+
+        Places are numbered from 1. A rank that is at `agree_to_stop` instead, which is place 0, is met too.
+        """
+        if self._agreement is None:
+            return None
+        with translate_peer_errors():
+            self._settle(self._agreement)
+            return self._agreement.meet(place)
+
+    def _settle(self, agreement: StepAgreement) -> None:
+        if not agreement.settle():
+            self.compare({"step.update: what it was given": len(agreement.compared)})
+            self.compare(agreement.compared, "make it a function of step.number, step.epoch and step.samples_seen")
+
+    def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same") -> None:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
         if self.size == 1:
             return
@@ -278,7 +309,7 @@ class World:
                 values = f": {said[others[0]]}, not {said[0]}"
                 raise UsageError(
                     f"{name}: rank {', '.join(map(str, others))} differs from rank 0"
-                    f"{values if len(values) <= _SHOWN else ''}; start all ranks with the same"
+                    f"{values if len(values) <= _SHOWN else ''}; {advice}"
                 )
 
     def gather(self, own: bytes) -> list[bytes]:
@@ -324,8 +355,8 @@ class World:
     def close(self) -> None:
         """Leave the process group, or the groups that were made beside another's, unless a script has left all."""
         if self._groups:
-            if self._stop is not None:
-                self._stop.close()
+            if self._agreement is not None:
+                self._agreement.wait()
             if self._beside and dist.is_initialized():
                 for group in (*self._groups, *self._made.values()):
                     dist.destroy_process_group(group)
@@ -420,36 +451,6 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
     chosen = torch.device("cuda", number)
     torch.cuda.set_device(chosen)
     return chosen
-
-
-@final
-class _StopAgreement:
-    """An all-reduce of two numbers that is always one step behind, so that nobody waits for it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._sent = torch.zeros(3, dtype=torch.int64)
-        self._work: dist.Work | None = None
-        self.number = 0  # that has to be the same on all ranks
-
-    def exchange(self, level: int) -> int:
-        agreed = self.close()
-        self._sent.copy_(torch.tensor([level, self.number, -self.number]))  # the largest and the smallest number
-        self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, self._group, async_op=True)
-        return agreed
-
-    def close(self) -> int:
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        level, largest, smallest = self._sent.tolist()
-        if largest != -smallest:
-            raise UsageError(
-                "ranks gave step.update other rates, other values of clip or of, or groups of the optimizer other "
-                "settings; make them functions of step.number, step.epoch and step.samples_seen alone"
-            )
-        return int(level)
 
 
 def _stay_on_this_host(own: bool) -> None:

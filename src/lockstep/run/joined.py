@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,18 @@ from lockstep.training.loop import Batches, Progress, Turn, turns
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
+# Where ranks may be between two steps, as messages name it; the first is where `turns` has them.
+_PLACES: Final = (
+    "its next step",
+    "run.place",
+    "run.steps",
+    "run.each",
+    "run.sum",
+    "run.save",
+    "run.fingerprint",
+    "the end of the run",
+)
+
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -79,7 +91,7 @@ class Run:
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
-        self._ended = False
+        self._ended = self._warned = False
         self._modules_checked = 0  # updates of a step
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
@@ -135,6 +147,7 @@ class Run:
         UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
         loop.
         """
+        self._meet("run.place")
         if self._placed is not None:
             raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
@@ -261,6 +274,7 @@ class Run:
         plain = {name: float(value) for name, value in figures.items()}
         if taken := first_taken(plain, OF_ALL):
             raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
+        self._world.say(plain)
         self._rank.write(Logged(**self._rank.progress.at, figures=plain))
 
     def save(self) -> None:
@@ -293,6 +307,8 @@ class Run:
             error = error or self._step._unfinished()
         if error is not None and self._placed is not None:
             error = explain_error(error, self._placed.model)
+        if error is None:
+            error = self._elsewhere("the end of the run")
         if error is None:
             self._rank.enter("ending")
             for saved in self._checkpoints.wait() if self._checkpoints else []:
@@ -382,6 +398,7 @@ class Run:
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
+        self._warn_of_figures()
         self._report = turn.report
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
         placed.guard.mark()
@@ -468,6 +485,15 @@ class Run:
         data, transforms = DataSet(items, items), NoTransforms()
         return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
 
+    def _warn_of_figures(self) -> None:
+        """Warn once of figures that were logged with other values on other ranks."""
+        if self._world.differing and not self._warned:
+            self._warned = True
+            self._rank.warn(
+                f"run.log: {', '.join(self._world.differing)}: ranks gave other figures, and those of rank 0 are "
+                f"written: what each adds up of its own samples is not of all; add up by run.sum over run.each"
+            )
+
     def _ready(self, what: str) -> Placed:
         self._between(what)
         return self._here(what)
@@ -485,6 +511,23 @@ class Run:
         if self._placed is not None:
             self._placed.guard.check()
             self._placed.guard.mark()
+        self._meet(what)
+
+    def _meet(self, what: str) -> None:
+        if (error := self._elsewhere(what)) is not None:
+            raise error
+
+    def _elsewhere(self, what: str) -> Exception | None:
+        """Wait for all ranks to call this; return the error of a rank that is somewhere else instead."""
+        met = self._world.meet(_PLACES.index(what))
+        self._warn_of_figures()
+        if met is None:
+            return None
+        place, rank = met
+        return refusal(
+            f"{what}: rank {rank} is at {_PLACES[place]} instead",
+            "let every rank call it, not one alone: what one does for all, such as writing, is done by rank 0",
+        )
 
 
 def join(

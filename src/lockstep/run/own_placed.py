@@ -118,7 +118,7 @@ class Placed:
         """Hand the optimizer's settings on, and see that they, the rate, `clip` and `of` are the same on all ranks."""
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            self.world.note(self.groups.chain(step, rate, clip, of))
+            self.world.note(self.groups.facts(step, {"of": of, "lr": rate, "clip": clip}))
 
     def take_settings(self, saved: Mapping[str, Any]) -> None:
         """Take over the settings of groups that a checkpoint was saved with, where it says so."""

@@ -5,7 +5,6 @@ groups, which their code may schedule, are handed to its groups; they are compar
 checkpoints. Rates go through step.update, or are a scheduler's.
 """
 
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -210,7 +209,7 @@ class Groups:
     def __init__(self, optimizer: Optimizer, of_engine: Sequence[Mapping[str, Any]], scheduled: bool = False) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
-        self._chained = 0, 0  # a step, and the digest of its updates
+        self._facts: tuple[int, dict[str, Any]] = (0, {})  # a step, and those of its updates
         self._before = [(each, {**each}) for each in optimizer.param_groups]  # the user's code may have these still
         for number, (group, own) in enumerate(zip(optimizer.param_groups, of_engine, strict=True)):
             scale = {SCALE: own[SCALE]} if SCALE in own and not scheduled else {}
@@ -249,15 +248,14 @@ class Groups:
             )
         return frozenset(number for number, each in enumerate(names) if each == name)
 
-    def chain(self, step: int, *numbers: float | str | None) -> int:
-        """Return a digest of these and of those of all updates of the step before."""
-        before = self._chained[1] if self._chained[0] == step else 0
-        self._chained = step, zlib.crc32(repr([before, self.digest(*numbers)]).encode())
-        return self._chained[1]
-
-    def digest(self, *numbers: float | str | None) -> int:
-        """Return a number that is another for other settings, and other `numbers`."""
-        return zlib.crc32(repr([self.changes(), numbers]).encode())
+    def facts(self, step: int, given: Mapping[str, float | str | None]) -> dict[str, Any]:
+        """Return what an update is given, and the groups' settings, by name, after those of the step's others."""
+        before = self._facts[1] if self._facts[0] == step else {}
+        groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
+        now = {**given, **groups}
+        name = f"step.update {1 + len(before) // len(now)}" if before else "step.update"
+        self._facts = step, {**before, **{f"{name}: {key}": value for key, value in now.items()}}
+        return self._facts[1]
 
     def changes(self) -> list[Settings]:
         """Return what is not as the optimizer was made, by group, ready for JSON."""

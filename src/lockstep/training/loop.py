@@ -205,6 +205,8 @@ def turns(
         report = partial(_report, plan, watch, meter)
         turn = Turn(step, microbatches, progress, report, digests, reported=plan.reports(step))
         yield turn
+        # First: a loop of the user's own may have one rank do something else now, which meets this exchange.
+        level = world.agree_to_stop(stop.level)
         yield from turn.report()
         last = progress.step == plan.steps.total
         if evaluate is not None and plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
@@ -213,7 +215,6 @@ def turns(
             progress.judge(evaluated, plan.monitor)
             yield evaluated
             meter.restart()
-        level = world.agree_to_stop(stop.level)
         if last or level or plan.save.falls_on(step):
             watch.check()
             yield from save(progress)

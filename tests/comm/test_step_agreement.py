@@ -1,0 +1,96 @@
+"""What ranks agree on after each step, and that one which is elsewhere is noticed."""
+
+import pytest
+import worlds
+
+from lockstep.comm.world import World
+from lockstep.errors import UsageError
+
+
+def noted(world: World) -> str:
+    world.note({"lr": 7})
+    world.agree_to_stop(0)
+    world.note({"lr": 8 + world.rank, "clip": None})
+    world.agree_to_stop(1)
+    world.note({})
+    with pytest.raises(UsageError) as refused:
+        world.agree_to_stop(0)
+    assert world.agree_to_stop(0) == 1
+    return str(refused.value)
+
+
+def noted_more(world: World) -> str:
+    world.note(dict.fromkeys(["lr", "clip"][: 1 + world.rank], 7))
+    world.agree_to_stop(0)
+    world.note({})
+    with pytest.raises(UsageError) as refused:
+        world.meet(1)
+    return str(refused.value)
+
+
+def met(world: World, places: list[int]) -> tuple[int, int] | None:
+    """Come together as often as it takes; the last time at these places."""
+    world.agree_to_stop(2)
+    assert world.meet(3) is None
+    assert world.agree_to_stop(0) == 2
+    return world.meet(places[world.rank])
+
+
+def stayed_behind(world: World) -> str:
+    if world.rank == 1:
+        return str(world.meet(4))
+    world.agree_to_stop(0)
+    with pytest.raises(UsageError) as refused:
+        world.agree_to_stop(0)
+    return str(refused.value)
+
+
+def said(world: World, figures: list[dict[str, float]], meets: bool) -> list[str]:
+    world.say(figures[world.rank])
+    if meets:
+        world.meet(1)
+    else:
+        world.agree_to_stop(0)
+        world.agree_to_stop(0)
+    found = world.differing
+    if world._agreement is not None:
+        world._agreement.differing = []  # other tests use this world
+    return found
+
+
+@pytest.mark.worlds
+def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
+    [found] = {*worlds.run(2, noted)}
+    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8; make it a function of step.number")
+    [found] = {*worlds.run(3, noted_more)}
+    assert found.startswith("step.update: what it was given: rank 1, 2 differs from rank 0: 2, not 1")
+
+
+@pytest.mark.worlds
+def test_ranks_that_are_not_at_one_place_learn_who_is_elsewhere() -> None:
+    assert worlds.run(3, met, [5, 5, 5]) == [None] * 3
+    assert worlds.run(3, met, [5, 5, 2]) == [(2, 2), (2, 2), (5, 1)]
+    assert worlds.run(3, met, [2, 5, 5]) == [(5, 2), (2, 0), (2, 0)]
+
+
+@pytest.mark.worlds
+def test_a_rank_that_went_on_to_its_next_step_is_met() -> None:
+    assert worlds.run(2, stayed_behind) == [
+        "rank 1 did not go on to the step that this one did; let every rank do all that lies between two steps",
+        "(0, 0)",
+    ]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("meets", [True, False])
+def test_figures_that_differ_between_the_ranks_that_have_some_are_noticed(meets: bool) -> None:
+    assert worlds.run(3, said, [{"hits": 1.0}, {"hits": 2.0}, {}], meets) == [["hits"], ["hits"], []]
+    assert worlds.run(3, said, [{"hits": 1.0}, {}, {}], meets) == [[]] * 3
+    assert worlds.run(3, said, [{"hits": 1.0}] * 3, meets) == [[]] * 3
+    assert worlds.run(3, said, [{}] * 3, meets) == [[]] * 3
+
+
+@pytest.mark.worlds
+def test_one_process_is_everywhere() -> None:
+    assert worlds.run(1, World.meet, 5) == [None]
+    assert worlds.run(1, said, [{"hits": 1.0}], True) == [[]]
