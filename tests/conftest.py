@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiers
 import torch
+import turns
 import worlds
 from durations import Durations, slow_of
 from hypothesis import settings
@@ -21,11 +22,13 @@ PROCESSES = 2  # of pytest-xdist, for the quick tests
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-table", type=Path, help="compare the seconds of each group of tests with this file")
     parser.addoption("--durations-write", action="store_true", help="write that file anew")
+    parser.addoption("--turn-of", metavar="COMMIT", help="of the slow tests, run those that are in turn at this commit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not _is_worker(config) and (table := config.option.durations_table) is not None:
-        config.pluginmanager.register(Durations(table, write=config.option.durations_write))
+        whole = config.option.turn_of is None
+        config.pluginmanager.register(Durations(table, write=config.option.durations_write, whole=whole))
     torch.set_num_threads(1)
     worlds.schedule_as_batch()
     settings.register_profile("busy", deadline=None)  # a machine that does other things too is no failure
@@ -67,7 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if tiers.is_quick(item):
             item.add_marker("quick")
     if config.option.durations_table is not None:
-        items[:] = tiers.ordered(items, slow_of(config.option.durations_table))
+        slow = slow_of(config.option.durations_table)
+        if config.option.turn_of is not None:
+            items[:] = turns.in_turn(items, slow, turns.turn_of(config.option.turn_of))
+        items[:] = tiers.ordered(items, slow)
 
 
 @pytest.hookimpl(optionalhook=True)

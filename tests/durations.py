@@ -28,9 +28,10 @@ _TESTS: Final = Path(__file__).parent
 class Durations:
     """The plugin: adds up what each test took, and reports when all have ended."""
 
-    def __init__(self, table: Path, *, write: bool) -> None:
+    def __init__(self, table: Path, *, write: bool, whole: bool = True) -> None:
         self._table = table
         self._write = write
+        self._whole = whole  # whether all tests of the table run
         self._began = time.monotonic()
         self._groups: defaultdict[str, float] = defaultdict(float)
         self._files: defaultdict[str, float] = defaultdict(float)
@@ -53,7 +54,7 @@ class Durations:
             terminalreporter.write_line(f"{seconds:8.1f}  {before.get(name, 0.0):8.1f} in the table  {name}")
         minutes = (time.monotonic() - self._began) / 60
         terminalreporter.write_line(f"{sum(self._groups.values()):8.1f}  in {minutes:.1f} minutes")
-        for line in grown(self._groups, before):
+        for line in grown(self._groups, before) if self._whole else ():
             terminalreporter.write_line(f"warning: {line}", yellow=True)
 
 

@@ -57,6 +57,10 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
     [
         ([], "-m not extended --durations-table=tests/durations.json"),
         (["--write"], "-m not extended --durations-table=tests/durations.json --durations-write"),
+        (
+            ["--turn"],
+            "-m not extended --durations-table=tests/durations.json --turn-of 0123",
+        ),
         # Without an expression of markers, pytest would take that of the quick tests.
         (["--all"], "-m extended or not extended --durations-table=benchmarks/results/tests.json --durations-write"),
     ],
@@ -65,6 +69,8 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
 def test_the_script_asks_for_the_gate_or_for_all(tmp_path: Path, words: list[str], expected: str, code: int) -> None:
     for folder in ("scripts", "bin"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "bin" / "git").write_text("#!/bin/sh\necho 0123\n")
+    (tmp_path / "bin" / "git").chmod(0o755)
     shutil.copy(tiers.TESTS.parent / "scripts" / "test", tmp_path / "scripts")
     stand_in = tmp_path / "bin" / "pytest"
     stand_in.write_text(f'#!/bin/sh\necho "$@"\nexit {code}\n')
