@@ -20,7 +20,7 @@ def noted(world: World) -> str:
 
 
 def noted_more(world: World) -> str:
-    world.note(dict.fromkeys(["lr", "clip"][: 1 + world.rank], 7))
+    world.note(dict.fromkeys(["lr", "clip"][: 3 - world.rank], 7))
     world.agree_to_stop(0)
     world.note({})
     with pytest.raises(UsageError) as refused:
@@ -63,7 +63,7 @@ def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
     [found] = {*worlds.run(2, noted)}
     assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8; make it a function of step.number")
     [found] = {*worlds.run(3, noted_more)}
-    assert found.startswith("step.update: what it was given: rank 1, 2 differs from rank 0: 2, not 1")
+    assert found.startswith("clip: rank 2 differs from rank 0: null, not 7; ")
 
 
 @pytest.mark.worlds

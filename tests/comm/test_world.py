@@ -76,7 +76,7 @@ def test_ranks_that_differ_are_named_on_all() -> None:
     )
     assert (
         worlds.run(3, compared, [0])
-        == ["data: rank 1, 2 differs from rank 0: 4, not 5; start all ranks with the same"] * 3
+        == ["data: rank 1, 2 differ from rank 0: 4, not 5; start all ranks with the same"] * 3
     )
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.ranks import rendezvous as rendezvous_module
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.rendezvous import Rendezvous, differences
+from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import Timing
 
@@ -348,18 +348,6 @@ def test_one_process_waits_for_nobody() -> None:
     rendezvous.compare({"recipe": 1})
     assert (rendezvous.tell("folder"), rendezvous.first_failure()) == ("folder", None)
     assert rendezvous.hosts == (socket.gethostname(),)
-
-
-def test_differences_name_ranks_hosts_and_values() -> None:
-    facts = {
-        0: {"recipe": {"a": 1, "b": {"c": 2, "d": 3}}, "torch": "2.15"},
-        2: {"recipe": {"a": 1, "b": {"c": 5}}, "torch": "2.15"},
-        3: {"recipe": {"a": 1, "b": {"c": 2, "d": 3}}, "torch": "2.14" + "x" * 100},
-    }
-    assert differences(facts, ["a", "a", "b", "b"]) == [
-        "recipe: rank 2 (b) differs from rank 0 (a): b.c: 5, not 2; b.d: null, not 3; start all ranks with the same",
-        f"torch: rank 3 (b) differs from rank 0 (a): 2.14{'x' * 53}..., not 2.15; start all ranks with the same",
-    ]
 
 
 def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after_s: float = 30.0) -> list[Any]:

@@ -29,6 +29,8 @@ from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.step_agreement import StepAgreement
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
+from lockstep.common.differences import differences
+from lockstep.common.plainfile import parse_json
 from lockstep.common.rank import RankInfo
 from lockstep.core import random
 from lockstep.core.devices import SHARING, Backend, check_cuda, device_number, find_shared_devices, resolve_backend
@@ -41,7 +43,6 @@ from lockstep.errors import UsageError
 # would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
 # outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-_SHOWN: Final = 100  # characters of two values that differ
 _MAIN: Final = 0  # of a group's uses: by this thread
 _SIDE: Final = 1  # and by a side stream, which may exchange at the same time
 
@@ -292,25 +293,15 @@ class World:
 
     def _settle(self, agreement: StepAgreement) -> None:
         if not agreement.settle():
-            self.compare({"step.update: what it was given": len(agreement.compared)})
             self.compare(agreement.compared, "make it a function of step.number, step.epoch and step.samples_seen")
 
     def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same") -> None:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
         if self.size == 1:
             return
-        texts = [json.dumps(value, sort_keys=True).encode() for value in facts.values()]
-        table = self.gather(b"".join(hashlib.sha256(text).digest() for text in texts))
-        for number, name in enumerate(facts):
-            found = [row[32 * number : 32 * (number + 1)] for row in table]
-            others = [rank for rank in range(self.size) if found[rank] != found[0]]
-            if others:
-                said = self.all_tell(texts[number].decode())
-                values = f": {said[others[0]]}, not {said[0]}"
-                raise UsageError(
-                    f"{name}: rank {', '.join(map(str, others))} differs from rank 0"
-                    f"{values if len(values) <= _SHOWN else ''}; {advice}"
-                )
+        said = dict(enumerate(map(parse_json, self.all_tell(json.dumps(facts)))))
+        if lines := differences(said, [], advice):
+            raise UsageError(lines[0])
 
     def gather(self, own: bytes) -> list[bytes]:
         """Return what each rank gives, by rank: bytes of one length on all. All ranks call it."""

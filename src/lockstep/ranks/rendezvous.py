@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
+from lockstep.common.differences import differences
 from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
@@ -45,8 +46,6 @@ _START: Final = "lockstep start"
 _BEGIN: Final = "begin"
 _FAILURE: Final = "failure"
 _LEFT: Final = "left"
-_VALUE_LENGTH: Final = 60  # of what is shown of a fact
-_SHOWN: Final = 5  # differences
 _ANOTHER_RUN: Final = "if another run meets there, choose another port"
 
 
@@ -331,19 +330,6 @@ def polls(
     raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
 
 
-def differences(facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
-    """Return a line for each fact of rank 0 that other ranks have otherwise: the ranks, and the values of the first."""
-    lines = []
-    for name in facts[0]:
-        others = [rank for rank in facts if facts[rank].get(name) != facts[0][name]]
-        if others:
-            what = "; ".join(_unlike(facts[0][name], facts[others[0]].get(name)))
-            verb = "differs" if len(others) == 1 else "differ"
-            who = ranks_in_words(others, hosts)
-            lines.append(f"{name}: {who} {verb} from rank 0 ({hosts[0]}): {what}; start all ranks with the same")
-    return lines
-
-
 def _first_and_unlike(facts: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the facts of rank 0 and of those that have others, by rank."""
     said = [json.dumps(each, sort_keys=True) for each in facts]  # as text one that is no number is like itself
@@ -386,23 +372,6 @@ def _facts(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError("expected facts by their names")
     return value
-
-
-def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
-    """Return where two values differ, part by part, as `name: other's, not first's`."""
-    if not (isinstance(first, dict) and isinstance(other, dict)):
-        return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
-    found = []
-    for key in sorted({*first, *other}):
-        if first.get(key) != other.get(key):
-            shown = printable_line(str(key))
-            found += _unlike(first.get(key), other.get(key), f"{name}.{shown}" if name else shown)
-    return found if len(found) <= _SHOWN else [*found[:_SHOWN], f"{len(found) - _SHOWN} more"]
-
-
-def _short(value: Any) -> str:
-    shown = printable_line(value if isinstance(value, str) else json.dumps(value))
-    return shown if len(shown) <= _VALUE_LENGTH else f"{shown[: _VALUE_LENGTH - 3]}..."
 
 
 def _store(rendezvous: Rendezvous, address: str) -> Store:

@@ -1,0 +1,46 @@
+"""In what ranks differ that should be alike, in words."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from lockstep.common.rank import ranks_in_words
+from lockstep.common.text import printable_line
+
+_VALUE_LENGTH: Final = 60  # of what is shown of a fact
+_SHOWN: Final = 5  # differences
+
+
+def differences(
+    facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], advice: str = "start all ranks with the same"
+) -> list[str]:
+    """Return a line for each fact of rank 0 that other ranks have otherwise: the ranks, and the values of the first.
+
+    The `hosts` are by rank; none where they do not matter.
+    """
+    lines = []
+    for name in facts[0]:
+        others = [rank for rank in facts if facts[rank].get(name) != facts[0][name]]
+        if others:
+            what = "; ".join(_unlike(facts[0][name], facts[others[0]].get(name)))
+            verb = "differs" if len(others) == 1 else "differ"
+            who, first = ranks_in_words(others, hosts), ranks_in_words([0], hosts)
+            lines.append(f"{name}: {who} {verb} from {first}: {what}; {advice}")
+    return lines
+
+
+def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
+    """Return where two values differ, part by part, as `name: other's, not first's`."""
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
+    found = []
+    for key in sorted({*first, *other}):
+        if first.get(key) != other.get(key):
+            shown = printable_line(str(key))
+            found += _unlike(first.get(key), other.get(key), f"{name}.{shown}" if name else shown)
+    return found if len(found) <= _SHOWN else [*found[:_SHOWN], f"{len(found) - _SHOWN} more"]
+
+
+def _short(value: Any) -> str:
+    shown = printable_line(value if isinstance(value, str) else json.dumps(value))
+    return shown if len(shown) <= _VALUE_LENGTH else f"{shown[: _VALUE_LENGTH - 3]}..."

@@ -1,0 +1,19 @@
+from lockstep.common.differences import differences
+
+
+def test_differences_name_ranks_hosts_and_values() -> None:
+    facts = {
+        0: {"recipe": {"a": 1, "b": {"c": 2, "d": 3}}, "torch": "2.15"},
+        2: {"recipe": {"a": 1, "b": {"c": 5}}, "torch": "2.15"},
+        3: {"recipe": {"a": 1, "b": {"c": 2, "d": 3}}, "torch": "2.14" + "x" * 100},
+    }
+    assert differences(facts, ["a", "a", "b", "b"]) == [
+        "recipe: rank 2 (b) differs from rank 0 (a): b.c: 5, not 2; b.d: null, not 3; start all ranks with the same",
+        f"torch: rank 3 (b) differs from rank 0 (a): 2.14{'x' * 53}..., not 2.15; start all ranks with the same",
+    ]
+
+
+def test_hosts_that_do_not_matter_are_not_named() -> None:
+    assert differences({0: {"lr": 1}, 1: {"lr": 2}, 2: {}}, [], "sort them") == [
+        "lr: rank 1, 2 differ from rank 0: 2, not 1; sort them"
+    ]
