@@ -32,6 +32,13 @@ def test_what_is_missing_skips_and_says_how_to_get_it_and_fails_where_it_is_requ
         asked()
 
 
+def test_what_ci_must_have_is_there_also_where_its_tests_are_not_in_turn() -> None:
+    for program in ("faketime", "shellcheck"):
+        require(program, program, program)
+    for name in ("mlflow", "onnx", "ray"):
+        require_package(name)
+
+
 def test_what_is_there_is_neither() -> None:
     require("slurm", "slurm-wlm", "sh")
     require_package("pytest")

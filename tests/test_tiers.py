@@ -57,10 +57,7 @@ def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, 
     [
         ([], "-m not extended --durations-table=tests/durations.json"),
         (["--write"], "-m not extended --durations-table=tests/durations.json --durations-write"),
-        (
-            ["--turn"],
-            "-m not extended --durations-table=tests/durations.json --turn-of 0123",
-        ),
+        (["--turn"], "-m not extended --durations-table=tests/durations.json --turn-of 0123"),
         # Without an expression of markers, pytest would take that of the quick tests.
         (["--all"], "-m extended or not extended --durations-table=benchmarks/results/tests.json --durations-write"),
     ],

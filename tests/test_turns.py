@@ -13,15 +13,8 @@ def collected(file: str, names: list[str], marker: str = "") -> list[pytest.Item
     def marked(name: str) -> bool:
         return name == marker
 
-    return [
-        cast(
-            "pytest.Item",
-            SimpleNamespace(
-                path=tiers.TESTS / file, nodeid=f"tests/{file}::{name}", get_closest_marker=marked, name=name
-            ),
-        )
-        for name in names
-    ]
+    made = [SimpleNamespace(path=tiers.TESTS / file, nodeid=f"::{name}", get_closest_marker=marked) for name in names]
+    return [cast("pytest.Item", each) for each in made]
 
 
 def counted(items: list[pytest.Item], slow: set[str]) -> list[int]:

@@ -45,16 +45,17 @@ def stayed_behind(world: World) -> str:
     return str(refused.value)
 
 
-def said(world: World, figures: list[dict[str, float]], meets: bool) -> list[str]:
+def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
     world.say(figures[world.rank])
     if meets:
         world.meet(1)
     else:
         world.agree_to_stop(0)
         world.agree_to_stop(0)
-    found = world.differing
-    if world._agreement is not None:
-        world._agreement.differing = []  # other tests use this world
+    found = world.figures_differ
+    world.agree_to_stop(0)
+    world.meet(1)
+    assert not world.figures_differ
     return found
 
 
@@ -76,7 +77,7 @@ def test_ranks_that_are_not_at_one_place_learn_who_is_elsewhere() -> None:
 @pytest.mark.worlds
 def test_a_rank_that_went_on_to_its_next_step_is_met() -> None:
     assert worlds.run(2, stayed_behind) == [
-        "rank 1 did not go on to the step that this one did; let every rank do all that lies between two steps",
+        "rank 1 did not go on to its next step when this rank did; let all ranks do the same between two steps",
         "(0, 0)",
     ]
 
@@ -84,13 +85,13 @@ def test_a_rank_that_went_on_to_its_next_step_is_met() -> None:
 @pytest.mark.worlds
 @pytest.mark.parametrize("meets", [True, False])
 def test_figures_that_differ_between_the_ranks_that_have_some_are_noticed(meets: bool) -> None:
-    assert worlds.run(3, said, [{"hits": 1.0}, {"hits": 2.0}, {}], meets) == [["hits"], ["hits"], []]
-    assert worlds.run(3, said, [{"hits": 1.0}, {}, {}], meets) == [[]] * 3
-    assert worlds.run(3, said, [{"hits": 1.0}] * 3, meets) == [[]] * 3
-    assert worlds.run(3, said, [{}] * 3, meets) == [[]] * 3
+    assert worlds.run(3, said, [{"hits": 1.0}, {"hits": 2.0}, {}], meets) == [True] * 3
+    assert worlds.run(3, said, [{"hits": 1.0}, {}, {}], meets) == [False] * 3
+    assert worlds.run(3, said, [{"hits": 1.0}] * 3, meets) == [False] * 3
+    assert worlds.run(3, said, [{}] * 3, meets) == [False] * 3
 
 
 @pytest.mark.worlds
 def test_one_process_is_everywhere() -> None:
     assert worlds.run(1, World.meet, 5) == [None]
-    assert worlds.run(1, said, [{"hits": 1.0}], True) == [[]]
+    assert worlds.run(1, said, [{"hits": 1.0}], True) == [False]

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import loops
+import numpy
 import pytest
+import torch
 import worlds
 from loop_ends import ended
 from torch import nn
@@ -22,23 +24,23 @@ CALLS: dict[str, Callable[[Any, nn.Module], object]] = {
     "sum": lambda run, model: run.sum(loops.loss(model, batch) for batch in run.each(loops.data())),
     "save": lambda run, _: run.save(),
     "fingerprint": lambda run, _: run.fingerprint(),
-    "close": lambda run, _: run.close(),
+    "close": lambda run, _: (run.close(), run.fingerprint()),  # of a process that went on, which a run's does not
 }
 
 
-def trained(run: Any, after: Callable[[Any], object] = int) -> nn.Module:
+def trained(run: Any, after: Callable[[Any, Any], object] = lambda step, hits: None, **given: Any) -> nn.Module:
     model, _ = loops.placed(run)
     for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
         hits = 0
         for inputs, targets in step:
             hits += int((model(inputs).argmax(1) == targets).sum())
             step.backward(loops.loss(model, (inputs, targets)))
-        step.update()
-        after(hits)
+        step.update(clip=given.get("clip"))
+        after(step, hits)
     return model
 
 
-def by_rank_0(run: Any, name: str) -> None:
+def after_the_loop(run: Any, name: str) -> None:
     model = trained(run)
     if run.rank == 0:
         CALLS[name](run, model)
@@ -46,37 +48,78 @@ def by_rank_0(run: Any, name: str) -> None:
         run.close()
 
 
-def by_rank_0_alone(world: World, name: str) -> str:
-    return ended(world, "ddp", partial(by_rank_0, name=name))
+def within_the_loop(run: Any, name: str) -> None:
+    def after(step: Any, _hits: int) -> None:
+        if run.rank == 0 and step.every(epochs=1):  # the last step: others wait for nobody after it
+            CALLS[name](run, run._model)
+
+    trained(run, after)
+
+
+def by_rank_0_alone(world: World, loop: Callable[[Any, str], None], name: str) -> str:
+    return ended(world, "ddp", partial(loop, name=name))
 
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", [*CALLS])
 def test_what_rank_0_alone_calls_is_refused_with_its_line(name: str) -> None:
-    found, *others = worlds.run(3, by_rank_0_alone, name)
-    what = "the end of the run" if name == "close" else f"run.{name}"
-    others_at = "the end of the run" if name == "fingerprint" else "run.fingerprint"
-    assert re.match(rf"{what}: rank [12] is at {others_at} instead \(tests/\S+:\d+\); let every", found)
-    assert {each.partition(" (")[0] for each in others} == {f"{others_at}: rank 0 is at {what} instead"}
+    what = {"close": "the end of the run", "sum": "run.each"}.get(name, f"run.{name}")
+    at = "the end of the run" if name == "fingerprint" else "run.fingerprint"
+    found, *others = worlds.run(3, by_rank_0_alone, after_the_loop, name)
+    assert re.match(rf"{what}: rank [12] is at {at} instead \(tests/\S+:\d+\); let all ranks make the same", found)
+    assert {each.partition(" (")[0] for each in others} == {f"{at}: rank 0 is at {what} instead"}
+    found, *others = worlds.run(3, by_rank_0_alone, within_the_loop, name)
+    assert re.match(rf"{what}: rank [12] is at the loop over run.steps instead \(tests/\S+:\d+\); ", found)
+    assert {each.partition("; ")[0] for each in others} == {"rank 0 did not go on to its next step when this rank did"}
 
 
-def logging(world: World, all_ranks: bool) -> str:
-    def loop(run: Any) -> None:
-        def log(hits: int) -> None:
-            run.log(size=run.size)
-            if all_ranks or run.rank == 0:
-                run.log(hits=hits)
+def clipped_apart(run: Any) -> None:
+    trained(run, clip=numpy.float32(1 + run.rank) if run.rank else None)
+    run.close()
 
-        trained(run, log)
 
+def clipped_by_tensors(run: Any) -> None:
+    trained(run, clip=torch.tensor(1.5))
+
+
+@pytest.mark.worlds
+def test_updates_that_differ_in_the_last_step_alone_are_refused_at_the_end() -> None:
+    [found] = {*worlds.run(2, ended, "ddp", clipped_apart)}
+    assert found.startswith("step.update: clip: rank 1 differs from rank 0: 2.0, not null; make it a function of")
+    assert worlds.run(2, ended, "ddp", clipped_by_tensors) == worlds.run(1, ended, "single", clipped_by_tensors) * 2
+
+
+def logging(run: Any, all_ranks: bool) -> None:
+    def log(_step: Any, hits: int) -> None:
+        run.log(size=run.size)
+        if all_ranks or run.rank == 0:
+            run.log(hits=hits)
+
+    trained(run, log)
+
+
+def logged(world: World, all_ranks: bool) -> str:
     with redirect_stderr(io.StringIO()) as printed:
-        ended(world, "ddp", loop)
+        ended(world, "ddp", partial(logging, all_ranks=all_ranks))
     return printed.getvalue()
 
 
 @pytest.mark.worlds
 def test_figures_that_each_rank_added_up_itself_are_warned_of_once() -> None:
-    found, *others = worlds.run(2, logging, True)
-    assert found.count("warning: run.log: size, hits: ranks gave other figures, and those of rank 0 are written: ") == 1
+    found, *others = worlds.run(2, logged, True)
+    assert found.count("warning: run.log: hits: not the same on all ranks, and rank 0's is written: ") == 1
     assert others == [""]
-    assert worlds.run(1, logging, True) == [""]
+    assert worlds.run(2, logged, False) == [""] * 2
+    assert worlds.run(1, logged, True) == [""]
+
+
+def evaluations_side_by_side(run: Any) -> None:
+    model = trained(run)
+    pairs = zip(run.each(loops.data(16), batch=16), run.each(loops.data(), batch=16), strict=False)
+    assert len([model(first) for (first, _), _ in pairs]) == (run.rank == 0)
+
+
+@pytest.mark.worlds
+def test_an_evaluation_that_gives_a_rank_nothing_is_begun_by_all() -> None:
+    [alone] = worlds.run(1, ended, "single", trained)
+    assert worlds.run(2, ended, "ddp", evaluations_side_by_side) == [alone] * 2

@@ -48,6 +48,7 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
             raise
         return str(end)
     finally:
+        world.note({})  # other tests use this world
         torch.use_deterministic_algorithms(deterministic)
 
 

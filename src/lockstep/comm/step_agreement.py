@@ -28,11 +28,10 @@ class StepAgreement:
         self._size = size
         self._sent: tuple[Tensor, Any] | None = None
         self._level = 0  # that the last exchange found
-        self._names: list[str] = []  # of the figures of the last exchange
         self.facts: dict[str, Any] = {}  # that have to be the same on all ranks
         self.compared = self.facts  # those of the last exchange
         self.figures: dict[str, float] = {}  # that should be, where a rank has some
-        self.differing: list[str] = []  # the names of those that were not
+        self.figures_differ = False  # those of the last exchange
 
     def exchange(self, level: int) -> int:
         """Begin an exchange after a step, and return the highest level of the last one, which is settled."""
@@ -42,15 +41,16 @@ class StepAgreement:
 
     def settle(self) -> bool:
         """Wait for the last exchange after a step, and return whether the facts were the same on all ranks."""
+        self.figures_differ = False
         if (found := self.wait()) is None:
             return True
-        self._level = int(found[0])
+        self._level, _, facts, _, _, other_facts, _ = found.tolist()
         if (met := self._elsewhere(found, 0)) is not None:
             raise UsageError(
-                f"rank {met[1]} did not go on to the step that this one did; let every rank do all that lies between "
+                f"rank {met[1]} did not go on to its next step when this rank did; let all ranks do the same between "
                 f"two steps"
             )
-        return _spread(found, 2) == 0
+        return bool(facts == -other_facts)
 
     def meet(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks, once the last exchange is settled; return another place where a rank is, and which."""
@@ -68,26 +68,19 @@ class StepAgreement:
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
         """Begin to find the highest level, and the highest and the lowest of all else."""
-        figures = _digest(self.figures)
-        own = [place * self._size + self._rank, _digest(self.facts), figures]
+        own = [place * self._size + self._rank, _digest(self.facts), _digest(self.figures)]
         lowest = [-each for each in own]
         if not self.figures:
             own[-1] = lowest[-1] = _NOTHING
-        self._names, self.figures = list(self.figures), {}
+        self.figures = {}
         numbers = torch.tensor([level, *own, *lowest])
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def _elsewhere(self, found: Tensor, place: int) -> tuple[int, int] | None:
-        if _spread(found, 3) > 0:
-            self.differing = self._names
-        codes = int(found[1]), -int(found[4])
-        return next((at for code in codes if (at := divmod(code, self._size))[0] != place), None)
+        _, last, _, figures, first, _, other_figures = found.tolist()
+        self.figures_differ |= figures + other_figures > 0
+        return next((at for code in (last, -first) if (at := divmod(code, self._size))[0] != place), None)
 
 
 def _digest(values: dict[str, Any]) -> int:
     return zlib.crc32(repr(values).encode())
-
-
-def _spread(found: Tensor, number: int) -> int:
-    """Return how far the highest of these numbers is above the lowest; below 0 where no rank has one."""
-    return int(found[number] + found[number + 3])

@@ -271,14 +271,14 @@ class World:
             self._agreement.facts = facts
 
     def say(self, figures: dict[str, float]) -> None:
-        """Say figures of the run; `differing` tells, after a step, whether other ranks said others."""
+        """Say figures of the run, which `agree_to_stop` and `meet` compare."""
         if self._agreement is not None:
             self._agreement.figures.update(figures)
 
     @property
-    def differing(self) -> list[str]:
-        """The names of figures that this rank said last, where other ranks said others."""
-        return [] if self._agreement is None else self._agreement.differing
+    def figures_differ(self) -> bool:
+        """Whether ranks said other figures before the last call of these but one; the same on all ranks."""
+        return self._agreement is not None and self._agreement.figures_differ
 
     def meet(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks; return another place, and the lowest or highest rank there, unless all are at this one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
 from lockstep.common.own_code import refusal, with_its_line
+from lockstep.common.plainfile import parse_json
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
 from lockstep.core import random
@@ -26,7 +28,7 @@ from lockstep.core.precision import Precision
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
-from lockstep.errors import EXIT_DONE, CorruptionError, UsageError
+from lockstep.errors import EXIT_DONE, CorruptionError, LockstepError, UsageError
 from lockstep.parallel.audited import Part
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
@@ -53,7 +55,7 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 # Where ranks may be between two steps, as messages name it; the first is where `turns` has them.
 _PLACES: Final = (
-    "its next step",
+    "the loop over run.steps",
     "run.place",
     "run.steps",
     "run.each",
@@ -91,7 +93,8 @@ class Run:
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
-        self._ended = self._warned = False
+        self._ended = self._figures_compared = False
+        self._logged: dict[str, str] = {}  # figures, in full
         self._modules_checked = 0  # updates of a step
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
@@ -147,7 +150,7 @@ class Run:
         UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
         loop.
         """
-        self._meet("run.place")
+        self._between("run.place")
         if self._placed is not None:
             raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
         check_pair(model, optimizer)
@@ -241,6 +244,9 @@ class Run:
         with with_its_line():
             items = Items(dataset, collate)
         loader = self._loader(items, Steps(len(items), samples, epochs=1), 1, placed, None)
+        return self._batches(placed, loader, samples)
+
+    def _batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, self.step, random.EVALUATION)
         try:
@@ -275,6 +281,7 @@ class Run:
         if taken := first_taken(plain, OF_ALL):
             raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
         self._world.say(plain)
+        self._logged.update({name: repr(value) for name, value in plain.items()})
         self._rank.write(Logged(**self._rank.progress.at, figures=plain))
 
     def save(self) -> None:
@@ -307,8 +314,11 @@ class Run:
             error = error or self._step._unfinished()
         if error is not None and self._placed is not None:
             error = explain_error(error, self._placed.model)
-        if error is None:
-            error = self._elsewhere("the end of the run")
+        try:
+            if error is None:
+                self._meet("the end of the run")
+        except LockstepError as found:
+            error = found
         if error is None:
             self._rank.enter("ending")
             for saved in self._checkpoints.wait() if self._checkpoints else []:
@@ -398,7 +408,7 @@ class Run:
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
-        self._warn_of_figures()
+        self._compare_figures()
         self._report = turn.report
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
         placed.guard.mark()
@@ -485,13 +495,16 @@ class Run:
         data, transforms = DataSet(items, items), NoTransforms()
         return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
 
-    def _warn_of_figures(self) -> None:
-        """Warn once of figures that were logged with other values on other ranks."""
-        if self._world.differing and not self._warned:
-            self._warned = True
+    def _compare_figures(self) -> None:
+        """Warn of figures that were logged with other values on other ranks, the first time there are any."""
+        if not self._world.figures_differ or self._figures_compared:
+            return
+        self._figures_compared = True
+        first, *others = map(parse_json, self._world.all_tell(json.dumps(self._logged)))
+        if names := [name for name in first if any(each.get(name, first[name]) != first[name] for each in others)]:
             self._rank.warn(
-                f"run.log: {', '.join(self._world.differing)}: ranks gave other figures, and those of rank 0 are "
-                f"written: what each adds up of its own samples is not of all; add up by run.sum over run.each"
+                f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up of "
+                f"its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
             )
 
     def _ready(self, what: str) -> Placed:
@@ -514,20 +527,16 @@ class Run:
         self._meet(what)
 
     def _meet(self, what: str) -> None:
-        if (error := self._elsewhere(what)) is not None:
-            raise error
-
-    def _elsewhere(self, what: str) -> Exception | None:
-        """Wait for all ranks to call this; return the error of a rank that is somewhere else instead."""
+        """Wait for all ranks to come to this; UsageError where one is somewhere else instead."""
         met = self._world.meet(_PLACES.index(what))
-        self._warn_of_figures()
-        if met is None:
-            return None
-        place, rank = met
-        return refusal(
-            f"{what}: rank {rank} is at {_PLACES[place]} instead",
-            "let every rank call it, not one alone: what one does for all, such as writing, is done by rank 0",
-        )
+        if met is not None:
+            place, rank = met
+            raise refusal(
+                f"{what}: rank {rank} is at {_PLACES[place]} instead",
+                "let all ranks make the same calls of run, and leave a loop after the same step: rank 0 alone writes "
+                "and prints",
+            )
+        self._compare_figures()
 
 
 def join(

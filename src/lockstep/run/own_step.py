@@ -219,6 +219,7 @@ class Step:
         rate = self._placed.rate if lr is None else float(lr)
         shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
         only = None if of is None else self._groups_of(of)
+        clip = None if clip is None else float(clip)
         self._placed.agree(self.number, rate, clip, of)
         self._gate.step = self._guard.step = 0
         sums = self._part.sums or self._engine.end()
