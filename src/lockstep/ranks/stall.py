@@ -34,7 +34,8 @@ _TORCH: Final = "torch/distributed/"
 # Where a main thread of ours is that waits for other ranks.
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
-    *(f"lockstep/comm/{each}.py" for each in ("world", "canonical", "carrier", "stream", "p2p", "golden", "links")),
+    *(f"lockstep/comm/{each}.py" for each in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
+    *(f"lockstep/comm/{each}.py" for each in ("golden", "links")),
 )
 
 

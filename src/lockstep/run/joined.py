@@ -503,8 +503,8 @@ class Run:
         first, *others = map(parse_json, self._world.all_tell(json.dumps(self._logged)))
         if names := [name for name in first if any(each.get(name, first[name]) != first[name] for each in others)]:
             self._rank.warn(
-                f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up of "
-                f"its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
+                f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up "
+                "of its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
             )
 
     def _ready(self, what: str) -> Placed:
