@@ -114,12 +114,19 @@ def test_figures_that_each_rank_added_up_itself_are_warned_of_once() -> None:
 
 
 def evaluations_side_by_side(run: Any) -> None:
-    model = trained(run)
-    pairs = zip(run.each(loops.data(16), batch=16), run.each(loops.data(), batch=16), strict=False)
-    assert len([model(first) for (first, _), _ in pairs]) == (run.rank == 0)
+    trained(run)
+    for _ in zip(run.each(loops.data()), run.each(loops.data()), strict=True):
+        ...
+
+
+def saved_within_an_evaluation(run: Any) -> None:
+    trained(run)
+    for _ in run.each(loops.data()):
+        run.save()
 
 
 @pytest.mark.worlds
-def test_an_evaluation_that_gives_a_rank_nothing_is_begun_by_all() -> None:
-    [alone] = worlds.run(1, ended, "single", trained)
-    assert worlds.run(2, ended, "ddp", evaluations_side_by_side) == [alone] * 2
+@pytest.mark.parametrize(("loop", "what"), [(evaluations_side_by_side, "each"), (saved_within_an_evaluation, "save")])
+def test_what_is_called_within_an_evaluation_is_refused(loop: Callable[[Any], None], what: str) -> None:
+    [found] = worlds.run(1, ended, "single", loop)
+    assert found.startswith(f"run.{what}: within a batch of run.each (tests/run/test_own_places.py:")

@@ -247,6 +247,7 @@ class Run:
         return self._batches(placed, loader, samples)
 
     def _batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
+        self._refuse_within_batch("run.each")  # their ends would leave gradients off where they overlap
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, self.step, random.EVALUATION)
         try:
@@ -521,10 +522,15 @@ class Run:
             raise refusal(f"{what}: the run has ended", "call lockstep.join again")
         if self._step is not None and not self._step.updated:
             raise refusal(f"{what}: within step {self._step.number}", "call it after step.update")
+        self._refuse_within_batch(what)
         if self._placed is not None:
             self._placed.guard.check()
             self._placed.guard.mark()
         self._meet(what)
+
+    def _refuse_within_batch(self, what: str) -> None:
+        if self._gate.open:
+            raise refusal(f"{what}: within a batch of run.each", "call it after that, or put all in one dataset")
 
     def _meet(self, what: str) -> None:
         """Wait for all ranks to come to this; UsageError where one is somewhere else instead."""
