@@ -27,9 +27,8 @@ def test_each_test_of_a_slow_file_is_in_one_turn_and_all_others_are_in_each() ->
     slow, other = "commands/test_resume.py", "commands/test_eval.py"
     names = ["test_a", "test_b[1]", "test_b[2]", "test_b[3]", "TestC::test_d"]
     assert counted(collected(slow, names), {slow}) == [1] * 5
-    assert [len(turns.in_turn(collected(slow, names[:4]), {slow}, turn)) for turn in range(turns.TURNS)] == [
-        1
-    ] * turns.TURNS
+    in_each = [len(turns.in_turn(collected(slow, names[:4]), {slow}, turn)) for turn in range(turns.TURNS)]
+    assert in_each == [1] * turns.TURNS
     assert counted(collected(other, names), {slow}) == [turns.TURNS] * 5
     assert counted(collected(slow, names, "quick"), {slow}) == [turns.TURNS] * 5
 

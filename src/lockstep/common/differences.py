@@ -14,15 +14,16 @@ _SHOWN: Final = 5  # differences
 def differences(
     facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], advice: str = "start all ranks with the same"
 ) -> list[str]:
-    """Return a line for each fact of rank 0 that other ranks have otherwise: the ranks, and the values of the first.
+    """Return a line for each fact that ranks have otherwise than rank 0: the ranks, and the values of the first.
 
     The `hosts` are by rank; none where they do not matter.
     """
     lines = []
-    for name in facts[0]:
-        others = [rank for rank in facts if facts[rank].get(name) != facts[0][name]]
+    for name in dict.fromkeys(name for each in facts.values() for name in each):
+        own = facts[0].get(name)
+        others = [rank for rank in facts if not _is_like(facts[rank].get(name), own)]
         if others:
-            what = "; ".join(_unlike(facts[0][name], facts[others[0]].get(name)))
+            what = "; ".join(_unlike(own, facts[others[0]].get(name)))
             verb = "differs" if len(others) == 1 else "differ"
             who, first = ranks_in_words(others, hosts), ranks_in_words([0], hosts)
             lines.append(f"{name}: {who} {verb} from {first}: {what}; {advice}")
@@ -35,10 +36,14 @@ def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
         return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
     found = []
     for key in sorted({*first, *other}):
-        if first.get(key) != other.get(key):
+        if not _is_like(first.get(key), other.get(key)):
             shown = printable_line(str(key))
             found += _unlike(first.get(key), other.get(key), f"{name}.{shown}" if name else shown)
     return found if len(found) <= _SHOWN else [*found[:_SHOWN], f"{len(found) - _SHOWN} more"]
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)  # as text NaN is like itself
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -84,7 +84,7 @@ class Rendezvous:
         with self._asking():
             self._give(key, _short_enough(facts))
             if self.info.rank == 0:  # for all: else each would read what each has said
-                verdict = "\n".join(differences(_first_and_unlike(self._read_all(key)), self.hosts))
+                verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
             self._wait(f"{key} verdict", key)
             verdict = self.store.read(f"{key} verdict", text, LONGEST_FACTS)
@@ -328,12 +328,6 @@ def polls(
         time.sleep(pause)
         pause = min(1.5 * pause, timing.longest_poll_s)
     raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
-
-
-def _first_and_unlike(facts: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the facts of rank 0 and of those that have others, by rank."""
-    said = [json.dumps(each, sort_keys=True) for each in facts]  # as text one that is no number is like itself
-    return {rank: each for rank, each in enumerate(facts) if rank == 0 or said[rank] != said[0]}
 
 
 def _name(value: Any) -> str:
