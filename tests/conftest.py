@@ -54,6 +54,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
         option.numprocesses, option.dist = PROCESSES, "loadfile"  # before xdist looks, which starts so many
+        option.loadscopereorder = False  # the files with most tests are not those that take longest
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -69,11 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(tiers.tier(item))
         if tiers.is_quick(item):
             item.add_marker("quick")
-    if config.option.durations_table is not None:
-        slow = slow_of(config.option.durations_table)
-        if config.option.turn_of is not None:
-            items[:] = turns.in_turn(items, slow, turns.turn_of(config.option.turn_of))
-        items[:] = tiers.ordered(items, slow)
+    slow = slow_of(tiers.TESTS / "durations.json")
+    if config.option.turn_of is not None:
+        items[:] = turns.in_turn(items, slow, turns.turn_of(config.option.turn_of))
+    items[:] = tiers.ordered(items, slow)
 
 
 @pytest.hookimpl(optionalhook=True)

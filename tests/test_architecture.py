@@ -104,11 +104,16 @@ def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(module: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(module)))
+
+
+@cache
 def imported(module: str, only_at_import: bool = False) -> set[str]:
     """Return all modules that a module imports, anywhere in it, by their dotted names."""
     found: set[str] = set()
-    nodes = _run_at_import(tree(module)) if only_at_import else ast.walk(tree(module))
-    for node in nodes:
+    for node in _run_at_import(tree(module)) if only_at_import else nodes(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -189,10 +194,8 @@ def test_strategies_know_no_siblings_and_launchers_only_what_they_share() -> Non
         assert not siblings, module
     for module in in_folder("launchers"):
         if not module.endswith("__init__"):
-            known = SHARED_BY_LAUNCHERS | (
-                {"launchers/slurm"} if module == "launchers/batch" else set()
-            )  # one's two files
-            assert {each for each in ours(module) if _within(each, "launchers")} <= known, module
+            own = {"launchers/slurm"} if module == "launchers/batch" else set()  # one's two files
+            assert {each for each in ours(module) if _within(each, "launchers")} <= SHARED_BY_LAUNCHERS | own, module
 
 
 def test_no_two_modules_import_each_other() -> None:
@@ -301,7 +304,7 @@ def _words_of_tasks(text: str) -> list[str]:
 
 def test_our_code_is_not_inherited() -> None:
     """Nobody reads two classes to know what one does; errors have no code, and sections only refuse unknown keys."""
-    classes = [(m, node) for m in MODULES for node in ast.walk(tree(m)) if isinstance(node, ast.ClassDef)]
+    classes = [(m, node) for m in MODULES for node in nodes(m) if isinstance(node, ast.ClassDef)]
     names = {node.name for _, node in classes}
     assert len(names) > 40
     for module, node in classes:
@@ -347,7 +350,7 @@ def test_modules_say_what_they_are() -> None:
 
 def test_options_have_names() -> None:
     """Nothing is taken as **kwargs, and so nothing is passed on unseen."""
-    functions = [node for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for module in MODULES for node in nodes(module) if isinstance(node, ast.FunctionDef)]
     taken = [node.name for node in functions if node.args.kwarg is not None]
     # The names of the user's figures, and those of the forward of a model or a block.
     assert sorted(taken) == ["_call", "_recompute", "log"]
@@ -391,7 +394,7 @@ def test_functions_are_short() -> None:
     lengths = [
         (node.end_lineno or 0) - node.lineno + 1
         for module in MODULES
-        for node in ast.walk(tree(module))
+        for node in nodes(module)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     assert statistics.median(lengths) <= 13
@@ -399,7 +402,7 @@ def test_functions_are_short() -> None:
 
 
 def _calls(module: str) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+    return (node for node in nodes(module) if isinstance(node, ast.Call))
 
 
 def _callee(call: ast.Call) -> str:
@@ -407,11 +410,11 @@ def _callee(call: ast.Call) -> str:
 
 
 def _attributes(module: str) -> Iterator[ast.Attribute]:
-    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute))
+    return (node for node in nodes(module) if isinstance(node, ast.Attribute))
 
 
 def _defined(module: str) -> Iterator[str]:
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):

@@ -42,6 +42,7 @@ def test_what_a_list_names_is_there(place: str) -> None:
         ("core/test_tree.py", "gpu", "gpu", False),
         ("core/test_tree.py", "commands", "commands", False),
         ("core/test_tree.py", "extended", "pure", False),
+        ("core/test_tree.py", "thorough", "pure", False),
         ("run/test_own_guard.py", None, "commands", True),
         ("run/test_own_guard.py", "extended", "commands", False),
     ],

@@ -88,8 +88,8 @@ def tier(item: pytest.Item) -> str:
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Say whether plain pytest runs a test: none that even the gate leaves out."""
-    if item.get_closest_marker("extended"):
+    """Say whether plain pytest runs a test: none that it leaves to `scripts/test`, or that even the gate leaves out."""
+    if item.get_closest_marker("thorough") or item.get_closest_marker("extended"):
         return False
     marked = bool(item.get_closest_marker("quick"))
     return marked or tier(item) == "pure" or _stands_in(item.path, _QUICK)

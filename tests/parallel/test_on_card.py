@@ -89,7 +89,7 @@ def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str
         ["recipe.mix.mixup=0.2", "recipe.mix.cutmix=1.0"],
         pytest.param(["recipe.optimizer.name=lars"], marks=BEYOND),
         pytest.param([*PLAIN, "recipe.optimizer.name=adamw", "recipe.memory_format=channels_last"], marks=BEYOND),
-        [*PLAIN, "recipe.optimizer.name=lamb"],
+        pytest.param([*PLAIN, "recipe.optimizer.name=lamb"], marks=pytest.mark.thorough),
     ],
 )
 def test_one_process(overrides: list[str]) -> None:

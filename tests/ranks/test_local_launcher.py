@@ -32,6 +32,7 @@ def note(folder: Path, rendezvous: Rendezvous) -> int:
     return info.rank
 
 
+@pytest.mark.commands
 def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
     assert run_workers(partial(note, tmp_path), 2, "spawn", 60.0) == 1
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 hello", "2 1 hello"]
@@ -137,7 +138,7 @@ def test_a_worker_that_cannot_be_started_ends_those_that_were(monkeypatch):
 
     monkeypatch.setattr(os, "fork", fork_once)
     with pytest.raises(PreflightError, match=r"cannot start rank 1: .* may have no more processes \(ulimit -u\)"):
-        run_workers(partial(leave, ()), 3, "fork", 60.0)
+        run_workers(partial(leave, ()), 3, "fork", 60.0, timing=QUICK)
     with pytest.raises(ProcessLookupError):
         os.kill(forks[0], 0)
 

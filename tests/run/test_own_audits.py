@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 
 STEPS = 6  # of which every second is audited
-PLACES = [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "zero1"), (2, "zero2"), (3, "zero3")]
+MORE = [(2, "ddp"), (3, "zero1"), (2, "zero2"), (3, "zero3")]
+PLACES = [(1, "single"), (3, "ddp"), *(pytest.param(*place, marks=pytest.mark.thorough) for place in MORE)]
 
 
 def train(run: Any, fault: Callable[[nn.Module, int], None] | None = None, placed: Any = loops.placed) -> list[Any]:

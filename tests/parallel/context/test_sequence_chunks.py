@@ -92,33 +92,23 @@ ELSEWHERE = [
     ("llama in chunks of both kinds", ("mesh", 8, (("replicate", 2), ("tensor", 2), ("context", 2)))),
 ]
 BEYOND = pytest.mark.extended("the gate has this case on others, and these ranks with another case")
+AT_ONCE = [("gpt", ("context", 2, ())), ("gpt", ("mesh", 4, (("pipe", 2), ("context", 2))))]
 
 
-def _agrees(name: str, placed: Placed) -> None:
-    assert_same_bits(CASES[name], placed, sequences.whole_trace)
-
-
-@pytest.mark.quick
-@pytest.mark.worlds
-def test_chunks_of_sequences_have_the_bits_of_one_process() -> None:
-    for placed in PLACED["gpt"]:
-        if ("gpt", placed) not in ELSEWHERE:
-            _agrees("gpt", placed)
+def _marks(name: str, placed: Placed) -> tuple[pytest.MarkDecorator, ...]:
+    if (name, placed) in ELSEWHERE:
+        return (BEYOND,)
+    return (pytest.mark.quick,) if (name, placed) in AT_ONCE else ()
 
 
 @pytest.mark.imports(sequences.TRANSFORMERS)
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
-    [
-        pytest.param(name, placed, marks=BEYOND if (name, placed) in ELSEWHERE else ())
-        for name in CASES
-        for placed in PLACED[name]
-        if name != "gpt" or (name, placed) in ELSEWHERE
-    ],
+    [pytest.param(name, placed, marks=_marks(name, placed)) for name in CASES for placed in PLACED[name]],
 )
 def test_any_recipe_has_the_bits_of_one_process(name: str, placed: Placed) -> None:
-    _agrees(name, placed)
+    assert_same_bits(CASES[name], placed, sequences.whole_trace)
 
 
 @pytest.mark.worlds
