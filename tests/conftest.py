@@ -16,7 +16,7 @@ from durations import Durations, slow_of
 from hypothesis import settings
 
 LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds, commands or real those of a tier"
-PROCESSES = 2  # of pytest-xdist, for the quick tests
+PROCESSES = 3  # of pytest-xdist, for the quick tests: on two cores, since ranks often wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Let plain pytest run the quick tests: two at a time, unless the user gives a number or wants a debugger."""
+    """Let plain pytest run the quick tests: some at a time, unless the user gives a number or wants a debugger."""
     option = config.option
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.markexpr or option.keyword:
         return
