@@ -189,6 +189,16 @@ def statistics_reset(step, model, optimizer):
     model[1].reset_running_stats()  # <-
 
 
+@refused("step 1: a running statistic of BatchNorm was written", "forward")
+def statistics_written_before_a_forward(step, model, optimizer):
+    model[1].running_var.data.mul_(2)  # <-
+
+
+@refused("step 1: a running statistic of BatchNorm was written", "backward")
+def statistics_written_after_a_forward(step, model, optimizer):
+    model[1].running_mean.mul_(0.5)  # <-
+
+
 @refused("step 1: a running statistic of BatchNorm was written", "last")
 def statistics_written_within_a_step(step, model, optimizer):
     model[1].running_mean.zero_()  # <-
@@ -269,6 +279,15 @@ def old_group_changed(run, model, optimizer):
             step.backward(loops.loss(model, batch))
         group["weight_decay"] = 0.5
         step.update()  # <-
+
+
+@refused("step 2: the parameters of the optimizer's groups were changed")
+def parameter_taken_out(run, model, optimizer):
+    for step in own(run):
+        for batch in step:
+            step.backward(loops.loss(model, batch))
+        step.update()  # <-
+        optimizer.param_groups[0]["params"].pop()
 
 
 @refused("step 1: the placed model is called between two micro-batches: step.backward at ")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,16 @@ def test_a_function_of_what_all_samples_give_is_taken_and_warned_of_once(loss: L
         check(loss, seen=seen, step=step)
     [line] = lines
     assert f"step 1: the loss has a part that is no sum over samples, but the {name} of what all samples" in line
+
+
+@pytest.mark.parametrize("name", ["Mean", "Sum", "Mul", "Div", "Stack"])
+def test_a_function_of_the_users_own_may_have_the_name_of_one_of_torchs(name: str) -> None:
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(4)
+
+    methods = {"forward": staticmethod(lambda _, values: values.sum()), "backward": staticmethod(backward)}
+    own: Any = type(name, (torch.autograd.Function,), methods)
+    check(lambda x: own.apply(each_entropy(x)))
 
 
 def test_a_mean_over_the_only_sample_is_a_sum() -> None:

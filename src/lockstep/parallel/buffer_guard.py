@@ -30,6 +30,8 @@ class BufferGuard:
             for name, each in module._buffers.items()
             if id(each) not in own
         ]
+        self._parts = [(path, module, module._buffers, {*module._buffers}) for path, module in model.named_modules()]
+        self._count = sum(len(names) for _, _, _, names in self._parts)
         self._noted: list[tuple[Tensor | None, int]] = []
 
     def note(self) -> None:
@@ -37,19 +39,27 @@ class BufferGuard:
         self._noted = [_state(buffers.get(name)) for _, _, buffers, name in self._places]
 
     def check(self) -> None:
-        """Raise UsageError where one is not as it was noted."""
+        """Raise UsageError where one is not as it was noted, or was not there when the model was placed."""
+        if sum(len(buffers) for _, _, buffers, _ in self._parts) != self._count:
+            path, module, name = next(
+                (path, module, name) for path, module, buffers, names in self._parts for name in {*buffers} ^ names
+            )
+            raise _refusal(path, module, name)
         for (path, module, buffers, name), (was, version) in zip(self._places, self._noted, strict=False):
             now, moved_to = _state(buffers.get(name))
             if now is not was or moved_to != version:
-                full = f"{path}.{name}" if path else name
-                kind = type(module)
-                if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
-                    kind = kind.__bases__[1]  # fully_shard derives a class of its own from the user's
-                raise refusal(
-                    f"the forward moves buffer {full} of {kind.__name__}, which each process would move by its "
-                    f"own micro-batches",
-                    _ADVICE,
-                )
+                raise _refusal(path, module, name)
+
+
+def _refusal(path: str, module: nn.Module, name: str) -> Exception:
+    kind = type(module)
+    if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
+        kind = kind.__bases__[1]  # fully_shard derives a class of its own from the user's
+    return refusal(
+        f"the forward moves buffer {path}{'.' if path else ''}{name} of {kind.__name__}, which each process would move "
+        f"by its own micro-batches",
+        _ADVICE,
+    )
 
 
 def _state(buffer: Tensor | None) -> tuple[Tensor | None, int]:

@@ -13,17 +13,18 @@ strategy until then: so that is the same everywhere, nothing but nan.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar, cast, final
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._C import TensorBase
-from torch.nn import Parameter
+from torch.nn import Parameter, SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.common.own_code import Place, between, is_own, refusal
@@ -96,6 +97,7 @@ _IN_LOSS: Final = (
     "optimizer's"
 )
 _PLAIN: Final[Any] = TensorBase.data
+_TORCHS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @final
@@ -123,7 +125,9 @@ class Guard:
         self._tensors = [each for each in self._names if id(each) not in own]
         self._plain = [each for each in self._tensors if type(each) in (Tensor, Parameter)]
         self._parameters = [each for each in self._tensors if isinstance(each, Parameter)]
-        self._kept = [*kept]
+        still = {id(each) for each in _counted_unmoved(model)}
+        self._kept = sorted(kept, key=lambda each: id(each) not in still)
+        self._still = sum(id(each) in still for each in kept)  # so many of the first no forward moves, as torch counts
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [
             (f"{name}." if name else "", part)
@@ -163,7 +167,7 @@ class Guard:
         """Raise UsageError where something is not as it was when the last call of ours ended.
 
         Not the `whole` is what is written or replaced. With `modes` all modules are to be in the mode that was marked;
-        after a `forward` what is kept alike may have been written.
+        after a `forward` what it writes of what is kept alike may have been written.
         """
         self._running = False
         self._whole = whole
@@ -180,7 +184,8 @@ class Guard:
             found = [each.grad for each in self._trained]
             if not all(map(is_, found, self._shown)):
                 self._check_gradients(found)
-        if self._kept and not forward and [each._version for each in self._kept] != self._kept_versions:
+        kept = self._still if forward else len(self._kept)
+        if kept and [each._version for each in self._kept[:kept]] != self._kept_versions[:kept]:
             raise self._refusal("a running statistic of BatchNorm was written")
         self._check_structure()
         if whole:
@@ -396,6 +401,13 @@ class _Data:
             if (guard := each()) is not None:
                 guard.refuse_data(tensor)
         _PLAIN.__set__(tensor, value)
+
+
+def _counted_unmoved(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers that torch's BatchNorm moves without counting: their versions follow from other writes."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and type(module).forward in _TORCHS and module.running_mean is not None:
+            yield from (module.running_mean, cast(Tensor, module.running_var))
 
 
 def _first(places: Iterable[T], now: Sequence[object], before: Sequence[object]) -> T:

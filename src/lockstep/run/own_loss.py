@@ -13,7 +13,6 @@ a function of a sum over samples that is none itself, such as a root.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
@@ -38,7 +37,6 @@ _LINEAR: Final = (
 )
 _SCALING: Final = ("MulBackward", "DivBackward")
 _ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
-_FUNCTION: Final = re.compile(r"\w+Backward\d+")  # of torch: those of the user's own bear no number
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 _SCALED: Final = 256.0  # the least factor that is taken for a scaler's, which begins with 65,536 and halves it
 _CLOSE: Final = 1e-6  # of products of float32
@@ -240,7 +238,7 @@ def _count(
     of_samples = value == microbatch.samples and all(_is_of_one(each.node, microbatch.samples) for each in beneath)
     if len(beneath) == value and len({each.factor(divisor.node) for each in beneath}) == 1 and not of_samples:
         return ""
-    if value == 2 and any(each.node.name().startswith(_SQUARES) for each in parts):
+    if value == 2 and any(_name(each.node).startswith(_SQUARES) for each in parts):
         return ""
     if value == microbatch.samples:
         return "the number of samples of the micro-batch"
@@ -289,10 +287,16 @@ def _is_of_one(node: Node, samples: int) -> bool:
 
 def _reduces(node: Node) -> bool:
     """Return whether an operation of torch's gives one number, and is no sum and no loss."""
-    name = node.name()
-    if not _FUNCTION.fullmatch(name) or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
+    name = _name(node)
+    if not name or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
         return False
     return not node._input_metadata[0].shape
+
+
+def _name(node: Node) -> str:
+    """Return the name of an operation of torch; "" for a function of the user's own, which may have the same name."""
+    name: str = node.name()
+    return name if name[-1:].isdigit() else ""
 
 
 def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
@@ -311,7 +315,7 @@ def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTer
 
 def _below(part: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
     """Return the parts that an operation is linear in, or none."""
-    node, name = part.node, part.node.name()
+    node, name = part.node, _name(part.node)
     if name.startswith(_SCALING):
         return _scaling_operands(part, [each for each, _ in node.next_functions], returned)
     if not name.startswith(_LINEAR):
@@ -348,7 +352,7 @@ def _scaling_operands(part: LossTerm, sides: Sequence[Node], returned: Collectio
 
 def _is_mean(node: Node, samples: int) -> bool:
     """Return whether an operation is a mean over samples, by its name or by the reduction that it has kept."""
-    if not node.name().startswith("MeanBackward"):
+    if not _name(node).startswith("MeanBackward"):
         return getattr(node, "_saved_reduction", None) == _MEAN
     sizes = node._saved_self_sym_sizes
     dims = _dims(node)
@@ -360,7 +364,7 @@ def _is_mean(node: Node, samples: int) -> bool:
 def _stack_size(node: Node) -> int:
     """Return of how many losses, stacked up, a node is the mean; 0 where it is another one."""
     inner = node.next_functions[0][0]
-    stacks = inner is not None and inner.name().startswith("StackBackward")
+    stacks = inner is not None and _name(inner).startswith("StackBackward")
     return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0
 
 
@@ -373,5 +377,5 @@ def _dims(node: Node) -> list[int]:
 
 def _rows(node: Node) -> int:
     """Return the length along dim 0 of what a mean is over."""
-    sizes = node._saved_self_sym_sizes if node.name().startswith("MeanBackward") else node._saved_self.shape
+    sizes = node._saved_self_sym_sizes if _name(node).startswith("MeanBackward") else node._saved_self.shape
     return int(sizes[0]) if sizes else 1

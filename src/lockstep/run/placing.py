@@ -188,6 +188,7 @@ class HiddenState(defaultdict[Any, Any]):
 Settings = dict[str, Any]
 
 _RATE: Final = "give the rate to step.update(lr=...), as a function of step.samples_seen, or run.place a scheduler"
+_REST: Final = "do it before run.place; to let a group rest later, set its lr_scale to 0"
 _OTHER: Final = "between steps change numbers alone, such as weight_decay or betas; all else before run.place"
 
 
@@ -218,11 +219,14 @@ class Groups:
         self._groups: list[Settings] = [*optimizer.param_groups]
         self._made = [{**each} for each in self._groups]
         self._last = [{**each} for each in self._groups]
+        self._parameters = self._parameter_ids()
 
     def take(self, of_engine: Sequence[Settings], step: int) -> None:
         """Hand what was changed to the engine's groups; UsageError for what cannot be heeded."""
         if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
             raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
+        if self._parameter_ids() != self._parameters:
+            raise refusal(f"step {step}: the parameters of the optimizer's groups were changed", _REST)
         for before, was in self._before:
             if before != was:
                 raise refusal(
@@ -236,6 +240,9 @@ class Groups:
                     own[name] = last[name] = group[name]
             if self._scheduled:  # an update at rate 1 takes the group's to the bit
                 own[SCALE] = float(group["lr"])
+
+    def _parameter_ids(self) -> list[list[int]]:
+        return [[*map(id, each["params"])] for each in self._groups]
 
     def named(self, name: str) -> frozenset[int]:
         """Return the numbers of the groups of that name; UsageError where there are none."""
