@@ -35,9 +35,15 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
 
         with with_places(loaded):
             origin_of(loaded.config.recipe.model.name, loaded.config.recipe.model.source)
+    optimizer = loaded.config.recipe.optimizer.name
+    if ":" not in optimizer and loaded.origins["recipe.optimizer.name"] == "override":
+        from lockstep.parallel.optimize import find_optimizer
+
+        find_optimizer(optimizer)
+    following = [*consequences(loaded.config.recipe)]
     _recipe.tell_notes(loaded)
     click.echo(to_yaml(loaded))
-    for name, text in consequences(loaded.config.recipe):
+    for name, text in following:
         click.echo(f"{name:<15}{text}")
     placement = loaded.config.placement
     click.echo(f"{'exchange':<15}{exchange_in_words(placement.backend, placement.device)}")

@@ -53,7 +53,10 @@ class Source(Protocol):
 
 
 def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
-    """Return the number of training samples, without torch and reading none; None where only the data itself has it."""
+    """Return the number of training samples, without torch and reading none; None where only the data itself has it.
+
+    UsageError where there is no such data set.
+    """
     if name == "synthetic":
         samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None
@@ -65,7 +68,7 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
             with suppress(UsageError):
                 return len(scan(root, *shares).train)
         return None
-    return SOURCES[name].training_samples if name in SOURCES else None
+    return None if ":" in name else _known(name).training_samples
 
 
 def open_data(request: DataRequest) -> DataSet:
@@ -78,13 +81,17 @@ def open_data(request: DataRequest) -> DataSet:
 
     from lockstep.data.options import build_options, option_errors
 
-    if request.name not in SOURCES:
-        raise UsageError(f"data set {request.name}: no such data set{choices(request.name, (*SOURCES, _OWN))}")
-    source = cast(Source, import_module(f"lockstep.data.{SOURCES[request.name].module}"))
+    source = cast(Source, import_module(f"lockstep.data.{_known(request.name).module}"))
     strange = [f"collate: {request.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
     collate = strange if request.collate and request.name != _COLLATING else []
     _refuse(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
     return source.open_data(request, build_options(source.Options, request.options))
+
+
+def _known(name: str) -> Known:
+    if name not in SOURCES:
+        raise UsageError(f"data set {name}: no such data set{choices(name, (*SOURCES, _OWN))}")
+    return SOURCES[name]
 
 
 def _refuse(name: str, found: list[str]) -> None:

@@ -51,7 +51,7 @@ def make_optimizer(
     otherwise: the forms differ in bits, so torch must not choose by device. Torch's fused form for the CPU even gives
     other bits to an element at the end of a tensor than in its middle, so not to the rows of a cut one.
     """
-    factory = _find_own(name) if ":" in name else _find(name)
+    factory = _find_own(name) if ":" in name else find_optimizer(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     asked = {key: value for key, value in values.items() if value is not None} | dict(options or {})
     taken = _argument_names(factory)
@@ -126,7 +126,8 @@ def _call_factory(
     return made
 
 
-def _find(name: str) -> Factory:
+def find_optimizer(name: str) -> Factory:
+    """Return ours, torch's or timm's of that name; UsageError where there is none."""
     lower = name.lower()
     if lower in OURS:
         return OURS[lower]
