@@ -78,7 +78,6 @@ ROOMS = {
     "config/naming": "the same keys, of which some go with a name",
     "config/elsewhere": "the same of other frameworks",
     "config/shipped": "the names of recipes, which users type",
-    "common/schemas": "what files of older versions call things",
     "run/sinks": "a token is a secret there, by the name of an option",
     "inference": "what a task makes of new samples",
     "exports": "what other programs call it",

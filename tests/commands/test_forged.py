@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
+from lockstep.common.schemas import SCHEMA
 from lockstep.config.base import values
 from lockstep.config.load import comparable, load_text
 from lockstep.data.loader import Loader
@@ -69,6 +70,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
             break
     state = training.state()
     kept = {
+        "schema": SCHEMA,
         "progress": progress.as_dict(),
         "engine": state.scalars,
         "recipe": comparable(values(loaded.config.recipe)),

@@ -75,9 +75,8 @@ def test_to_look_does_not_keep_a_run_from_beginning(folder: Path) -> None:
 
 
 def test_figures_as_json(folder: Path) -> None:
-    run_folder(
-        folder, "a", STARTED, {**STEP, "loss": "NaN"}, {"event": "evaluated", "time": 111.0, "step": 10, "top1": 0.5}
-    )
+    evaluated = {"event": "evaluated", "time": 111.0, "step": 10, "top1": 0.5}
+    run_folder(folder, "a", {**STARTED, "monitor": "top1"}, {**STEP, "loss": "NaN"}, evaluated)
     [found] = json.loads(show("--json").stdout, parse_constant=lambda text: pytest.fail(text))
     assert found == {
         "run": "runs/a",

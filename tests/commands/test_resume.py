@@ -279,11 +279,6 @@ class TestMicrobatchesLeftOut:
         resumed = run(*self.WORDS, "placement.processes=3")
         assert resumed.sha256 == finished("recipe.microbatches=8", "placement.processes=1").sha256
 
-    def test_a_run_that_took_another_number_says_how_it_resumes(self, start, run):
-        stop(start, "recipe.microbatches=2", "placement.processes=2")  # as 0.1 took it from the processes
-        refused = run(*self.WORDS, code=2)
-        assert "recipe.microbatches is not set; recipe.microbatches=2 resumes this run" in refused.err
-
 
 class TestTheDataOfACheckpoint:
     """What whoever uses the model needs to know of its data stands beside the weights, and is compared."""

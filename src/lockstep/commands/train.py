@@ -20,6 +20,8 @@ from lockstep.ranks.rank_log import outliving_terminal
 if TYPE_CHECKING:
     from lockstep.common.rank import RankInfo
     from lockstep.config.load import Loaded
+    from lockstep.config.placement import Placement
+    from lockstep.run.start import Work
 
 
 @click.command("train")
@@ -47,7 +49,8 @@ def _alone(read: Callable[[], Loaded]) -> int:
     from lockstep.config.placement import FASTEST
     from lockstep.run.completed import completion_notice
 
-    loaded = _migrate(read())
+    loaded = read()
+    _recipe.tell_notes(loaded)
     if done := completion_notice(loaded):
         click.echo(printable(done))
         return EXIT_DONE
@@ -65,13 +68,10 @@ def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -
     from lockstep.run.start import as_launched
     from lockstep.run.training import training_as_rank
 
-    return as_launched(info, words, lambda: training_as_rank(_migrate(read(), say=info.rank == 0), info))
+    def check_and_work() -> tuple[Placement, Work]:
+        loaded = read()
+        if info.rank == 0:
+            _recipe.tell_notes(loaded)
+        return training_as_rank(loaded, info)
 
-
-def _migrate(loaded: Loaded, say: bool = True) -> Loaded:
-    from lockstep.run.migrate import keep_old_defaults
-
-    loaded = keep_old_defaults(loaded)
-    if say:
-        _recipe.tell_notes(loaded)
-    return loaded
+    return as_launched(info, words, check_and_work)

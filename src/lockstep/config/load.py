@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from lockstep.common import plainfile, schemas
+from lockstep.common import plainfile
 from lockstep.common.names import choices, suggestion
 from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
@@ -98,10 +98,7 @@ def read_run_recipe(config: FilePath) -> Recipe:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
         ) from error
-    document = _document(text, str(config))
-    if isinstance(recipe := document.values.get("recipe"), dict):
-        document.values["recipe"] = schemas.recipe(recipe)
-    return _valid(document, shares_steps=True).recipe
+    return _valid(_document(text, str(config)), shares_steps=True).recipe
 
 
 def to_yaml(loaded: Loaded) -> str:

@@ -17,7 +17,7 @@ def steps(recipe: Recipe, samples: int) -> Steps:
             f"recipe.batch: {samples} training samples do not fill a batch of {recipe.batch}, "
             f"and recipe.last_batch=drop leaves nothing; use a batch of at most {samples}, or recipe.last_batch=keep"
         )
-    return Steps(samples, recipe.batch, drop, recipe.epochs, recipe.steps, recipe.order)
+    return Steps(samples, recipe.batch, drop, recipe.epochs, recipe.steps)
 
 
 def base_rate(recipe: Recipe) -> float:

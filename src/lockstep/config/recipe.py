@@ -28,7 +28,6 @@ from lockstep.config.base import (
     as_tuple,
     shorthand,
 )
-from lockstep.core.order import OrderName
 from lockstep.core.precision import Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
 
@@ -286,7 +285,6 @@ class Recipe(Section):
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
-    order: OrderName = "bijection"  # of the samples in an epoch; argsort: as version 0.1 shuffled
     optimizer: Annotated[OptimizerConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     schedule: Annotated[ScheduleConfig, BY_NAME, Field(description="a name, or a mapping of keys")] = ScheduleConfig()
     loss: Annotated[LossConfig, BY_NAME, Field(description="a name, or a mapping of keys")] = LossConfig()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from lockstep.common import plainfile, schemas
+from lockstep.common import plainfile
 from lockstep.common.text import printable_line
 from lockstep.config.document import format_key, mapping_at, parse
 from lockstep.config.write import flow, leaves
@@ -30,7 +30,7 @@ def read_recorded_config(file: Path) -> RecordedConfig:
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
-    return RecordedConfig(_printable(elsewhere(schemas.recipe(recipe))) if recipe else {}, _printable(placement))
+    return RecordedConfig(_printable(elsewhere(recipe)) if recipe else {}, _printable(placement))
 
 
 def elsewhere(recipe: Mapping[str, Any]) -> dict[str, Any]:

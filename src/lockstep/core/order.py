@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
-
-OrderName = Literal["bijection", "argsort"]  # argsort is that of version 0.1: an array of all samples
+from typing import NamedTuple
 
 
 def cut(length: int, parts: int) -> list[range]:
@@ -67,7 +65,6 @@ class Steps:
     drop_last: bool = False
     epochs: int | None = None
     steps: int | None = None
-    order: OrderName = "bijection"
 
     @cached_property
     def per_epoch(self) -> int:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core import random
-from lockstep.core.order import OrderName
 from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # samples at positions in an epoch, whatever the shape
@@ -25,9 +24,9 @@ FEW: Final = 4096  # samples; on a small rectangle a network is no fair shuffle,
 _ROUNDS: Final = 8
 
 
-def shuffle(name: OrderName, seed: int, epoch: int, length: int) -> Order:
-    """Return the order in which `epoch` visits `length` samples; `argsort` is that of version 0.1, an array of them."""
-    if name == "argsort" or length <= FEW:
+def shuffle(seed: int, epoch: int, length: int) -> Order:
+    """Return the order in which `epoch` visits `length` samples."""
+    if length <= FEW:
         return permutation(seed, epoch, length).__getitem__
     keys = [random.key(random.ORDER, seed, epoch, number) for number in range(_ROUNDS)]
     return Network(length, tuple(zip(keys[::2], keys[1::2], strict=True)))

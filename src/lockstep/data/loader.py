@@ -95,7 +95,7 @@ class Loader:
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
         # Of the last two epochs: loader processes may be ahead by one.
-        self._order = lru_cache(2)(lambda epoch: shuffle(self.steps.order, self.seed, epoch, len(self.data.train)))
+        self._order = lru_cache(2)(lambda epoch: shuffle(self.seed, epoch, len(self.data.train)))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""

@@ -132,7 +132,7 @@ class Mixture:
                 yield source.fetch(rows, None), places
                 continue
             key = random.extend_key(draw, number)
-            yield source.fetch(shuffle("bijection", key, turn, len(source))(rows), random.extend_key(key, turn)), places
+            yield source.fetch(shuffle(key, turn, len(source))(rows), random.extend_key(key, turn)), places
 
 
 def parts(split: Split) -> Iterator[Split]:

@@ -25,7 +25,6 @@ _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "a
 _X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
-_LATER: Final = ("attention", "hash_seed", "switches")  # fields that the first fingerprints did not have
 _SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
 
 
@@ -81,14 +80,10 @@ def source() -> str:
 
 
 def numerics_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name what differs between two fingerprints, such as `threads: 1 before, 2 now`.
-
-    What a checkpoint of an older version did not record is not known to differ.
-    """
-    names = sorted((set(before) | set(now)) - {name for name in _LATER if name not in before})
+    """Name what differs between two fingerprints, such as `threads: 1 before, 2 now`."""
     return [
         f"{name}: {before.get(name, 'nothing')} before, {now.get(name, 'nothing')} now"
-        for name in names
+        for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     ]
 

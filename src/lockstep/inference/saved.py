@@ -190,9 +190,6 @@ def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel
     if chosen == "ema" and average is None:
         raise UsageError(f"{found.path}: the run has no averaged weights (recipe.ema); use --weights model")
     tensors = found.snapshot.model if chosen == "model" or average is None else average
-    known = state.facts
-    if known is None:  # up to 0.1 checkpoints did not have them
-        known = open_recipe_data(recipe).facts
     return SavedModel(
         path=found.path,
         step=state.progress.step,
@@ -201,8 +198,8 @@ def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel
         weights_sha256=store.weights_sha256(tensors),
         recipe=recipe,
         placement=loaded.config.placement,
-        known=known,
-        facts=_facts(found.path, known),
+        known=state.data,
+        facts=_facts(found.path, state.data),
         notes=tuple(loaded.notes),
         problems=tuple(found.problems),
     )

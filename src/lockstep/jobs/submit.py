@@ -12,7 +12,6 @@ from lockstep.config.load import Loaded, load, split
 from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch
 from lockstep.launchers.job import Job, other_processes
-from lockstep.run.migrate import keep_old_defaults
 from lockstep.run.runs import JOB_SCRIPT, Submitted, record_job
 from lockstep.training.checkpoint import durable
 
@@ -67,7 +66,7 @@ def _check_training(job: Job) -> Loaded:
             f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; only "
             f"training can stop and go on. For other commands: lockstep launch --on slurm"
         )
-    loaded = keep_old_defaults(load(*split(job.words[1:])))
+    loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
     # Only now: torch takes seconds.

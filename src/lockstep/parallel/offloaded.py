@@ -22,12 +22,12 @@ _STAYS: Final = "step"  # torch's optimizers count on the CPU, unless they are a
 T = TypeVar("T")
 
 
-def pieces(items: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-    """Yield neighbouring items, each given with its bytes, of _PIECE_BYTES at most together; one of more alone."""
+def pieces(items: Iterable[tuple[T, int]], most: int = _PIECE_BYTES) -> Iterator[list[T]]:
+    """Yield neighbouring items, each given with its bytes, of at `most` so many together; one of more alone."""
     piece: list[T] = []
     size = 0
     for item, length in items:
-        if piece and size + length > _PIECE_BYTES:
+        if piece and size + length > most:
             yield piece
             piece, size = [], 0
         piece.append(item)

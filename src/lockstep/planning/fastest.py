@@ -5,6 +5,7 @@ All that promise the same bits are surveyed; of those that fit, the best few are
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement, StrategyConfig
-from lockstep.config.run import PredictedConfig
+from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.device import host
 from lockstep.errors import UsageError
 from lockstep.planning.survey import (
@@ -30,8 +31,8 @@ from lockstep.planning.survey import (
 )
 from lockstep.planning.table import in_order, refused
 from lockstep.run.build import Setup
-from lockstep.run.migrate import recorded_config
 from lockstep.run.resolved import resolve
+from lockstep.run.runs import CONFIG
 
 _KEY: Final = "placement.strategy: fastest"
 _TRIED: Final = 3  # strategies, with all ranks
@@ -100,7 +101,7 @@ def room(placement: Placement, processes: int) -> int:
 
 def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
     """Return what was measured for the run that this start goes on with, if it was for so many processes."""
-    file = recorded_config(loaded.config.run)
+    file = _recorded_config(loaded.config.run)
     if file is None:
         return None
     try:
@@ -109,6 +110,19 @@ def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
     except (OSError, ValueError):  # which cannot be read, or has none
         return None
     return predicted if predicted.processes == count else None
+
+
+def _recorded_config(run: RunConfig) -> Path | None:
+    """Return the configuration of the run that goes on, None where none does.
+
+    The run may be named, or one of its checkpoints.
+    """
+    files: tuple[Path, ...] = ()
+    if run.resume == "auto":
+        files = (Path(run.dir) / CONFIG,) if run.dir else ()
+    elif run.resume != "never":
+        files = (Path(run.resume) / CONFIG, Path(run.resume).parent.parent / CONFIG)
+    return next((file for file in files if file.exists()), None)
 
 
 def _with_all_ranks(row: Placed, loaded: Loaded, ready: Setup, tell: Callable[[str], None]) -> Placed:

@@ -125,7 +125,7 @@ class Tail:
         if isinstance(event, dict):
             if "schema" in event:
                 schemas.check(event["schema"], place)
-            return schemas.event(event)
+            return event
         long = f"a line of more than {_LONGEST:,} bytes" if len(line) > _LONGEST else ""
         if self._strict:
             raise UsageError(

@@ -103,7 +103,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"{now[0]} of {now[1]}; make it after the process group, or give rank= and world_size="
             )
         first = self._steps[self._first]
-        order = shuffle(self._steps.order, self._seed, first.epoch, self._steps.length)
+        order = shuffle(self._seed, first.epoch, self._steps.length)
         end = (first.epoch + 1) * self._steps.per_epoch
         for step in map(self._steps.__getitem__, range(first.number, end)):
             microbatches = step.microbatches(self._parts)

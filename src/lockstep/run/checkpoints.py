@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+from lockstep.common.schemas import SCHEMA
 from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
@@ -51,7 +52,8 @@ class Checkpoints:
         """Load a checkpoint, and warn of what may make other bits of the run from here on."""
         rank, state = self.rank, resumed.state
         self.engine.load(engine_state(resumed.snapshot))
-        rank.progress, self.weights, self._saved_at = state.progress, resumed.weights_sha256, state.progress.step
+        rank.progress, self.weights = state.progress, resumed.weights_sha256
+        self._saved_at = rank.progress.step
         for line in feedback_lost(resumed.snapshot, self.engine.state()):
             rank.warn(line)
         for line in machine.numerics_differences(state.numerics, rank.numerics):
@@ -68,6 +70,7 @@ class Checkpoints:
         with rank.during("saving"):
             state = self.engine.state()
             kept = {
+                "schema": SCHEMA,
                 "progress": rank.progress.as_dict(),
                 "engine": state.scalars,
                 "numerics": rank.numerics,

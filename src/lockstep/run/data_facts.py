@@ -54,12 +54,12 @@ def model_facts(ready: Setup) -> dict[str, Any]:
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
-def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any] | None, place: Path) -> None:
+def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any], place: Path) -> None:
     """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
 
     `here` are those of the data that is here; facts that only one of them has do not count.
     """
-    for name, before in (learned or {}).items():  # up to 0.1 checkpoints did not have them
+    for name, before in learned.items():
         if name in here and here[name] != before and name not in _CHOSEN:
             found = _difference(before, here[name])
             raise UsageError(f"{place}: of other {name}: {found}; give the data it was trained on, recipe.data.root")

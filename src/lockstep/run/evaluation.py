@@ -48,7 +48,7 @@ from lockstep.training.loop import Progress
 
 # Beginnings of keys that are read where a run is trained, and nowhere else.
 _OF_TRAINING: Final = (
-    *("run.", "recipe.seed", "recipe.epochs", "recipe.steps", "recipe.last_batch", "recipe.order", "recipe.optimizer"),
+    *("run.", "recipe.seed", "recipe.epochs", "recipe.steps", "recipe.last_batch", "recipe.optimizer"),
     *("recipe.schedule", "recipe.mix", "recipe.clip_norm", "recipe.loss_scale", "recipe.nonfinite", "recipe.start"),
     "recipe.data.augment",
 )

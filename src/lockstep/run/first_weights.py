@@ -63,7 +63,7 @@ class First:
     @property
     def decisive(self) -> Mapping[str, Any]:
         """The facts that the last layer was trained for, where they are known and it is taken over."""
-        facts = self.state.facts if self.state is not None and not self.fresh else None
+        facts = self.state.data if self.state is not None and not self.fresh else None
         return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
 
 

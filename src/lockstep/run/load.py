@@ -53,9 +53,7 @@ def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
             f"{found.path}: its recipe names code, {paths['model']}, which would run with your rights; give model=, or "
             f"trust=True where you know who wrote it"
         )
-    if state.facts is None:
-        raise UsageError(f"{found.path}: it was written by 0.1, which kept nothing of its data; give model=")
-    return build_finetuned(plain_model(recipe, state.facts), tuning_of(recipe))
+    return build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))
 
 
 def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:

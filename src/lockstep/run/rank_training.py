@@ -10,7 +10,6 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.common import plainfile
-from lockstep.common.schemas import SCHEMA
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
@@ -192,7 +191,7 @@ class RankTraining:
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         recipe = comparable(values(self.resolved.recipe))
-        return {"schema": SCHEMA, "recipe": recipe, "data": model_facts(self.ready)}
+        return {"recipe": recipe, "data": model_facts(self.ready)}
 
     def _report_unreadable(self) -> Iterator[Skipped]:
         """Report the files that some rank could not read since the last report. All ranks call it."""

@@ -34,7 +34,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
 from lockstep.run.data_facts import check_facts
 from lockstep.training.checkpoint import saved_state, store
-from lockstep.training.checkpoint.saved_state import SavedState
+from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.signing import read_key
 from lockstep.training.checkpoint.store import Snapshot
 
@@ -60,11 +60,6 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     if run == own:
         return
     lines = loading.differences(run, own)
-    if before.order != now.order and "order" not in now.model_fields_set:
-        lines.append(f"recipe.order is not set; recipe.order={before.order} resumes this run")
-    if before.microbatches != now.microbatches and "microbatches" not in now.model_fields_set:
-        # Up to 0.1 a recipe that left them out took as many as there were processes.
-        lines.append(f"recipe.microbatches is not set; recipe.microbatches={before.microbatches} resumes this run")
     if (before.epochs, before.steps) != (now.epochs, now.steps):
         lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
     raise UsageError(
@@ -103,7 +98,7 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
     """Return the state, as `resume_state` does, as far as an evaluation needs it: the optimizer is not looked at."""
     state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
-    check_facts(ready.data.facts, state.facts, path)
+    check_facts(ready.data.facts, state.data, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [
         *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
@@ -138,7 +133,8 @@ def check_first(ready: Setup) -> None:
         return
     check_facts(ready.data.facts, first.decisive, first.found.path)
     if first.optimizer:
-        problems = list(_optimizer_forms_problems(first.found.snapshot.optimizer, first.state, *_trial(ready, steps=1)))
+        tensors, saved = first.found.snapshot.optimizer, first.state.engine.optimizer
+        problems = list(_optimizer_forms_problems(tensors, saved, *_trial(ready, steps=1)))
         if problems:
             advice = "take its weights alone, with run.start_from.optimizer=false"
             text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
@@ -167,20 +163,21 @@ def continuation_state(ready: Setup, now: State) -> State:
     assert first.found is not None
     assert first.state is not None
     snapshot, state = first.found.snapshot, first.state
+    optimizer = state.engine.optimizer
     _, fresh = _trial(ready, steps=0)
     _, moved = _trial(ready, steps=1)
     groups = [
         {name: own.get(name, value) if not _same(value, last.get(name)) else value for name, value in before.items()}
-        for own, before, last in zip(state.groups, fresh["groups"], moved["groups"], strict=True)
+        for own, before, last in zip(optimizer.groups, fresh["groups"], moved["groups"], strict=True)
     ]
     own = now.scalars["loss_scale"]
     moves = ready.recipe.loss_scale.static is None
-    scale = state.loss_scale if moves and state.loss_scale.keys() == own.keys() else own
+    scale = state.engine.loss_scale if moves and state.engine.loss_scale.keys() == own.keys() else own
     return State(
         model=dict(snapshot.model),
         optimizer=dict(snapshot.optimizer),
         ema=None if snapshot.ema is None or now.ema is None else dict(snapshot.ema),
-        scalars={"optimizer": {"slots": dict(state.slots), "groups": groups}, "loss_scale": dict(scale)},
+        scalars={"optimizer": {"slots": dict(optimizer.slots), "groups": groups}, "loss_scale": dict(scale)},
     )
 
 
@@ -229,28 +226,30 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
     """Compare with an optimizer over parameters of the same shapes that has made one update, or none if none was."""
     _, numbers = _trial(ready, steps=0)
     expected, after = _trial(ready, steps=min(updates, 1))
-    yield from _optimizer_forms_problems(tensors, state, expected, after)
-    if len(state.groups) != len(after["groups"]):
+    optimizer = state.engine.optimizer
+    yield from _optimizer_forms_problems(tensors, optimizer, expected, after)
+    if len(optimizer.groups) != len(after["groups"]):
         return
     # Of a group's numbers some count updates; the others follow from the recipe. One that is missing was not known to
     # the version of torch that wrote it.
-    for number, (own, first, last) in enumerate(zip(state.groups, numbers["groups"], after["groups"], strict=True)):
+    for number, (own, first, last) in enumerate(zip(optimizer.groups, numbers["groups"], after["groups"], strict=True)):
         place = f"optimizer: group {number}"
         yield from _differing(place, {*own}, {*own} & {*last})
         for name in sorted(own.keys() & last.keys()):
             if name in first and _same(first[name], last[name]) and not _same(own[name], last[name]):
                 yield f"{place}: {name} is {own[name]}, in this run {last[name]}"
-    yield from _count_problems({**_scalars(tensors), **_flat(state.slots, state.groups)}, expected, after, updates)
+    counts = {**_scalars(tensors), **_flat(optimizer.slots, optimizer.groups)}
+    yield from _count_problems(counts, expected, after, updates)
 
 
 def _optimizer_forms_problems(
-    tensors: Mapping[str, Any], state: SavedState, expected: Mapping[str, Tensor], after: Mapping[str, Any]
+    tensors: Mapping[str, Any], optimizer: SavedOptimizer, expected: Mapping[str, Tensor], after: Mapping[str, Any]
 ) -> Iterator[str]:
     """Compare the tensors, slots and groups with those that an optimizer has `after` its updates."""
     yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
-    yield from _differing("optimizer", {*state.slots}, {*after["slots"]})
-    if len(state.groups) != len(after["groups"]):
-        yield f"optimizer: {len(state.groups)} groups of parameters, in this run {len(after['groups'])}"
+    yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
+    if len(optimizer.groups) != len(after["groups"]):
+        yield f"optimizer: {len(optimizer.groups)} groups of parameters, in this run {len(after['groups'])}"
 
 
 def _count_problems(
@@ -266,7 +265,7 @@ def _count_problems(
 
 
 def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
-    recipe, found = ready.recipe, state.loss_scale
+    recipe, found = ready.recipe, state.engine.loss_scale
     scale = recipe.loss_scale
     of_recipe = (scale.initial, scale.growth_interval, scale.static)
     expected = loss_scaler(recipe.precision, torch.device("cpu"), *of_recipe).state_dict()

@@ -60,13 +60,8 @@ def script_digests() -> dict[str, str]:
     return {Path(file).name: hashlib.sha256(content).hexdigest()[:_DIGITS], **source_digests(names)}
 
 
-def source_changes(before: object, now: Mapping[str, str]) -> str:
-    """Name the files that differ: `nets.py, blocks.py (new), old.py (gone)`; "" where none does.
-
-    `before` is what a checkpoint has of it: None in one that was written before sources were kept.
-    """
-    if not isinstance(before, dict):
-        return ""
+def source_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Name the files that differ: `nets.py, blocks.py (new), old.py (gone)`; "" where none does."""
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     changed = [
         f"{name}{'' if name in before and name in now else ' (new)' if name in now else ' (gone)'}" for name in names

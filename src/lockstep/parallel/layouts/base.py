@@ -227,26 +227,12 @@ def gather_whole(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str,
 def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
     """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
     yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
-    cut = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
-    for group in _groups(cut):
-        whole = gather_whole(world, group)
+    cut = [(name, held) for name, held in tensors.items() if isinstance(held, Shard)]
+    # One collective for each tensor would take most of the time.
+    for group in pieces(((each, _bytes(each[1])) for each in cut), _GATHERED_BYTES):
+        whole = gather_whole(world, dict(group))
         if world.rank == 0:
             yield from whole.items()
-
-
-def _groups(shards: Mapping[str, Shard]) -> Iterator[dict[str, Shard]]:
-    """Cut into groups of about _GATHERED_BYTES: one collective for each tensor would take most of the time."""
-    group: dict[str, Shard] = {}
-    size = 0
-    for name, shard in shards.items():
-        length = shard.shape.numel() * shard.tensor.element_size()
-        if group and size + length > _GATHERED_BYTES:
-            yield group
-            group, size = {}, 0
-        group[name] = shard
-        size += length
-    if group:
-        yield group
 
 
 def _whole(table: Tensor, start: int, shard: Shard) -> Tensor:

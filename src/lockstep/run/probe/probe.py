@@ -90,7 +90,7 @@ def random_samples(ready: Setup, count: int) -> list[RandomSample]:
     """Fetch some samples of both parts twice, and once as another rank, and return those that differ."""
     seed = ready.recipe.seed
     length = len(ready.data.train)
-    order = shuffle(ready.steps.order, seed, 0, length)(np.arange(min(count, length))).tolist()
+    order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
     parts: list[tuple[str, Split, list[int], int | None]] = [
         ("training", ready.data.train, order, random.key(random.AUGMENT, seed, 0)),
     ]

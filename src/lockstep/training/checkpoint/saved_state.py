@@ -1,8 +1,7 @@
 """What state.json holds, checked strictly: types, ranges, and how far a run can have come after so many steps."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -23,18 +22,54 @@ Figure = Annotated[float, Field(allow_inf_nan=True)]
 Number = bool | Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | float | None
 
 
-@dataclass(frozen=True)
-class SavedState:
+class _Progress(BaseModel):
+    model_config = _STRICT
+
+    step: Count
+    epoch: Count
+    samples: Count
+    skipped_steps: Count
+    figures: dict[str, Figure]
+    best: dict[str, Figure]
+    best_loss: Annotated[float, Field(allow_inf_nan=True)]  # infinite before the first evaluation
+    best_at: Annotated[int, Field(ge=-1, lt=1 << 63)]
+
+
+class SavedOptimizer(BaseModel):
+    """What of an optimizer's state is no tensor."""
+
+    model_config = _STRICT
+
+    slots: dict[str, Number]  # by `<parameter>/<slot>`
+    groups: list[dict[str, Number]]  # of parameters
+
+
+class SavedEngine(BaseModel):
+    """What of an engine's state is no tensor."""
+
+    model_config = _STRICT
+
+    optimizer: SavedOptimizer
+    loss_scale: dict[str, int | float]  # empty but for fp16
+
+
+class SavedState(BaseModel):
     """The state of a checkpoint: how far it came, what of its engine is no tensor, and what decided its numbers."""
 
-    progress: Progress
-    slots: Mapping[str, Number]  # of the optimizer's state, by `<parameter>/<slot>`
-    groups: Sequence[Mapping[str, Number]]  # of the optimizer's parameters
-    loss_scale: Mapping[str, int | float]  # empty but for fp16
-    recipe: Mapping[str, Any]
-    numerics: Mapping[str, str | int | None]
-    facts: Mapping[str, Any] | None  # of its data; None where an older version wrote it
-    source: Mapping[str, str] | None  # hashes of the user's own files; None likewise
+    model_config = _STRICT
+
+    schema_: Literal[2] = Field(alias="schema")
+    come: _Progress = Field(alias="progress")
+    engine: SavedEngine
+    recipe: dict[str, Any]
+    numerics: dict[str, str | int | None]
+    data: dict[str, Any]  # facts about it
+    source: dict[str, str]  # hashes of the user's own files
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run had come."""
+        return Progress(**self.come.model_dump())
 
 
 def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
@@ -44,7 +79,7 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
     """
     schemas.check(state.get("schema"), path / store.STATE)
     try:
-        found = _State.model_validate(schemas.state(state))
+        found = SavedState.model_validate(state)
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}, got {repr(each['input'])[:60]}"
@@ -57,17 +92,7 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
             f"{path}: the folder is named after step {named}, what lies in it is of step {step}; give it back its name "
             f"{store.step_name(step)}, or remove it"
         )
-    engine = found.engine
-    return SavedState(
-        progress=Progress(**found.progress.model_dump()),
-        slots=engine.optimizer.slots,
-        groups=engine.optimizer.groups,
-        loss_scale=engine.loss_scale,
-        recipe=found.recipe,
-        numerics=found.numerics,
-        facts=found.data,
-        source=found.source,
-    )
+    return found
 
 
 def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
@@ -101,43 +126,3 @@ def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bo
         yield f"best_at is {progress.best_at} and best_loss {progress.best_loss}, without a best evaluation"
     elif latest > best if monitor.higher else latest < best:
         yield f"the best {monitor.name} is {best}, and that of the last evaluation, {latest}, is better"
-
-
-class _Progress(BaseModel):
-    model_config = _STRICT
-
-    step: Count
-    epoch: Count
-    samples: Count
-    skipped_steps: Count
-    figures: dict[str, Figure]
-    best: dict[str, Figure]
-    best_loss: Annotated[float, Field(allow_inf_nan=True)]  # infinite before the first evaluation
-    best_at: Annotated[int, Field(ge=-1, lt=1 << 63)]
-
-
-class _Optimizer(BaseModel):
-    model_config = _STRICT
-
-    slots: dict[str, Number]
-    groups: list[dict[str, Number]]
-
-
-class _Engine(BaseModel):
-    model_config = _STRICT
-
-    optimizer: _Optimizer
-    loss_scale: dict[str, int | float]
-
-
-class _State(BaseModel):
-    model_config = _STRICT
-
-    schema_: Literal[2] = Field(alias="schema")
-    progress: _Progress
-    engine: _Engine
-    recipe: dict[str, Any]
-    numerics: dict[str, str | int | None]
-    data: dict[str, Any] | None = None  # what follows is not in checkpoints up to 0.1
-    source: dict[str, str] | None = None
-    microbatches: Count | None = None  # up to 0.1 they stood here too
