@@ -281,7 +281,7 @@ def old_group_changed(run, model, optimizer):
         step.update()  # <-
 
 
-@refused("step 2: the parameters of the optimizer's groups were changed")
+@refused("step 2: params of a group of the optimizer was changed")
 def parameter_taken_out(run, model, optimizer):
     for step in own(run):
         for batch in step:

@@ -226,7 +226,7 @@ class Groups:
         if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
             raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
         if self._parameter_ids() != self._parameters:
-            raise refusal(f"step {step}: the parameters of the optimizer's groups were changed", _REST)
+            raise refusal(f"step {step}: params of a group of the optimizer was changed", _REST)
         for before, was in self._before:
             if before != was:
                 raise refusal(
