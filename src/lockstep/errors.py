@@ -25,6 +25,7 @@ EXIT_USAGE: Final = 2
 EXIT_VERIFICATION: Final = 3
 EXIT_PREFLIGHT: Final = 4
 EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
+EXITS_AGAIN: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # would come again if all started again as it is
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 
 # Why a start failed, for who decides what to do about it: start again ("transient"), on another host ("host"), or not

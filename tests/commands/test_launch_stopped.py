@@ -17,6 +17,7 @@ cat > /dev/null
 exit 1
 """
 SAVED = 'echo \'{"event": "stopped", "time": 2.5, "exit_code": 75}\' > run/result.json'
+WRONG = 'echo \'{"event": "failed", "time": 2.5, "exit_code": 2}\' > run/result.json'
 OTHER = 'echo \'{"event": "failed", "time": 2.5, "exit_code": 1}\' > run/result.json'
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -47,6 +48,10 @@ def code(folder: Path, number: int, at_the_end: str, *, words: tuple[str, ...] =
 @pytest.mark.parametrize("number", SIGNALS)
 def test_its_exit_code_says_that_the_run_is_saved(folder: Path, number: int) -> None:
     assert code(folder, number, SAVED) == (130 if number == signal.SIGINT else 75)
+
+
+def test_its_exit_code_says_that_the_run_would_fail_again(folder: Path) -> None:
+    assert code(folder, signal.SIGTERM, WRONG) == 2
 
 
 BEYOND = pytest.mark.extended("what another start left is as good as nothing, which the gate has")

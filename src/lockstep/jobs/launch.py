@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import SRUN_PORT, host_problem, listening_socket
 from lockstep.common.rank import SECRET
-from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, LockstepError, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, EXITS_AGAIN, LockstepError, UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
@@ -170,9 +170,10 @@ def _become(line: list[str], launcher: Launcher, secret: str) -> None:
 
 
 def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
-    """Run the lines and return the exit code: the first host's that failed, or what says that the run is saved.
+    """Run the lines and return the exit code: the first host's that failed, or the run's, where it says more.
 
-    torchrun makes 1 of that; it is found in the run folder, where this host sees it too.
+    That the run is saved, or would fail again, torchrun makes 1 of; it is found in the run folder, where this host sees
+    it too.
     """
     from lockstep.launchers.hosts import run_on_hosts
 
@@ -182,9 +183,10 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     before = _result(job)
     ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret)
     result = _result(job)
-    if not ended.code or result == before or result.get("exit_code") not in (EXIT_SAVED, EXIT_INTERRUPTED):
-        return ended.code
-    return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
+    code = ended.code if not ended.code or result == before else result.get("exit_code")
+    if code in (EXIT_SAVED, EXIT_INTERRUPTED):
+        return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
+    return code if code in EXITS_AGAIN else ended.code
 
 
 def _wait_for(host: str) -> None:
