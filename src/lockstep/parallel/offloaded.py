@@ -22,12 +22,15 @@ _STAYS: Final = "step"  # torch's optimizers count on the CPU, unless they are a
 T = TypeVar("T")
 
 
-def pieces(items: Iterable[tuple[T, int]], most: int = _PIECE_BYTES) -> Iterator[list[T]]:
-    """Yield neighbouring items, each given with its bytes, of at `most` so many together; one of more alone."""
+def pieces(items: Iterable[tuple[T, int]], most: int | None = None) -> Iterator[list[T]]:
+    """Yield neighbouring items, each given with its bytes, of at `most` so many together; one of more alone.
+
+    Left out, `most` is _PIECE_BYTES.
+    """
     piece: list[T] = []
     size = 0
     for item, length in items:
-        if piece and size + length > most:
+        if piece and size + length > (most or _PIECE_BYTES):
             yield piece
             piece, size = [], 0
         piece.append(item)
