@@ -127,6 +127,7 @@ def test_the_event_log_has_units_and_the_same_frame_in_every_line(finished):
     run = finished("recipe.microbatches=4", "placement.processes=2").folder / "run"
     log = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [each["event"] for each in log if each["event"] != "step"] == ["started", "evaluated", "saved", "done"]
+    assert log[0]["schema"] == 2
     assert all({"event", "time", "epoch", "step", "samples"} <= set(each) for each in log)
     assert set(log[0]["units"]) >= {"time", "loss", "lr", "samples_per_s", "peak_bytes"}
     assert {"loss", "lr", "norm", "samples_per_s", "peak_bytes"} <= set(log[1])

@@ -29,17 +29,17 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     from lockstep.core.devices import in_words as exchange_in_words
 
     loaded = load(recipe, overrides)
-    if recipe not in list_shipped_recipes() or loaded.origins["recipe.model.name"] == "override":
+    names = (loaded.origins[f"recipe.{each}.name"] for each in ("model", "optimizer"))
+    if recipe not in list_shipped_recipes() or "override" in names:
         from lockstep.config.blame import with_places
         from lockstep.models.find import origin_of  # it imports torch
-
-        with with_places(loaded):
-            origin_of(loaded.config.recipe.model.name, loaded.config.recipe.model.source)
-    optimizer = loaded.config.recipe.optimizer.name
-    if ":" not in optimizer and loaded.origins["recipe.optimizer.name"] == "override":
         from lockstep.parallel.optimize import find_optimizer
 
-        find_optimizer(optimizer)
+        model, optimizer = loaded.config.recipe.model, loaded.config.recipe.optimizer.name
+        with with_places(loaded):
+            origin_of(model.name, model.source)
+            if ":" not in optimizer:
+                find_optimizer(optimizer)
     following = [*consequences(loaded.config.recipe)]
     _recipe.tell_notes(loaded)
     click.echo(to_yaml(loaded))

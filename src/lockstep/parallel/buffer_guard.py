@@ -5,7 +5,7 @@ forward writes or replaces, as spectral_norm, a counter or a mean by hand does, 
 micro-batches, once for each of them: so there is no model that is that of the recipe alone.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final, final
 
 from torch import Tensor, nn
@@ -24,31 +24,32 @@ class BufferGuard:
 
     def __init__(self, model: nn.Module, kept: Collection[Tensor]) -> None:
         own = {id(each) for each in kept}
-        self._places: list[tuple[str, nn.Module, Mapping[str, Tensor | None], str]] = [
-            (path, module, module._buffers, name)
-            for path, module in model.named_modules()
+        self._modules = dict(model.named_modules())
+        self._places = [
+            (path, module, name)
+            for path, module in self._modules.items()
             for name, each in module._buffers.items()
             if id(each) not in own
         ]
-        self._parts = [(path, module, module._buffers, {*module._buffers}) for path, module in model.named_modules()]
-        self._count = sum(len(names) for _, _, _, names in self._parts)
+        self._names = self._names_now()
         self._noted: list[tuple[Tensor | None, int]] = []
 
     def note(self) -> None:
         """Note how they are."""
-        self._noted = [_state(buffers.get(name)) for _, _, buffers, name in self._places]
+        self._noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
 
     def check(self) -> None:
         """Raise UsageError where one is not as it was noted, or was not there when the model was placed."""
-        if sum(len(buffers) for _, _, buffers, _ in self._parts) != self._count:
-            path, module, name = next(
-                (path, module, name) for path, module, buffers, names in self._parts for name in {*buffers} ^ names
-            )
-            raise _refusal(path, module, name)
-        for (path, module, buffers, name), (was, version) in zip(self._places, self._noted, strict=False):
-            now, moved_to = _state(buffers.get(name))
+        if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
+            path, name = min(self._names_now() ^ self._names)
+            raise _refusal(path, self._modules[path], name)
+        for (path, module, name), (was, version) in zip(self._places, self._noted, strict=False):
+            now, moved_to = _state(module._buffers.get(name))
             if now is not was or moved_to != version:
                 raise _refusal(path, module, name)
+
+    def _names_now(self) -> set[tuple[str, str]]:
+        return {(path, name) for path, module in self._modules.items() for name in module._buffers}
 
 
 def _refusal(path: str, module: nn.Module, name: str) -> Exception:

@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.common.own_code import Place, between, is_own, refusal
+from lockstep.run.placing import REST
 
 Refuse = Callable[[bool], Exception]  # given whether a backward writes
 
@@ -86,7 +87,6 @@ _GRADIENT: Final = (
     "scale the loss that step.backward is given, and clip by step.update(clip=...); step.norm is the gradient's norm"
 )
 _MODE: Final = "in run.each the model is in evaluation, and between a micro-batch and its backward as it was before"
-_FROZEN: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
 _HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
 _CALLED_WITH: Final = (
     "torch.func.functional_call does not reach weights that are in rows: use strategy ddp or zero1, or a module of the "
@@ -247,7 +247,7 @@ class Guard:
         for parameter, now, was in zip(self._parameters, found, self._states, strict=True):
             if now[0] != was[0] or (hooks and now != was):
                 what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
-                advice = _HOOK if now[0] == was[0] else _FROZEN
+                advice = _HOOK if now[0] == was[0] else REST
                 raise self._refusal(f"{self._names[parameter]} was {what}", advice, self._whole_at)
 
     def _write_error(self, by_backward: bool) -> Exception:

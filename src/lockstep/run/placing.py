@@ -188,7 +188,7 @@ class HiddenState(defaultdict[Any, Any]):
 Settings = dict[str, Any]
 
 _RATE: Final = "give the rate to step.update(lr=...), as a function of step.samples_seen, or run.place a scheduler"
-_REST: Final = "do it before run.place; to let a group rest later, set its lr_scale to 0"
+REST: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
 _OTHER: Final = "between steps change numbers alone, such as weight_decay or betas; all else before run.place"
 
 
@@ -226,7 +226,7 @@ class Groups:
         if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
             raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
         if self._parameter_ids() != self._parameters:
-            raise refusal(f"step {step}: params of a group of the optimizer was changed", _REST)
+            raise refusal(f"step {step}: params of a group of the optimizer was changed", REST)
         for before, was in self._before:
             if before != was:
                 raise refusal(

@@ -59,7 +59,7 @@ class SavedState(BaseModel):
     model_config = _STRICT
 
     schema_: Literal[2] = Field(alias="schema")
-    come: _Progress = Field(alias="progress")
+    saved_progress: _Progress = Field(alias="progress")
     engine: SavedEngine
     recipe: dict[str, Any]
     numerics: dict[str, str | int | None]
@@ -69,7 +69,7 @@ class SavedState(BaseModel):
     @property
     def progress(self) -> Progress:
         """How far the run had come."""
-        return Progress(**self.come.model_dump())
+        return Progress(**self.saved_progress.model_dump())
 
 
 def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
