@@ -103,10 +103,9 @@ def starts_a_cluster(path: Path) -> bool:
 def ordered(items: Iterable[pytest.Item], slow: Mapping[str, float]) -> list[pytest.Item]:
     """Return tests as they should start: clusters first, then files by the seconds they take."""
 
-    def place(item: pytest.Item) -> tuple[bool, float]:
-        return not starts_a_cluster(item.path), -slow.get(item.path.relative_to(TESTS).as_posix(), 0.0)
-
-    return sorted(items, key=place)  # the tests of a file stay together, in their order
+    seconds = {TESTS / name: taken for name, taken in slow.items()}  # test_worlds.py has files in other folders
+    # The tests of a file stay together, in their order.
+    return sorted(items, key=lambda item: (not starts_a_cluster(item.path), -seconds.get(item.path, 0.0)))
 
 
 def may_be_quick(path: Path) -> bool:
