@@ -85,6 +85,8 @@ ROOMS = {
     "commands/export": "what of a run is exported, told to users",
     "commands/prepare": "what of the data is decoded, told to users",
     "commands/report": "what of a run is shown, told to users",
+    "commands/submit": "an image is a container's there, by the name of an option",
+    "launchers/kubernetes": "the same",
     "device/kernels": "torch's operations, by their names and by what they are called for",
 }
 # `class` and `label` alone are Python's and a message's, and cannot be told apart; what goes with them is enough.
@@ -95,6 +97,7 @@ WORDS_OF_TASKS = re.compile(
 SHARED_BY_LAUNCHERS = {
     f"launchers/{name}" for name in ("agents", "base", "environment", "hostlist", "job", "variables")
 }
+LAUNCHERS_OF_TWO_FILES = {"launchers/batch": "launchers/slurm", "launchers/kubernetes": "launchers/node"}
 FORBIDDEN_WORDS = ["manager", "helper", "util", "misc", "handler"]
 
 
@@ -193,7 +196,7 @@ def test_strategies_know_no_siblings_and_launchers_only_what_they_share() -> Non
         assert not siblings, module
     for module in in_folder("launchers"):
         if not module.endswith("__init__"):
-            own = {"launchers/slurm"} if module == "launchers/batch" else set()  # one's two files
+            own = {LAUNCHERS_OF_TWO_FILES[module]} if module in LAUNCHERS_OF_TWO_FILES else set()
             assert {each for each in ours(module) if _within(each, "launchers")} <= SHARED_BY_LAUNCHERS | own, module
 
 

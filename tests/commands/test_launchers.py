@@ -1,7 +1,6 @@
 """The same command under other launchers: the same bits, the same endings, and mistakes told before ranks meet."""
 
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -15,6 +14,7 @@ from conftest import DIGITS, FOLDER
 from forked import Command, as_rank, events, program, steps
 from held import HOLD, hold
 from PIL import Image
+from sections import section
 from waiting import free_port
 
 # One layer, because each process of these launchers imports for itself what its model needs.
@@ -75,30 +75,15 @@ def test_sigterm_to_torchrun_saves(launch, run, finished):
     assert steps(command.folder / "run") == list(range(1, 24))
 
 
-def pods() -> list[dict[str, str]]:
-    """Return what the container of examples/kubernetes.yaml has in its environment in each pod, on this machine."""
-    text = (Path(__file__).parents[2] / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")
-    service, job = yaml.safe_load_all(text)
-    [container] = job["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == shlex.split("lockstep launch --on node --processes-per-node 8 --")
-    told = {each["name"]: each["value"] for each in container["env"] if "value" in each}
-    host, domain = told["LOCKSTEP_FIRST_NODE"].split(".")
-    assert (host, domain) == (f"{job['metadata']['name']}-0", job["spec"]["template"]["spec"]["subdomain"])
-    assert service["metadata"]["name"] == domain
-    nodes = int(told["LOCKSTEP_NODES"])
-    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (nodes, nodes)
-    return [told | {"LOCKSTEP_FIRST_NODE": "127.0.0.1", "JOB_COMPLETION_INDEX": f"{rank}"} for rank in range(nodes)]
-
-
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
 
 
-@pytest.mark.parametrize(
-    "told", [[SKYPILOT | {"SKYPILOT_NODE_RANK": each} for each in "01"], pods()], ids=["sky", "k8s"]
-)
-def test_one_command_on_each_node_ends_as_one_process_and_says_that_it_is_saved(tmp_path, run, finished, port, told):
-    started = ("-m", "lockstep", "launch", "--on", "node", "--port", f"{port}")
-    words = [sys.executable, *started, "--", "train", *LINEAR]
+def test_one_command_on_each_node_ends_as_one_process_and_says_that_it_is_saved(tmp_path, run, finished, port):
+    told = [SKYPILOT | {"SKYPILOT_NODE_RANK": each} for each in "01"]
+    page = section("launchers.md", "One command on each node")
+    script = yaml.safe_load(re.search("```yaml\n(.*?)```", page, re.DOTALL)[1])["run"]
+    lockstep, *launch = script.partition(" -- ")[0].split()
+    words = [sys.executable, "-m", lockstep, *launch, f"--port={port}", "--", "train", *LINEAR]
     hold("run", 7)
     commands = [program(f"node-{n}", words, tmp_path, {**each, "TMPDIR": str(tmp_path)}) for n, each in enumerate(told)]
     commands[0].until_step(7)

@@ -1,12 +1,15 @@
-"""`lockstep submit`: what it refuses, what it writes, and what becomes of a job that sbatch does not take."""
+"""`lockstep submit`: what it refuses, what it writes, and what becomes of a job that a cluster does not take."""
 
 import json
 import os
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import kubeflow_trainer_api.models as kubeflow
 import pytest
+import yaml
 from click.testing import CliRunner
 from conftest import invoke, put
 
@@ -18,6 +21,25 @@ echo "$@" > asked
 echo "12;cluster"
 """
 
+# Creates what it is given, but no JobSet whose name is taken; says what it did as kubectl does.
+KUBECTL = """#!/bin/sh
+echo "$@" >> asked
+[ "$1" = create ] || exit 0
+cat > given
+echo secret/digits
+if grep -q 'name: taken' given; then echo '"taken" already exists' >&2; exit 1; fi
+echo jobset.jobset.x-k8s.io/digits
+"""
+# The models of the API's own descriptions: what they do not know they leave out.
+MODELS = {
+    "Secret": kubeflow.IoK8sApiCoreV1Secret,
+    "Service": kubeflow.IoK8sApiCoreV1Service,
+    "Job": kubeflow.IoK8sApiBatchV1Job,
+    "JobSet": kubeflow.JobsetV1alpha2JobSet,
+    "TrainingRuntime": kubeflow.TrainerV1alpha1TrainingRuntime,
+    "TrainJob": kubeflow.TrainerV1alpha1TrainJob,
+}
+PODS = ("--on", "kubernetes", "--image", "here/train:1", "--claim", "runs:/runs")
 
 submit = partial(invoke, "submit")
 
@@ -161,3 +183,96 @@ def test_the_script_is_one(folder: Path) -> None:
     done = subprocess.run(["bash", "-n", "it's $HOME/job.sh"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert os.access("it's $HOME/job.sh", os.X_OK)
+
+
+def objects(*words: str) -> list[dict[str, Any]]:
+    """Return what `submit --on kubernetes` prints with these options."""
+    return list(
+        yaml.safe_load_all(submit(*PODS, *words, "--dry-run", "--", "train", "digits", "run.dir=/runs/a").stdout)
+    )
+
+
+def is_known(made: dict[str, Any]) -> bool:
+    return bool(MODELS[made["kind"]].from_dict(made).to_dict() == made)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "job"])
+def test_kubernetes_knows_every_field_that_is_written(folder: Path, kind: str) -> None:
+    asked = ["--nodes=2", "--gpus-per-node=2", "--cpus-per-task=4", "--queue=q", "--namespace=ours", f"--kind={kind}"]
+    made = objects(*asked)
+    assert [is_known(each) for each in made] == [True] * len(made)
+    assert {each["metadata"]["name"] for each in made} == {"digits"}
+    assert {each["metadata"]["namespace"] for each in made} == {"ours"}
+    assert made[-1]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
+
+
+def test_a_field_that_kubernetes_does_not_know_is_noticed(folder: Path) -> None:
+    made = objects()[-1]
+    made["spec"]["failurePolicy"]["maxRestart"] = 3
+    assert not is_known(made)
+    made = objects()[-1]
+    made["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"] = "two"
+    with pytest.raises(ValueError, match="completions"):
+        is_known(made)
+
+
+def test_a_node_of_kubernetes_runs_its_ranks(folder: Path) -> None:
+    secret, jobset = objects("--nodes=2", "--gpus-per-node=2", "--name=a", "--restarts=4", "--warn-before=60")
+    assert len(secret["stringData"]["secret"]) == 64
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 4
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (2, 2, 0)
+    pod = job["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 60
+    [container] = pod["containers"]
+    assert container["command"] == ["python3", "-m", "lockstep"]
+    words = "launch --on node --processes-per-node 2 -- train digits run.dir=/runs/a"
+    assert container["args"] == words.split()
+    told = {each["name"]: each.get("value") for each in container["env"]}
+    assert told == {"LOCKSTEP_NODES": "2", "LOCKSTEP_FIRST_NODE": "a-node-0-0.a", "LOCKSTEP_JOB_SECRET": None}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
+    again = submit(*PODS, "--dry-run", "--", "train", "run.dir=/runs/$(a)").stdout
+    assert "run.dir=/runs/$$(a)" in again  # Kubernetes would look for a variable
+    assert objects()[0] != objects()[0]  # each job has a secret of its own
+
+
+def test_what_kubernetes_refuses_leaves_nothing_there(folder: Path) -> None:
+    put(folder, "kubectl", KUBECTL)
+    words = ("--", "train", "digits", "run.dir=/runs/a")
+    assert submit(*PODS, *words).stdout == "created secret/digits\ncreated jobset.jobset.x-k8s.io/digits\n"
+    said = submit(*PODS, "--name", "taken", "--namespace", "ours", *words, code=1).stderr
+    assert said == 'error: kubectl failed with exit code 1; it printed:\n"taken" already exists\n'
+    assert (folder / "asked").read_text().splitlines() == [
+        "create --output name --filename -",
+        "create --namespace ours --output name --filename -",
+        "delete --namespace ours secret/digits",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "problem"),
+    [
+        (["--time=30"], [], "--time: not with --on kubernetes; leave out"),
+        (["--name=a_b"], [], "--name: expected a-z, 0-9 and -, a letter first, 48 at most, got 'a_b'"),
+        ([f"--name={'a' * 50}"], [], "48 at most, got 'aaaa"),
+        (["--image="], [], "--image: left out; name one that has Lockstep"),
+        (["--claim=runs"], [], "--claim: expected NAME:/PATH"),
+        ([], ["run.dir=runs/b"], "run.dir: runs/b; all nodes write to it: name one in /runs"),
+        (["--gpus-per-node=a100:2"], [], "--gpus-per-node: expected a number such as 8, got a100:2"),
+        (["--warn-before=0"], [], "--warn-before: expected at least 1 second, got 0"),
+        ([], ["run.resume=never"], "run.resume: never, but each start goes on with the run; leave it out"),
+        ([], ["recipe.batch=3"], "recipe.batch: 3 samples cannot fill 4 micro-batches"),
+    ],
+)
+def test_what_a_cluster_could_not_do_is_refused(
+    folder: Path, options: list[str], words: list[str], problem: str
+) -> None:
+    assert problem in submit(*PODS, *options, "--", "train", "digits", "run.dir=/runs/a", *words, code=2).stderr
+
+
+def test_what_is_for_kubernetes_is_not_for_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = submit("--image=a", "--claim=b", "--", "train", "digits", code=2).stderr
+    assert said == "error: --image, --claim: not with --on slurm; leave out\n"
+    monkeypatch.setenv("PATH", "")
+    said = submit(*PODS, "--", "train", "digits", "run.dir=/runs/a", code=2).stderr
+    assert said.startswith("error: kubectl is not found")

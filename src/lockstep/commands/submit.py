@@ -1,33 +1,45 @@
-"""Give a run to Slurm's queue: a batch script that saves before the time is over and goes on by itself."""
+"""Give a run to Slurm's queue or to Kubernetes, as a job that saves when it is stopped and goes on by itself."""
 
 import sys
 
 import click
 
+from lockstep.errors import UsageError
 from lockstep.launchers.job import Job, Resources
+from lockstep.launchers.kubernetes import KINDS, RESTARTS, Cluster
 
 
 @click.command("submit")
+@click.option("--on", type=click.Choice(["slurm", "kubernetes"]), default="slurm", show_default=True, help="Where to.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of hosts.")
 @click.option(
     "--processes-per-node",
     type=click.IntRange(1),
     help="On each host; left out, one for each of --gpus-per-node, or 1.",
 )
-@click.option("--time", "limit", default="", help="Such as 04:00:00, or 1-12 (days-hours); left out, the partition's.")
 @click.option(
-    "--warn-before", type=int, default=120, show_default=True, help="Seconds before that, to save in; at most 65535."
+    "--time", "limit", default="", help="Such as 04:00:00, or 1-12 (days-hours); left out, the partition's (slurm)."
+)
+@click.option(
+    "--warn-before", type=int, default=120, show_default=True, help="Seconds to save in before a job or node is ended."
 )
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host.")
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process.")
-@click.option("--partition", default="", help="The partition to run in; left out, the site's.")
-@click.option("--account", default="", help="The account that it counts for; left out, your own.")
+@click.option("--partition", default="", help="The partition to run in; left out, the site's (slurm).")
+@click.option("--account", default="", help="The account that it counts for; left out, your own (slurm).")
 @click.option("--name", help="Of the job; left out, the recipe's.")
-@click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to sbatch as it is; repeatable.")
-@click.option("--python", default=sys.executable, help="The Python on the hosts; left out, the path of this one.")
-@click.option("--dry-run", is_flag=True, help="Print the script and do nothing.")
+@click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to sbatch as it is; repeatable (slurm).")
+@click.option("--python", help="The Python on the hosts; left out, the path of this one (slurm), or python3.")
+@click.option("--kind", type=click.Choice(KINDS), help="What trains; left out, a jobset (kubernetes).")
+@click.option("--image", default="", help="A container image that has Lockstep (kubernetes).")
+@click.option("--claim", default="", metavar="NAME:/PATH", help="The claim of the nodes' shared files (kubernetes).")
+@click.option("--queue", default="", help="A queue of Kueue's (kubernetes).")
+@click.option("--namespace", default="", help="Left out, kubectl's own (kubernetes).")
+@click.option("--restarts", type=click.IntRange(0), help=f"After failures; left out, {RESTARTS} (kubernetes).")
+@click.option("--dry-run", is_flag=True, help="Print the script or the manifest, and do nothing.")
 @click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]...")
 def command(
+    on: str,
     nodes: int,
     processes_per_node: int | None,
     limit: str,
@@ -38,20 +50,52 @@ def command(
     account: str,
     name: str | None,
     options: tuple[str, ...],
-    python: str,
+    python: str | None,
+    kind: str | None,
+    image: str,
+    claim: str,
+    queue: str,
+    namespace: str,
+    restarts: int | None,
     dry_run: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Submit `lockstep train` to Slurm as a job that goes on by itself until the run is done.
+    """Submit `lockstep train` to a cluster as a job that goes on by itself until the run is done.
 
     lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
+
+    lockstep submit --on kubernetes --image IMAGE --claim runs:/runs -- train imagenet-resnet50 run.dir=/runs/a
     """
-    from lockstep.jobs.submit import batch_script, submit
+    from lockstep.jobs.submit import batch_script, create, manifest, submit
     from lockstep.run.runs import JOB_SCRIPT
 
+    others: dict[str, object] = {"--time": limit, "--partition": partition, "--account": account, "--option": options}
+    if on == "slurm":
+        others = {"--kind": kind, "--image": image, "--claim": claim, "--queue": queue, "--namespace": namespace}
+        others["--restarts"] = restarts
+    if given := [option for option, value in others.items() if value not in (None, "", ())]:
+        raise UsageError(f"{', '.join(given)}: not with --on {on}; leave out")
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     each = resources.processes_per_node(processes_per_node)
+    python = python or (sys.executable if on == "slurm" else "python3")
     job = Job(words, python, nodes, each, options=options, resources=resources)
+    if on == "kubernetes":
+        volume, _, mount = claim.partition(":")
+        cluster = Cluster(
+            name or "",
+            image,
+            volume,
+            mount,
+            kind=kind or KINDS[0],
+            restarts=RESTARTS if restarts is None else restarts,
+            grace_s=warn_before,
+            queue=queue,
+            namespace=namespace,
+        )
+        objects = manifest(job, cluster)
+        said = objects if dry_run else "".join(f"created {each}\n" for each in create(objects, namespace))
+        click.echo(said, nl=False)
+        return
     run, script = batch_script(job, name, limit, warn_before)
     if dry_run:
         click.echo(script, nl=False)

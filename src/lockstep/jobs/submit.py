@@ -1,7 +1,9 @@
-"""`lockstep submit` below its options: what `lockstep train` would refuse, the batch script, and its submission."""
+"""`lockstep submit` below its options: what `lockstep train` would refuse, what a cluster is given, its submission."""
 
+import re
 import shlex
 import shutil
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -10,8 +12,9 @@ from pathlib import Path
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load, split
 from lockstep.errors import LockstepError, UsageError, os_error_as
-from lockstep.launchers import batch
+from lockstep.launchers import batch, kubernetes
 from lockstep.launchers.job import Job, other_processes
+from lockstep.ranks.secret import new_secret
 from lockstep.run.runs import JOB_SCRIPT, Submitted, record_job
 from lockstep.training.checkpoint import durable
 
@@ -59,12 +62,41 @@ def submit(run: Path, script: str) -> int:
     return job
 
 
+def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
+    """Return the objects of a training for Kubernetes, as YAML; UsageError for what cannot be.
+
+    They have a new secret, and without a name the recipe's.
+    """
+    loaded = _check_training(job)
+    if loaded.config.run.resume != "auto":
+        raise UsageError(f"run.resume: {loaded.config.run.resume}, but each start goes on with the run; leave it out")
+    name = cluster.name or re.sub("[^a-z0-9]+", "-", loaded.name.lower()).strip("-")
+    cluster = replace(cluster, name=name, secret=new_secret())
+    kubernetes.check_cluster(job, cluster, loaded.config.run.dir or "")
+    return kubernetes.manifest(job, cluster)
+
+
+def create(objects: str, namespace: str) -> list[str]:
+    """Create the objects of a manifest, all or none, and return their names."""
+    if shutil.which("kubectl") is None:
+        raise UsageError("kubectl is not found: install it, or give what --dry-run prints to a host that has it")
+    place = ["--namespace", namespace] if namespace else []
+    line = ["kubectl", "create", *place, "--output", "name", "--filename", "-"]
+    done = subprocess.run(line, input=objects, capture_output=True, text=True)
+    made = done.stdout.split()
+    if done.returncode:
+        if made:
+            subprocess.run(["kubectl", "delete", *place, *made], capture_output=True)
+        raise LockstepError(f"kubectl failed with exit code {done.returncode}; it printed:\n{done.stderr.strip()}")
+    return made
+
+
 def _check_training(job: Job) -> Loaded:
     """Return the configuration, if `lockstep train` with so many processes would refuse nothing but the data."""
     if not job.words or job.words[0] != "train":
         raise UsageError(
             f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; only "
-            f"training can stop and go on. For other commands: lockstep launch --on slurm"
+            "training can stop and go on. For other commands: lockstep launch"
         )
     loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):

@@ -1,0 +1,77 @@
+"""Kubernetes: the manifest of a training, each node of which is a pod that runs `lockstep launch --on node`.
+
+Sources: the API of Jobs (pod failure policy), of JobSet (failure policy) and of Kubeflow Trainer v2 (runtimes).
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from lockstep.common.rank import SECRET
+from lockstep.errors import EXIT_SAVED, EXITS_AGAIN, UsageError
+from lockstep.launchers.job import Job
+from lockstep.launchers.node import FIRST_NODE, NODES
+
+KINDS: Final = ("jobset", "trainjob", "job")
+RESTARTS: Final = 10
+_MANIFEST: Final = Path(__file__).with_name("kubernetes.yaml")
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_NAME: Final = 63  # of a pod's host
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a training is to run: `kind` is one of KINDS, `image` has Lockstep, and `claim` is mounted at `mount`.
+
+    `restarts` failures are made good, and a node has `grace_s` seconds to save in before it is taken. `secret` is that
+    of the job. `queue` is one of Kueue's, and empty without.
+    """
+
+    name: str
+    image: str
+    claim: str
+    mount: str
+    kind: str
+    restarts: int
+    grace_s: int
+    queue: str = ""
+    namespace: str = ""
+    secret: str = ""
+
+
+def check_cluster(job: Job, cluster: Cluster, run: str) -> None:
+    """Raise UsageError where a cluster would refuse the objects, or its nodes could not share the run folder."""
+    problems = []
+    longest = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
+    if not _NAME.fullmatch(cluster.name) or len(longest) > _LONGEST_NAME:
+        most = _LONGEST_NAME - len(longest) + len(cluster.name)
+        problems.append(f"--name: expected a-z, 0-9 and -, a letter first, {most} at most, got {cluster.name!r}")
+    if not cluster.image:
+        problems.append("--image: left out; name one that has Lockstep, such as registry.example/train:1")
+    if not (cluster.claim and cluster.mount.startswith("/")):
+        problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and where the nodes are to have it")
+    elif not run or not PurePosixPath(run).is_relative_to(cluster.mount):
+        problems.append(f"run.dir: {run or 'left out'}; all nodes write to it: name one in {cluster.mount}")
+    if job.resources.gpus_per_node and not job.resources.gpus_per_node.isdecimal():
+        problems.append(f"--gpus-per-node: expected a number such as 8, got {job.resources.gpus_per_node}")
+    if cluster.grace_s < 1:
+        problems.append(f"--warn-before: expected at least 1 second, got {cluster.grace_s}")
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def manifest(job: Job, cluster: Cluster) -> str:
+    """Return the objects that train as YAML, in the order in which they are to be created."""
+    from jinja2 import Environment  # only now: the other commands need not wait for it
+
+    words = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
+    template = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(_MANIFEST.read_text("utf-8"))
+    return template.render(
+        job=job,
+        cluster=cluster,
+        words=[word.replace("$(", "$$(") for word in words],  # $(NAME) is replaced there
+        exits_again=EXITS_AGAIN,
+        exit_saved=EXIT_SAVED,
+        variables=(NODES, FIRST_NODE, SECRET),
+    )
