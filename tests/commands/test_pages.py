@@ -60,7 +60,7 @@ def test_recipes_of_data(run, name: str, length: str) -> None:
 
 
 def test_fine_tuning(run) -> None:
-    example = page("fine-tuning.md").partition("## Example")[2].partition("```console\n")[2]
+    example = section("models.md", "Fine-tuning").partition("```console\n")[2]
     lines = example.partition("```")[0].replace("\\\n", " ").splitlines()
     commands = [shlex.split(line.removeprefix("$ lockstep ")) for line in lines if line.startswith("$ ")]
     assert [words[:2] for words in commands] == [["train", "digits"]] * 2
