@@ -63,7 +63,7 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
     if not cut_layers(model):
         raise UsageError(
             f"recipe.model.chunks: of model {name} no layers are known that could be cut; say in recipe.model.plan "
-            f"which they are (docs/tensor-slicing.md)"
+            f"which they are (docs/model-parallel.md)"
         )
     return chunked
 

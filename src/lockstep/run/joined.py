@@ -143,7 +143,7 @@ class Run:
         and ddp on more. A pipeline needs a recipe. A `scheduler` of this optimizer, which the loop steps itself, sets
         the rates of updates that are given none; checkpoints keep its state. With `ema`, a decay such as 0.999, an
         average of the weights moves with each update; `run.each` evaluates with it, and `lockstep.load` returns it.
-        `chunks` and `plan` are those of a recipe's model (docs/tensor-slicing.md), for tensor, expert and mesh: they
+        `chunks` and `plan` are those of a recipe's model (docs/model-parallel.md), for tensor, expert and mesh: they
         decide the bits, under any strategy.
 
         Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.

@@ -48,7 +48,7 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
     if cut_layers(model) and not experts:
         raise UsageError(
             f"strategy {strategy}: the model has no experts that are known; say in recipe.model.plan which they are "
-            f"(docs/tensor-slicing.md#experts), or use strategy tensor, which shares the other layers"
+            f"(docs/model-parallel.md#experts), or use strategy tensor, which shares the other layers"
         )
     check_shared(experts, ranks, strategy)
     return experts
