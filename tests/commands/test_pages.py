@@ -24,8 +24,10 @@ def blocks(text: str, kinds: str = "python") -> list[str]:
 
 
 def test_what_is_brought_along(run, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("\n\n".join(blocks(page("bring-your-own.md"))), encoding="utf-8")
-    commands = COMMAND.findall(page("bring-your-own.md"))
+    own = section("extend.md", "Bring your own")
+    (tmp_path / "mine.py").write_text("\n\n".join(blocks(own)), encoding="utf-8")
+    (tmp_path / "ddp_after.py").write_text(blocks(section("extend.md", "Add a strategy"))[0], encoding="utf-8")
+    commands = COMMAND.findall(own)
     assert len(commands) == 2
     trained = [run(*shlex.split(command)) for command in commands]
     assert trained[0].sha256 == trained[1].sha256
@@ -33,7 +35,7 @@ def test_what_is_brought_along(run, tmp_path: Path) -> None:
     assert figures[0]["brier"] == figures[1]["brier"] > 0
     assert figures[0]["sure"] == figures[1]["sure"]
     source = json.loads((tmp_path / "two/environment.json").read_text())["source"]
-    assert list(source) == ["mine.py"]
+    assert sorted(source) == ["ddp_after.py", "mine.py"]
     assert trained[1].err == ""
     assert float((tmp_path / "two/best.txt").read_text().rstrip("%\n")) > 0
 

@@ -21,7 +21,7 @@ from lockstep.parallel.optimizer_state import Named
 Factory = Callable[..., Optimizer]
 Settings = Callable[[str], Mapping[str, Any]]  # of a parameter, by its name
 
-CONTRACT: Final = "see docs/bring-your-own.md"
+CONTRACT: Final = "see docs/extend.md"
 # Ours, whatever torch or timm has or will have of these names.
 OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
 _GIVEN: Final = ("params", "lr", "norms")  # what an optimizer takes that is none of its options

@@ -14,7 +14,7 @@ from lockstep.core.rate import Rate, Shape
 from lockstep.errors import UsageError
 
 _LOOKED_AT: Final = 1_000  # steps of a run, of an own schedule
-_CONTRACT: Final = "see docs/bring-your-own.md"
+_CONTRACT: Final = "see docs/extend.md"
 
 
 def find_rate(recipe: Recipe, steps: Steps) -> Rate:

@@ -31,7 +31,7 @@ _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _SECRETS: Final = r"(?:password|passwd|passphrase|secret|token|credentials?|api_?key|(?:access|private|secret)_key)"
 _SECRET: Final = re.compile(rf"(?:^|[_.]){_SECRETS}$", re.IGNORECASE)
 _IN_URL: Final = re.compile(rf"//[^/@\s]*:(?!\$\{{)[^/@\s]+@|[?&;]{_SECRETS}=(?!\$\{{)\S", re.IGNORECASE)
-_CONTRACT: Final = "see docs/bring-your-own.md"
+_CONTRACT: Final = "see docs/extend.md"
 
 
 def check_sinks(run: RunConfig) -> None:

@@ -15,7 +15,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.strategies.base import Strategy, Traits
 
-_CONTRACT: Final = "see docs/bring-your-own.md"
+_CONTRACT: Final = "see docs/extend.md"
 
 
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:

@@ -24,7 +24,7 @@ from lockstep.tasks.own_loss import is_mean
 Metric = Callable[[Any, Batch], Mapping[str, Any]]
 Metrics = Mapping[str, Metric]  # by their import paths
 
-_CONTRACT: Final = "see docs/bring-your-own.md"
+_CONTRACT: Final = "see docs/extend.md"
 _MEMBERS: Final = (
     *("counts_samples", "unit", "fractions", "monitor"),
     *("inputs", "weight", "loss", "sums", "figures", "details", "report", "check"),
