@@ -55,8 +55,7 @@ from lockstep.run.user_source import source_changes
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.events import Saved
-from lockstep.training.loop import NEVER, Interval, Plan, Progress, Unstopped, not_due, train
+from lockstep.training.loop import NEVER, Interval, Plan, Progress, train
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
 # Keys that say where and how a replay computes; all others are the run's.
@@ -291,11 +290,10 @@ class _Steps:
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=False,
             log=_COLLECTED,
-            evaluate=None,
             save=NEVER,
         )
         world, progress = self._world, self._progress
-        for _ in train(self, world, self._batches, plan, progress, not_due, _no_save, Unstopped(), self._digests):
+        for _ in train(self, world, self._batches, plan, progress, None, lambda _: [], digests=self._digests):
             pass
         self._digests.collect()
         self._engine.close()
@@ -400,10 +398,6 @@ class _Steps:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
-
-
-def _no_save(_: Progress) -> list[Saved]:
-    return []
 
 
 def list_samples(request: ReplayRequest) -> Iterator[str]:

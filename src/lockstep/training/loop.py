@@ -103,18 +103,6 @@ class Stop(Protocol):
     def level(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Unstopped:
-    """Never asks to stop."""
-
-    level: int = 0
-
-
-def not_due(_: Progress) -> Evaluated:
-    """Stand for the evaluation of a plan that has none."""
-    raise AssertionError
-
-
 Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
 
 
@@ -164,9 +152,9 @@ def train(
     batches: Batches,
     plan: Plan,
     progress: Progress,
-    evaluate: Callable[[Progress], Evaluated],
+    evaluate: Callable[[Progress], Evaluated] | None,
     save: Callable[[Progress], Iterable[Saved]],
-    stop: Stop,
+    stop: Stop | None = None,
     digests: StepDigests | None = None,
 ) -> Iterator[Event]:
     """Train by `turns`, whose steps this engine does, at the learning rate of the plan."""
@@ -189,15 +177,15 @@ def turns(
     progress: Progress,
     evaluate: Callable[[Progress], Evaluated] | None,
     save: Callable[[Progress], Iterable[Saved]],
-    stop: Stop,
+    stop: Stop | None = None,
     digests: StepDigests | None = None,
 ) -> Iterator[Turn | Event]:
     """Yield the steps from `progress` to the end of the plan, or to the boundary at which the ranks agree to stop.
 
     `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each gets
     the same; the caller does the steps, and reports in the end what was done. `save` gives the saves that are
-    done by then, and collects the `digests`. A loss that is not finite raises TrainingError, at the latest with the
-    next report.
+    done by then, and collects the `digests`. Without `evaluate` nothing is evaluated, and without `stop` nobody asks to
+    stop. A loss that is not finite raises TrainingError, at the latest with the next report.
     """
     watch = NonFiniteCheck(world, plan.stop_on_nonfinite, digests, own=plan.rate is None)
     meter = Meter(world.device)
@@ -206,7 +194,7 @@ def turns(
         turn = Turn(step, microbatches, progress, report, digests, reported=plan.reports(step))
         yield turn
         # First: a loop of the user's own may have one rank do something else now, which meets this exchange.
-        level = world.agree_to_stop(stop.level)
+        level = world.agree_to_stop(stop.level if stop else 0)
         yield from turn.report()
         last = progress.step == plan.steps.total
         if evaluate is not None and plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):

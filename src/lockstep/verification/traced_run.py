@@ -45,7 +45,7 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import NEVER, Interval, Plan, Progress, Unstopped, not_due, train
+from lockstep.training.loop import NEVER, Interval, Plan, Progress, train
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
@@ -145,10 +145,9 @@ class _TracedRun:
             clip_norm=recipe.clip_norm,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=Interval(steps=1),
-            evaluate=NEVER,
             save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER,
         )
-        for _ in train(self, self._world, self._batches, plan, Progress(), not_due, self._save, Unstopped()):
+        for _ in train(self, self._world, self._batches, plan, Progress(), None, self._save):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
