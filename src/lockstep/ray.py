@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +64,7 @@ def _work(config: Mapping[str, Loaded]) -> None:
     info = launcher.place(worker, os.environ)
     assert loaded.config.run.dir is not None
     folder = launcher.run_folder(worker, loaded.config.run.dir)
-    run = loaded.config.run.model_copy(update={"dir": folder})
-    loaded = replace(loaded, config=loaded.config.model_copy(update={"run": run}))
+    loaded = loaded.changed("run", {"dir": folder})
     report = RayReport(folder, lead=info.rank == 0)
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)

@@ -1,9 +1,9 @@
 """A configuration from a YAML file or a shipped recipe and overrides; all its problems are reported together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from pydantic import ValidationError
 
@@ -36,6 +36,11 @@ class Loaded:
     name: str
     origins: Mapping[str, str]
     notes: Sequence[str] = ()
+
+    def changed(self, section: str, values: Mapping[str, Any]) -> Self:
+        """Return the same but for these values of a section, which are not checked."""
+        update = {section: getattr(self.config, section).model_copy(update=values)}
+        return replace(self, config=self.config.model_copy(update=update))
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:

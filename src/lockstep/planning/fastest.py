@@ -48,13 +48,12 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; leave it out")
-        placement = loaded.config.placement.model_copy(update={"strategy": StrategyConfig()})
-        count = resolve(replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))).processes
+        count = resolve(loaded.changed("placement", {"strategy": StrategyConfig()})).processes
         predicted = _of_run(loaded, count)
         if predicted is not None:
             words = f"{_KEY}: {predicted.strategy}, as it was measured before"
         else:
-            machine = Machine(memory=room(placement, count))
+            machine = Machine(memory=room(loaded.config.placement, count))
             tried = measured(loaded, count, machine, tell)
             best, *others = sorted(tried, key=lambda row: row.seconds or 0.0)
             predicted = as_predicted(best)
@@ -81,12 +80,10 @@ def measured(loaded: Loaded, count: int, machine: Machine, tell: Callable[[str],
 
 def placed(loaded: Loaded, strategy: StrategyConfig, predicted: PredictedConfig) -> Loaded:
     """Return the configuration under a strategy that was measured, which is where its keys come from."""
-    found = with_strategy(loaded, strategy, predicted.processes)
-    run = found.config.run.model_copy(update={"predicted": predicted})
+    found = with_strategy(loaded, strategy, predicted.processes).changed("run", {"predicted": predicted})
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
-    origins = {**loaded.origins, **dict.fromkeys(keys, "measured")}
-    return replace(found, config=found.config.model_copy(update={"run": run}), origins=origins)
+    return replace(found, origins={**loaded.origins, **dict.fromkeys(keys, "measured")})
 
 
 def room(placement: Placement, processes: int) -> int:

@@ -1,7 +1,7 @@
 """Which placements of a recipe are legal, and what a rank of each takes."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,17 +128,12 @@ def _pairs(
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
     """Return a configuration under another strategy, on so many processes, without audits and loader processes."""
-    return _placing(loaded, {"strategy": strategy, "processes": processes, "audit_every": None, "workers": 0})
+    return with_strategy(loaded, strategy, processes).changed("placement", {"audit_every": None, "workers": 0})
 
 
 def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
     """Return a configuration under another strategy, on so many processes."""
-    return _placing(loaded, {"strategy": strategy, "processes": processes})
-
-
-def _placing(loaded: Loaded, update: Mapping[str, Any]) -> Loaded:
-    placement = loaded.config.placement.model_copy(update=update)
-    return replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
+    return loaded.changed("placement", {"strategy": strategy, "processes": processes})
 
 
 def _placed(

@@ -107,10 +107,8 @@ def without(loaded: Loaded, ranks: Sequence[int], count: int, folder: Path) -> L
         names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
         seen = [name for number, name in enumerate(names.split(",")) if number not in ranks]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
-    placement = loaded.config.placement.model_copy(update={"processes": count - len(ranks)})
     kept = {"dir": str(folder), "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume}
-    run = loaded.config.run.model_copy(update=kept)
-    return replace(loaded, config=loaded.config.model_copy(update={"placement": placement, "run": run}))
+    return loaded.changed("placement", {"processes": count - len(ranks)}).changed("run", kept)
 
 
 def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -> tuple[Placement, Work]:

@@ -198,9 +198,7 @@ def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
 
 def _case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
     """Return the placement of `loaded` with another strategy, number of processes and other changes."""
-    update = {"strategy": strategy, "processes": processes, **changes}
-    placement = loaded.config.placement.model_copy(update=update)
-    placed = replace(loaded, config=loaded.config.model_copy(update={"placement": placement}))
+    placed = loaded.changed("placement", {"strategy": strategy, "processes": processes, **changes})
     return VerifyCase(resolve(placed, processes))
 
 
