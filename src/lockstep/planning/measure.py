@@ -21,7 +21,7 @@ from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, first_setup
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
@@ -46,8 +46,11 @@ class Figures:
     messages: int = 0
 
 
-def work(resolved: Resolved, link: float, folder: Path, ready: Setup, rendezvous: Rendezvous) -> int:
-    """Be a rank, and write its figures to the folder; `rendezvous` is of one process where peers are pretended."""
+def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    """Be a rank, and write its figures to the folder; `rendezvous` is of one process where peers are pretended.
+
+    One that was spawned has the recipe to make real.
+    """
     recipe, placement = resolved.recipe, resolved.placement
     device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
     with ExitStack() as held:
@@ -56,7 +59,7 @@ def work(resolved: Resolved, link: float, folder: Path, ready: Setup, rendezvous
             held.callback(world.close)
         else:
             world, traffic = held.enter_context(pretended_world(0, resolved.processes, device, link))
-        found = measure(ready, resolved, world, traffic)
+        found = measure(ready or first_setup(resolved.loaded), resolved, world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return EXIT_DONE
 
@@ -76,11 +79,11 @@ def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | N
     return Figures(held, peak, seconds, after[0] - before[0], after[1] - before[1])
 
 
-def work_saving(resolved: Resolved, folder: Path, ready: Setup, rendezvous: Rendezvous) -> int:
-    """Be the one rank, and write how many seconds training waits for a save to the folder."""
+def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+    """As `work`, be the one rank, and write how many seconds training waits for a save to the folder."""
     device = computing_device(resolved.placement, rendezvous.info, resolved.recipe.threads, resolved.recipe.precision)
     world = World(rendezvous.info, device)
-    engine, do = _started(ready, resolved, world)
+    engine, do = _started(ready or first_setup(resolved.loaded), resolved, world)
     do()  # which makes the optimizer's state
     checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
     found = []

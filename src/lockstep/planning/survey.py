@@ -21,9 +21,8 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures, work, work_saving
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup, setup
+from lockstep.run.build import Setup, first_setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
-from lockstep.run.first_weights import load_first_weights
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.resume import check_first
 from lockstep.run.start import import_for_all, in_workers_silently
@@ -100,16 +99,11 @@ def made_ready(loaded: Loaded) -> Setup:
     A mistake in the recipe raises UsageError.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    ready = _setup(loaded)
+    ready = first_setup(loaded)
     check_first(ready)
     check_kernels(loaded.config.placement, ready)
     import_for_all()
     return ready
-
-
-def _setup(loaded: Loaded) -> Setup:
-    loaded, first = load_first_weights(loaded)
-    return setup(loaded.config.recipe, first)
 
 
 def _pairs(
@@ -174,7 +168,7 @@ def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figur
     Return the largest figures of any, or why there are none.
     """
     ranks = 1 if link else resolved.processes
-    found, reason = _results(partial(_work, resolved, link or LINK), ready, resolved, ranks)
+    found, reason = _results(partial(work, resolved, link or LINK), ready, resolved, ranks)
     each = [Figures(**one) for one in found]
     most = (max(values) for values in zip(*(vars(one).values() for one in each), strict=True))
     return (Figures(*most), "") if each else (None, reason)
@@ -188,7 +182,7 @@ def save_seconds(loaded: Loaded, ready: Setup) -> float:
     resolved = resolve(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     place = Path(resolved.run.dir or ".").absolute()
     disk = next(each for each in (place, *place.parents) if each.is_dir())
-    found, reason = _results(partial(_work_saving, resolved), ready, resolved, 1, disk)
+    found, reason = _results(partial(work_saving, resolved), ready, resolved, 1, disk)
     if not found:
         raise UsageError(f"--mtbf: a save could not be measured: {reason}; give its time with --save")
     return float(found[0])
@@ -209,12 +203,3 @@ def _results(
         if code != EXIT_DONE or len(files) < ranks:
             return [], text.partition("error: ")[2] or text or f"ended with exit code {code}"
         return [plainfile.parse_json(file.read_text(encoding="utf-8")) for file in files], ""
-
-
-def _work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """Be a rank of a placement; one that was spawned has the recipe to make real."""
-    return work(resolved, link, folder, ready or _setup(resolved.loaded), rendezvous)
-
-
-def _work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    return work_saving(resolved, folder, ready or _setup(resolved.loaded), rendezvous)

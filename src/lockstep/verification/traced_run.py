@@ -32,11 +32,10 @@ from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.build import Setup, evaluation_batch, first_setup
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
-from lockstep.run.first_weights import load_first_weights
 from lockstep.run.probe.probe import facts_of
 from lockstep.run.probe.state import digest
 from lockstep.run.resolved import resolve
@@ -72,8 +71,7 @@ class TraceJob:
 
 def prepare_setup(loaded: Loaded, validation: int | None = None) -> Setup:
     """Open the data, check everything as training does, and leave only so many samples of the validation part."""
-    loaded, first = load_first_weights(loaded)
-    ready = replace(setup(loaded.config.recipe, first), guarded=False)  # what differs is to be found, and named
+    ready = replace(first_setup(loaded), guarded=False)  # what differs is to be found, and named
     whole = ready.data.validation
     if whole is None:
         return ready
