@@ -101,13 +101,10 @@ def examine(
         task.see = partial(_note_losses, task, microbatch, found.losses, observer)
         try:
             with observer.hooks(model), observer:
-                engine.repeat(replace(microbatch, note=_ignore), step)
+                engine.repeat(replace(microbatch, note=lambda *_: None), step)
         finally:
             task.see = None
     return found
-
-
-def _ignore(_name: str, _value: Tensor) -> None: ...
 
 
 def _note_losses(
@@ -124,12 +121,7 @@ def _note_losses(
             one = partial(map_tensors, partial(_sample, place, microbatch.samples))
             try:  # not of a loss over the whole, or of outputs of a kind of their own
                 loss = float(task._task.loss(one(outputs), one(batch)))
-            except (
-                RuntimeError,
-                ValueError,
-                IndexError,
-                TypeError,
-            ):
+            except (RuntimeError, ValueError, IndexError, TypeError):
                 loss = math.nan
             losses.append(SampleLoss(microbatch.index, place, loss))
 
