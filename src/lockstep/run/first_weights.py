@@ -114,7 +114,8 @@ def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) ->
     if found is None and weights.ema:
         raise UsageError(f"{_WEIGHTS}.ema: {path} is no run of ours; leave it out")
     tensors = read_tensors(path) if found is None else _of_run(found, weights.ema)
-    sha256 = _sha256(tensors, path)
+    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", "; save it in a common dtype"):
+        sha256 = store.weights_sha256(tensors)
     if weights.sha256 not in (None, sha256):
         raise UsageError(
             f"{_WEIGHTS}: the tensors of {path} have SHA-256 {sha256}, not {weights.sha256}; give those, or leave "
@@ -168,11 +169,6 @@ def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
         raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")
     held = snapshot.ema if ema and snapshot.ema is not None else snapshot.model
     return {name: local_tensor(each) for name, each in held.items()}
-
-
-def _sha256(tensors: Mapping[str, Tensor], path: Path) -> str:
-    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", "; save it in a common dtype"):
-        return store.weights_sha256(tensors)
 
 
 def _previous_recipe(run: RunConfig) -> Recipe | None:

@@ -38,7 +38,8 @@ def load(
         with OwnCode("model"):
             made = model()
     weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
-    _fill(found.path, made, {name: local_tensor(held) for name, held in weights.items()})
+    with error_as(UsageError, RuntimeError, f"{found.path}: its weights do not fit {type(made).__name__}"):
+        made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
     return made.eval()
 
 
@@ -54,8 +55,3 @@ def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
             f"trust=True where you know who wrote it"
         )
     return build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))
-
-
-def _fill(path: Path, model: nn.Module, weights: dict[str, object]) -> None:
-    with error_as(UsageError, RuntimeError, f"{path}: its weights do not fit {type(model).__name__}"):
-        model.load_state_dict(weights, strict=True)

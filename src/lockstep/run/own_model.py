@@ -50,7 +50,7 @@ class Gate:
     def end_batch(self) -> None:
         """Call at the end of a micro-batch or a batch of `run.each`."""
         if self.alike is not None:
-            self.alike.end_batch(self.at)
+            self.alike.call(AlikeCalls.OVER, self.at)
 
     @property
     def ended(self) -> str:
@@ -113,7 +113,7 @@ class AlikeCalls:
     group have as many micro-batches each, but one group may have more than another.
     """
 
-    _OVER: Final = 0xFFFF  # a micro-batch, or a batch of `run.each`: in place of the number of what is called
+    OVER: Final = 0xFFFF  # the end of a micro-batch, or a batch of `run.each`: in place of the number of what is called
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
@@ -125,7 +125,7 @@ class AlikeCalls:
         found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
         if len({*found}) == 1:
             return
-        over = [int.from_bytes(each[:2]) == self._OVER for each in found]
+        over = [int.from_bytes(each[:2]) == self.OVER for each in found]
         calling, others = (
             [str(rank) for rank, each in zip(self._ranks, over, strict=True) if each is end] for end in (False, True)
         )
@@ -136,10 +136,6 @@ class AlikeCalls:
             "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
             "does not count by 0; strategies ddp and zero1 exchange nothing there",
         )
-
-    def end_batch(self, at: str) -> None:
-        """As `call`, at the end of a micro-batch or a batch of `run.each`."""
-        self.call(self._OVER, at)
 
 
 @final

@@ -119,7 +119,8 @@ class RankTraining:
         rank, checkpoints = self.rank, self.checkpoints
         start = start_event(self.resolved, self.ready, rank, self.start.checkpoint)
         yield start
-        yield from self._warnings()
+        for finding in self.look():
+            yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
         plan, at, digests = self._plan(), rank.progress, rank.digests
         for event in train(
@@ -172,10 +173,6 @@ class RankTraining:
             evaluate=None if self.ready.data.validation is None else Interval(every.steps, every.epochs),
             save=Interval(run.save_every.steps, run.save_every.epochs),
         )
-
-    def _warnings(self) -> Iterator[Warned]:
-        for finding in self.look():
-            yield Warned(**self.rank.progress.at, culprit=finding.culprit, text=finding.text)
 
     def _evaluate(self, progress: Progress) -> Evaluated:
         batch = evaluation_batch(self.resolved.recipe)
