@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
     state = training.state()
     kept = {
         "schema": SCHEMA,
-        "progress": progress.as_dict(),
+        "progress": asdict(progress),
         "engine": state.scalars,
         "recipe": comparable(values(loaded.config.recipe)),
         "numerics": {"torch": "2", "threads": 1},
@@ -91,7 +92,7 @@ def everything(training: Engine, progress: Progress) -> tuple[Any, ...]:
     """Return all of a run's state as values that can be compared."""
     state = training.state()
     parts = [store.weights_sha256(each) for each in (state.model, state.optimizer, state.ema or {})]
-    return *parts, json.dumps(state.scalars, sort_keys=True), json.dumps(progress.as_dict(), sort_keys=True)
+    return *parts, json.dumps(state.scalars, sort_keys=True), json.dumps(asdict(progress), sort_keys=True)
 
 
 def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_going_on_gives_the_events_of_a_run_that_was_not_stopped(stop_at: int) -
     whole = shortly(run(FakeEngine(), following))
     progress = Progress()
     before = shortly(run(FakeEngine(), following, progress, stop_at))
-    kept = Progress(**json.loads(json.dumps(progress.as_dict())))
+    kept = Progress(**json.loads(json.dumps(asdict(progress))))
     after = shortly(run(FakeEngine(), following, kept))
     stopping = [f"saved {stop_at + 1}", f"stopped {stop_at + 1}"]
     assert before[-2:] == stopping

@@ -4,12 +4,10 @@ import os
 import socket
 from pathlib import Path
 from time import time_ns
-from typing import Any, BinaryIO, Final, final
+from typing import Any, BinaryIO, final
 
 from lockstep.reporting.curves import curves
 from lockstep.training.events import Event, Started
-
-FOLDER: Final = "tensorboard"
 
 
 @final

@@ -1,7 +1,7 @@
 """The checkpoints of a run: the one that it resumes from, and those that it saves."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from lockstep.common.schemas import SCHEMA
@@ -71,7 +71,7 @@ class Checkpoints:
             state = self.engine.state()
             kept = {
                 "schema": SCHEMA,
-                "progress": rank.progress.as_dict(),
+                "progress": asdict(rank.progress),
                 "engine": state.scalars,
                 "numerics": rank.numerics,
                 "source": dict(rank.source),

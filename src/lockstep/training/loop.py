@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -84,10 +84,6 @@ class Progress:
     def at(self) -> dict[str, Any]:
         """How far the run is, as each event says it."""
         return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all of it, ready for JSON."""
-        return asdict(self)
 
     def judge(self, evaluated: Evaluated, monitor: Monitor) -> None:
         """Note an evaluation, and whether it is the best so far: by the monitored figure, then by its loss."""

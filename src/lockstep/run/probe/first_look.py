@@ -23,6 +23,7 @@ from torch import nn
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.device.fake_rank_env import not_a_rank
+from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.ranks.signals import stopping
@@ -135,18 +136,10 @@ def _look(ready: Setup, sending: Connection) -> None:
 
 def _faults(ready: Setup) -> list[CodeFinding]:
     paths = import_paths(ready.recipe)
-    forward = "model" in paths or "loss" in paths or not is_plain(_blank(ready))
+    forward = "model" in paths or "loss" in paths or not is_plain(on_meta(ready.blank))
     found = findings(quick_facts_of(ready, samples="data" in paths, forward=forward))
     # torch itself refuses what has no deterministic kernel, on the device that the run is on.
     return [each for each in found if each.fault and each.culprit != NOT_DETERMINISTIC]
-
-
-def _blank(ready: Setup) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return ready.blank()
-    except Exception:  # it reads values while it is built
-        return ready.blank()
 
 
 def _fall_silent() -> None:
