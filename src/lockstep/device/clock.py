@@ -34,11 +34,6 @@ class Clock:
         self._activity = first
         self._before = self._read()
 
-    @property
-    def activity(self) -> str:
-        """What the time is charged to now."""
-        return self._activity
-
     def turn_to(self, activity: str) -> None:
         """Charge the time from now on to another activity."""
         now = self._read()
