@@ -133,9 +133,8 @@ class Loader:
         with _fetching(split, requests, self.workers, self.device) as fetch:
             copied = (self._send_for_evaluation(request, fetch(request)) for request in requests)
             sent = prefetch(copied, self._copies.steps_ahead)
-            for number, each in zip(numbers, sent, strict=True):
-                batch = self.transforms.for_evaluation(each.arrival())
-                yield number if self.data_rank.first else None, batch, each.weight
+            for number, (weight, arrival) in zip(numbers, sent, strict=True):
+                yield number if self.data_rank.first else None, self.transforms.for_evaluation(arrival()), weight
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches over all ranks."""
@@ -182,12 +181,9 @@ class Loader:
         arrival = self._copies.start(self.transforms.prepare(fetched, request))
         return _Sent(cut, skipped, self._weight(request, fetched), arrival)
 
-    def _send_for_evaluation(self, request: Request, fetched: Batch) -> _Sent:
-        skipped = self._unread(request, fetched)
-        self.unreadable[1].update(skipped)
-        return _Sent(
-            _Cut(0, range(0), dummy=False), skipped, self._weight(request, fetched), self._copies.start(fetched)
-        )
+    def _send_for_evaluation(self, request: Request, fetched: Batch) -> tuple[int, Arrival]:
+        self.unreadable[1].update(self._unread(request, fetched))
+        return self._weight(request, fetched), self._copies.start(fetched)
 
     def _unread(self, request: Request, fetched: Batch) -> list[int]:
         numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(fetched).numpy()].tolist()
