@@ -265,25 +265,18 @@ class _Fetches(Dataset[Any]):
         try:
             fetched = self._split.fetch(*request)
         except LockstepError as error:
-            return _Refused(str(error), isinstance(error, UsageError))
+            return UsageError(str(error)) if isinstance(error, UsageError) else DataError(str(error))
         try:
             # Here, and not when torch sends them: it does that in a thread, whose error is lost, and the trainer
             # would wait for a batch that never comes.
             return map_tensors(Tensor.share_memory_, fetched)
         except RuntimeError as error:
-            return _Refused(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}", False)
-
-
-class _Refused(NamedTuple):
-    """The text of an error on its way here, and whether it is one of the user's code or data."""
-
-    text: str
-    users: bool
+            return DataError(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}")
 
 
 def _unwrap_answer(answer: Any) -> Batch:
-    if isinstance(answer, _Refused):
-        raise UsageError(answer.text) if answer.users else DataError(answer.text)
+    if isinstance(answer, LockstepError):
+        raise answer
     return answer
 
 
