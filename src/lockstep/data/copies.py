@@ -52,9 +52,6 @@ class Copies:
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
     """Yield `items`, each when the `count` after it have been made. An error is raised where its item would stand."""
-    if not count:
-        yield from items
-        return
     made: list[T] = []
     try:
         for item in items:
