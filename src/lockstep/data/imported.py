@@ -39,9 +39,7 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
 
 def collate_of(path: str | None) -> Collate | None:
     """Return the function that an import path names, None without one."""
-    if path is None:
-        return None
-    collate: Collate = import_callable(path, "collate", "a function of samples")
+    collate: Collate | None = None if path is None else import_callable(path, "collate", "a function of samples")
     return collate
 
 

@@ -50,12 +50,9 @@ def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str
     """Return a dataset of pictures, cut as requested. Validation always sees the centre."""
     cut = crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
-    splits = [PictureSplit(train, replace(cut, scale=scale))]
-    if validation is not None:
-        splits.append(PictureSplit(validation, cut))
     return DataSet(
-        train=splits[0],
-        validation=splits[1] if validation is not None else None,
+        train=PictureSplit(train, replace(cut, scale=scale)),
+        validation=None if validation is None else PictureSplit(validation, cut),
         files=(train.name, (validation or train).name),
         skipped=skip_mask,
         facts=facts(classes, (3, cut.size, cut.size), _MEAN, _STD),
@@ -150,5 +147,4 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Return a picture, uint8 of shape [3, any, any], in another size, by averages where it shrinks."""
     # On bytes with interleaved channels, as here, torch counts in whole numbers: in half Pillow's time, off
     # by at most one from it, with the same bits for AVX2, AVX-512 and any number of threads (not without AVX2).
-    resized = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)
-    return resized[0]
+    return F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
