@@ -312,10 +312,9 @@ def _fill(slots: dict[str, Any], slot: str, value: Any, place: FlatPiece) -> Non
 class FlatPiece:
     """Where this rank's piece of a parameter of `shape` is: `length` elements of a flat tensor from `at` on.
 
-    It has the parameter's elements from `first` on. The optimizer has `flat` in its parameter group number `group`.
+    It has the parameter's elements from `first` on.
     """
 
-    group: int
     flat: Tensor
     at: int
     first: int
@@ -335,23 +334,20 @@ def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, Fla
 
 
 def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
-    for number, parameters in enumerate(optimizer.bit16_groups):
-        flat = optimizer.single_partition_of_fp32_groups[number]
+    for parameters, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
             mapping = parameter._hp_mapping
             if mapping is None:
-                yield parameter, FlatPiece(number, flat, 0, 0, 0, parameter.shape)
+                yield parameter, FlatPiece(flat, 0, 0, 0, parameter.shape)
                 continue
             own, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield parameter, FlatPiece(number, flat, own.start, whole.start, own.numel, parameter.shape)
+            yield parameter, FlatPiece(flat, own.start, whole.start, own.numel, parameter.shape)
 
 
 def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
-    for number, parameters in enumerate(optimizer.fp16_groups):
-        flat = optimizer.fp32_partitioned_groups_flat[number]
+    for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in parameters:
             _, at, room = optimizer.grad_position[optimizer.get_param_id(parameter)]
             first = rank * room
             length = max(0, min(room, parameter.ds_numel - first))
-            group = optimizer.sub_group_to_group_id[number]
-            yield parameter, FlatPiece(group, flat, at, first, length, parameter.ds_shape)
+            yield parameter, FlatPiece(flat, at, first, length, parameter.ds_shape)
