@@ -73,11 +73,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError where the lengths do not give so many processes, or some would never have work."""
         lengths = {name: getattr(self, name) for name in _AXES}
-        given = {
-            name: length
-            for name, length in lengths.items()
-            if length is not None and (length > 1 or name == "replicate")
-        }
+        given = {name: each for name, each in lengths.items() if each and (each > 1 or name == "replicate")}
         product = prod(given.values())
         if processes % product or (self.replicate is not None and product != processes):
             asked = " x ".join(f"{name}={length}" for name, length in given.items())
