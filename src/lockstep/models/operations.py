@@ -111,8 +111,7 @@ def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cud
         with recorder.forward():
             outputs = call(model, inputs)
         _backward(loss(outputs, batch), recorder)
-    found = dict.fromkeys([*_rnn_dropouts(model), *recorder.found])
-    return list(found)
+    return list(dict.fromkeys([*_rnn_dropouts(model), *recorder.found]))
 
 
 def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:

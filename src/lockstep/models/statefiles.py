@@ -75,8 +75,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
         return tensors
     raise UsageError(
         f"{folder}: no weights in it: neither {_INDEX} nor {', '.join(_WHOLE)}, nor a run's or DeepSpeed's "
-        f"checkpoints; "
-        f"name the file itself"
+        f"checkpoints; name the file itself"
     )
 
 
