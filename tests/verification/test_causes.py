@@ -21,7 +21,7 @@ def diagnosis(
     resumed: bool = False,
     again: bool = True,
 ) -> Diagnosis:
-    return Diagnosis(Difference(0, 3, what, name, (1,), "a:1", "b:1"), probed, place, 2, resumed, again)
+    return Diagnosis(Difference(0, 3, what, name, (1,), "a:1", "b:1"), probed, place, resumed, again)
 
 
 def test_buffers_and_weights_are_told_apart():

@@ -337,7 +337,7 @@ class _Comparison:
 
     def _mismatch(self, case: VerifyCase, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
         hashes = not after and self._hashes(case) is not None
-        diagnosis = Diagnosis(first, self._facts, case.label, case.processes, bool(after), again, hashes)
+        diagnosis = Diagnosis(first, self._facts, case.label, bool(after), again, hashes)
         return Mismatch(
             step=first.step,
             what=diagnosis.what,

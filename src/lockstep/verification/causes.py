@@ -49,7 +49,6 @@ class Diagnosis:
     first: Difference
     probed: ProbeResult
     place: str
-    processes: int
     resumed: bool = False
     again: bool = True
     hashes: bool = False
