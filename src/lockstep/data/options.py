@@ -41,7 +41,7 @@ def option_errors(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def build_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return the options, of which `refused` found nothing to say; an option that is null is left out."""
+    """Return the options, of which `option_errors` found nothing to say; an option that is null is left out."""
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 

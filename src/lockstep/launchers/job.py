@@ -15,7 +15,7 @@ _PYTHON: Final = ("python", "python3")  # either is the Python of the job
 
 @dataclass(frozen=True)
 class Resources:
-    """What Slurm is asked for besides hosts and processes; what is empty or 0 is left to the site."""
+    """What a cluster is asked for besides hosts and processes; what is empty or 0 is left to the site."""
 
     partition: str = ""
     account: str = ""
