@@ -21,6 +21,7 @@ _REAL: Final = (
     "launchers/test_elastic.py",
     "launchers/test_example.py",
     "launchers/test_fewer_hosts.py",
+    "launchers/test_kubernetes.py",
     "launchers/test_prove_launchers.py",
     "launchers/test_ray_train.py",
     "launchers/test_real.py",

@@ -73,8 +73,8 @@ def test_a_save_is_free_and_a_failure_is_counted_until_there_are_too_many(tmp_pa
 
 
 def test_nodes_that_are_drained_and_lost_leave_the_weights_of_one_process(tmp_path: Path) -> None:
-    words = [SCRIPTS / "prove-kubernetes", "--kills", "3", "kills", "--json", tmp_path / "rows.json"]
+    words = [SCRIPTS / "prove-kubernetes", "--kills", "2", "kills", "--json", tmp_path / "rows.json"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     [row] = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
-    assert (row["disturbed"], row["counted"], row["right"]) == (["drained", "lost", "out of memory"], 2, True)
+    assert (row["disturbed"], row["counted"], row["right"]) == (["drained", "lost"], 1, True)
