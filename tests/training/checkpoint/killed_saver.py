@@ -31,19 +31,20 @@ def save_until_killed(folder: Path, first: int, acknowledged: int) -> None:
         step += 1
 
 
-def one_kill(folder: Path, first: int, wait_s: float) -> int:
-    """Return the last step that the killed child saw saved, or the step before `first`."""
+def one_kill(folder: Path, first: int, saves: int, wait_s: float) -> int:
+    """Kill a child some time after so many saves; return the last step that it saw saved, or that before `first`."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
         save_until_killed(folder, first, write)
     os.close(write)
+    said = b"".join(os.read(read, 8) for _ in range(saves))
     time.sleep(wait_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
+        said += pipe.read()
     return int.from_bytes(said[-8:], "little") if said else first - 1
 
 
@@ -52,7 +53,7 @@ def main(folder: Path, kills: int) -> None:
     draw = random.Random(0)
     saved = 0
     for _ in range(kills):
-        last = one_kill(folder, saved + 1, draw.uniform(0.005, 0.06))
+        last = one_kill(folder, saved + 1, draw.randrange(5), draw.uniform(0, 0.02))
         found = store.newest(folder)
         if found is None:
             assert last == 0, f"step {last} was saved, nothing is left"
