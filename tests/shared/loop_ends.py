@@ -2,15 +2,17 @@
 
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.data.items import seed_generators
@@ -32,6 +34,8 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
     ends: list[BaseException | None] = []
     held = ExitStack()
     held.push(lambda _kind, error, _trace: ends.append(error) or True)
+    streams: list[CommStream] = []
+    world.stream = lambda: streams.append(World.stream(world)) or streams[-1]
     run = Run(Member(given, life, Rank(life, world, None, {}, {}), None, held, strategy))
     seed_generators(random.key(random.INITIAL, 3))
     try:
@@ -48,7 +52,14 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
             raise
         return str(end)
     finally:
-        world.note({})  # other tests use this world
+        # Other tests use this world: an exchange that a refusal leaves under way would meet one of theirs.
+        del world.stream
+        for stream in streams:
+            over = threading.Event()
+            with suppress(RuntimeError):  # it is closed
+                stream.submit(over.set)
+                over.wait(1)
+        world.note({})
         torch.use_deterministic_algorithms(deterministic)
 
 
