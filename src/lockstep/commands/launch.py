@@ -3,16 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Final
 
 import click
 
 from lockstep.errors import UsageError
 from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
 from lockstep.launchers import node
-from lockstep.launchers.job import PORT, Job, Resources, with_python
-
-RESTARTS: Final = 10
+from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
 
 
 @click.command("launch")

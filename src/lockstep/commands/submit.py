@@ -5,8 +5,8 @@ import sys
 import click
 
 from lockstep.errors import UsageError
-from lockstep.launchers.job import Job, Resources
-from lockstep.launchers.kubernetes import KINDS, RESTARTS, Cluster
+from lockstep.launchers.job import RESTARTS, Job, Resources
+from lockstep.launchers.kubernetes import KINDS, Cluster
 
 
 @click.command("submit")

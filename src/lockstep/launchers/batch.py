@@ -11,7 +11,7 @@ from typing import Final
 
 from lockstep.common.rank import SECRET
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launchers.job import Job, Resources, resource_problems
+from lockstep.launchers.job import Job, Resources, resource_problems, template
 from lockstep.launchers.slurm import command
 
 _SCRIPT: Final = Path(__file__).with_name("batch.sh")
@@ -70,13 +70,10 @@ def check_batch(batch: Batch) -> Batch:
 
 def script(batch: Batch) -> str:
     """Return the batch script, for bash; its comments are for its readers in the run folder."""
-    from jinja2 import Environment  # only now: the other commands need not wait for it
-
     # A step has what the job has.
     call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))
     words = {"quote": shlex.quote, "join": shlex.join, "call": call, "secret": SECRET}
-    template = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(_SCRIPT.read_text("utf-8"))
-    return template.render(batch=batch, job=batch.job, **words)
+    return template(_SCRIPT).render(batch=batch, job=batch.job, **words)
 
 
 def submit(file: Path) -> int:

@@ -2,11 +2,16 @@
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from lockstep.errors import UsageError
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 PORT: Final = 29_513
+RESTARTS: Final = 10  # after failures, where a job is started again by itself
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 _PROCESSES: Final = "placement.processes"
@@ -124,6 +129,13 @@ class Job:
 def with_python(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command with `python` before a script that it begins with, as torchrun takes one."""
     return (_PYTHON[0], *words) if words and words[0].endswith(".py") else words
+
+
+def template(file: Path) -> "Template":
+    """Return the text that a cluster is given, with places for what a job says."""
+    from jinja2 import Environment  # only now: the other commands need not wait for it
+
+    return Environment(trim_blocks=True, keep_trailing_newline=True).from_string(file.read_text("utf-8"))
 
 
 def check_job(job: Job) -> Job:

@@ -10,11 +10,10 @@ from typing import Final
 
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_SAVED, EXITS_AGAIN, UsageError
-from lockstep.launchers.job import Job
+from lockstep.launchers.job import Job, template
 from lockstep.launchers.node import FIRST_NODE, NODES
 
 KINDS: Final = ("jobset", "trainjob", "job")
-RESTARTS: Final = 10
 _MANIFEST: Final = Path(__file__).with_name("kubernetes.yaml")
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME: Final = 63  # of a pod's host
@@ -63,11 +62,8 @@ def check_cluster(job: Job, cluster: Cluster, run: str) -> None:
 
 def manifest(job: Job, cluster: Cluster) -> str:
     """Return the objects that train as YAML, in the order in which they are to be created."""
-    from jinja2 import Environment  # only now: the other commands need not wait for it
-
     words = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
-    template = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(_MANIFEST.read_text("utf-8"))
-    return template.render(
+    return template(_MANIFEST).render(
         job=job,
         cluster=cluster,
         words=[word.replace("$(", "$$(") for word in words],  # $(NAME) is replaced there
