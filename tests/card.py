@@ -231,7 +231,8 @@ class Card(Pretended):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        pins = kwargs.pop("pin_memory", None)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         cards = [each for each in given if isinstance(each, OnCard)]
         to = kwargs.get("device")
@@ -257,7 +258,7 @@ class Card(Pretended):
         else:
             result = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if not here:
-            return result
+            return self._pin(result) if pins else result
         known = {id(each.inner): each for each in cards}
         return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else self._wrapped(each), result)
 

@@ -47,13 +47,13 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
         return [mock.Mock(wait=lambda: done.append("waited"))]
 
     monkeypatch.setattr(carrier, "_start", started)
-    host_like = carrier._host_like
+    host_like = carrier.host_like
 
     def noted(tensor: Tensor) -> Tensor:
         done.append("host")
         return host_like(tensor)
 
-    monkeypatch.setattr(carrier, "_host_like", noted)
+    monkeypatch.setattr(carrier, "host_like", noted)
     with FakeTensorMode():
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
         transfer = staged(mock.Mock())([(sent, 1)], [(received, 1)])
@@ -61,13 +61,6 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
         assert not transfer.is_done()
         transfer.wait()
     assert done[-1] == "waited"
-
-
-def test_copies_of_what_is_on_a_device_are_pinned() -> None:
-    with mock.patch.object(torch, "empty") as empty:
-        carrier._host_like(mock.Mock(shape=(3,), dtype=torch.int8, device=torch.device("cuda")))
-        carrier._host_like(mock.Mock(shape=(3,), dtype=torch.int8, device=CPU))
-    assert [call.kwargs["pin_memory"] for call in empty.call_args_list] == [True, False]
 
 
 def test_memory_goes_once_all_is_known_to_be_done() -> None:

@@ -1,9 +1,13 @@
-"""Freed memory stays with the process: using it again costs no page faults."""
+"""Freed memory stays with the process: using it again costs no page faults. What a GPU copies to is pinned."""
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
+
+from lockstep.device.memory import host_like
 
 # In a process of its own, because the setting cannot be taken back.
 PROGRAM = """
@@ -30,3 +34,10 @@ def page_faults(word: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has mallopt")
 def test_memory_is_kept() -> None:
     assert page_faults("keep") < 100 < page_faults("leave")
+
+
+def test_copies_of_what_is_on_a_gpu_are_pinned() -> None:
+    with mock.patch.object(torch, "empty") as empty:
+        host_like(mock.Mock(shape=(3,), dtype=torch.int8, is_cuda=True))
+        host_like(mock.Mock(shape=(3,), dtype=torch.int8, is_cuda=False))
+    assert [call.kwargs["pin_memory"] for call in empty.call_args_list] == [True, False]

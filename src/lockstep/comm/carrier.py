@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.device.memory import host_like
+
 Addressed = tuple[Tensor, int]  # a contiguous tensor, and the number of the other rank in the group
 
 
@@ -61,11 +63,11 @@ def staged(group: dist.ProcessGroup) -> Carrier:
     """
 
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        leaving = [(_host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
+        leaving = [(host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
             # The copies run on the current stream, behind what computes the tensors; gloo reads when they are done.
             torch.cuda.current_stream(device).synchronize()
-        arriving = [(_host_like(tensor), peer) for tensor, peer in received]
+        arriving = [(host_like(tensor), peer) for tensor, peer in received]
         landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, arriving, strict=True)]
         return Transfer(_start(group, leaving, arriving), [host for host, _ in leaving], landing)
 
@@ -77,15 +79,6 @@ def renumbered(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
     return lambda sent, received: carrier(
         [(tensor, numbers[peer]) for tensor, peer in sent], [(tensor, numbers[peer]) for tensor, peer in received]
     )
-
-
-def _host_like(tensor: Tensor) -> Tensor:
-    """Return memory of the host for a copy of `tensor`.
-
-    Fresh each time: torch hands out pinned memory again only when the copies from and to it are done, since each of
-    them leaves an event there (CachingHostAllocator), so no buffer is written to while a stream still reads it.
-    """
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
 def _start(group: dist.ProcessGroup, sent: Sequence[Addressed], received: Sequence[Addressed]) -> list[dist.Work]:

@@ -18,6 +18,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lockstep.device.memory import host_like
+
 # To start a copy takes some microseconds, in which a PCIe bus carries about this much.
 _LEAST_BYTES: Final = 1 << 16
 _ALIGNED_BYTES: Final = 512  # where torch's allocator lets a storage begin on a GPU
@@ -124,9 +126,8 @@ class Elements:
 
     def __init__(self, elements: Tensor) -> None:
         self._device = elements.device
-        pinned = elements.device.type == "cuda"  # such copies run beside the CPU, in order with what the GPU computes
-        host = torch.empty(elements.shape, dtype=elements.dtype, device="cpu", pin_memory=pinned)
-        self._host = host.copy_(elements, non_blocking=pinned)
+        # From a GPU it runs beside the CPU, in order with what the GPU computes.
+        self._host = host_like(elements).copy_(elements, non_blocking=elements.is_cuda)
         self._last: StorageWeakRef | None = None
 
     def back(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.device.memory import host_like
+
 # Of whole weights, of which each rank has a part on its device at a time, with as much of gradients and of each slot.
 _PIECE_BYTES: Final = 64 << 20
 _STAYS: Final = "step"  # torch's optimizers count on the CPU, unless they are asked to do so on the device
@@ -117,7 +119,7 @@ def _kept(value: Tensor, host: Tensor | None) -> Tensor:
     """Return a tensor of the device in the memory of the CPU: in that of `host`, where it has been before."""
     if host is not None and host.shape == value.shape:
         return host.copy_(value)
-    return value.cpu().pin_memory() if value.is_cuda else value.cpu()  # pinned memory is copied at the bus's speed
+    return host_like(value).copy_(value)
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:

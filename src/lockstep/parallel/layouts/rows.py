@@ -19,6 +19,7 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard, shard_like
+from lockstep.device.memory import host_like
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
@@ -56,11 +57,9 @@ class RowLayout:
         self._weights = Weights(model, dtype)
         self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
-        self._apart = bool(offload) or self._copies  # the rows are in other memory than the model
-        self.trained = [
-            (name, nn.Parameter(self._own(parameter, "cpu" if offload else parameter.device)))
-            for name, parameter in self._whole
-        ]
+        self._offload = offload
+        self._apart = offload or self._copies  # the rows are in other memory than the model
+        self.trained = [(name, nn.Parameter(self._own(parameter))) for name, parameter in self._whole]
         self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self.norms = norms_of_rows(world, parts, world.device)
@@ -98,7 +97,7 @@ class RowLayout:
             assert parameter.grad is not None
             cut = self._cuts[name]
             gradient = parameter.grad[cut.first : cut.first + len(own)] if cut.shape else parameter.grad
-            own.grad = gradient.to(own.device, copy=True)
+            own.grad = self._copied(gradient)
             if self._keeps_whole:
                 self._sums.append(parameter.grad)
             parameter.grad = None
@@ -131,9 +130,12 @@ class RowLayout:
     def _rows_of(self, whole: Tensor, rank: int) -> Shard:
         return Shard(self._rows(whole, rank), part(len(whole), self._world.size, rank).start, whole.shape)
 
-    def _own(self, parameter: nn.Parameter, device: torch.device | str) -> Tensor:
+    def _own(self, parameter: nn.Parameter) -> Tensor:
         rows = self._cut(self._weights.of(parameter)).tensor
-        return rows.to(device, copy=True) if self._apart else rows
+        return self._copied(rows) if self._apart else rows
+
+    def _copied(self, rows: Tensor) -> Tensor:
+        return host_like(rows).copy_(rows) if self._offload else rows.clone()
 
     def _rows(self, parameter: Tensor, rank: int) -> Tensor:
         own = part(len(parameter), self._world.size, rank)
