@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_FOLDED: Final = 16 << 20  # elements that are copied at a time, unless a single tensor has more
+_FOLDED: Final = 64 << 20  # elements that are copied at a time, unless a single tensor has more
 
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
