@@ -1,8 +1,10 @@
 """What training costs on a card: hand-written loops, timm's and nanoGPT's way, and Lockstep's engine, taking turns.
 
 ResNet-50 in bf16 and channels_last, and GPT-2 of 124 million parameters in bf16, on batches that lie on the card. All
-do the same work: one batch forward and backward, clipped for GPT, one update. On a CPU the models are small, and the
-ratios say nothing: that is for showing that it runs.
+do the same work: one batch forward and backward, clipped for GPT, one update. Only the loss differs: the fast loops
+leave it to autocast, which keeps log-probabilities in bf16; the deterministic one, as torchtitan and transformers, and
+Lockstep compute it in float32. On a CPU the models are small, and the ratios say nothing: that is for showing that it
+runs.
 """
 
 from __future__ import annotations
@@ -213,16 +215,22 @@ def _shape(device: torch.device) -> dict[str, int]:
 
 
 def loop(
-    work: Work, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool = False
+    work: Work,
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compiled: bool = False,
+    wide: bool = False,
 ) -> Do:
-    """Return a step as one writes it by hand."""
+    """Return a step as one writes it by hand; with a `wide` loss the logits become float32 first."""
     forward = torch.compile(model) if compiled else model
     inputs, targets = batch(work, device)
 
     def do() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
             outputs = forward(inputs)
-            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+            logits = outputs.flatten(0, -2)
+            loss = F.cross_entropy(logits.float() if wide else logits, targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         if work.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip)
@@ -233,14 +241,14 @@ def loop(
     return do
 
 
-def by_hand(work: Work, device: torch.device, compiled: bool = False) -> Do:
+def by_hand(work: Work, device: torch.device, compiled: bool = False, wide: bool = False) -> Do:
     """Return the step of a hand-written loop, with torch's fused optimizers."""
     model = _placed(build(work, device), work, device)
     if work.images:
         optimizer: Any = torch.optim.SGD(model.parameters(), LR, momentum=0.9, weight_decay=5e-5, fused=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.1, fused=True)
-    return loop(work, device, model, optimizer, compiled)
+    return loop(work, device, model, optimizer, compiled, wide)
 
 
 def _placed(model: nn.Module, work: Work, device: torch.device) -> nn.Module:
@@ -269,9 +277,9 @@ def fast(work: Work, device: torch.device) -> Do:
 
 
 def deterministic(work: Work, device: torch.device) -> Do:
-    """Return the hand-written loop with deterministic settings."""
+    """Return the hand-written loop with deterministic settings, and a loss in float32 as Lockstep has it."""
     set_deterministic()
-    return by_hand(work, device)
+    return by_hand(work, device, wide=True)
 
 
 def timms(work: Work, device: torch.device) -> Do:
