@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lockstep.common.platforms import usable_cores
 from lockstep.device.compiler import OPTIONS
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.compiled import compile_blocks
@@ -140,24 +143,30 @@ def _hashes(folder: Path, size: Size, device: torch.device, end: float) -> tuple
     recipe.write_text(json.dumps({"recipe": _recipe(size)}))
     found: dict[str, str] = {}
     failures: list[str] = []
-    runs = {name: (words, "cache", "0") for name, words in _placed(device).items()}
-    own = "own-cache" if device.type == "cuda" else "cache"  # g++ takes most of the time there
-    resumed = (*PLACED["pipeline on 2"], f"run.resume={folder / 'single/checkpoints/step-00000001'}")
-    ordered = {"single": runs.pop("single"), RESUMED: (resumed, own, "1"), **runs}
-    for name, (words, cache, seed) in ordered.items():
+
+    def train(name: str, words: tuple[str, ...], cache: str = "cache", seed: str = "0") -> None:
         line = [sys.executable, "-m", "lockstep", "train", str(recipe), f"run.dir={folder / name.replace(' ', '-')}"]
         line += [*words, f"placement.device={device.type}", "run.save_every={steps: 1}", "run.keep=10"]
         line += ["placement.backend=gloo"] if device.type == "cuda" and "processes" in " ".join(words) else []
         environment = {**os.environ, _CACHE: str(folder / cache), "PYTHONHASHSEED": seed}
-        try:
+        with suppress(subprocess.TimeoutExpired):
             left = max(1.0, end - time.monotonic())
             ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=left, check=False)
-        except subprocess.TimeoutExpired:
-            break
-        if match := _HASH.search(ended.stdout):
-            found[name] = match[1]
-        else:
-            failures.append(f"{name}: exit code {ended.returncode}: {(ended.stdout + ended.stderr)[-_TAIL:].strip()}")
+            if match := _HASH.search(ended.stdout):
+                found[name] = match[1]
+            else:
+                said = (ended.stdout + ended.stderr)[-_TAIL:].strip()
+                failures.append(f"{name}: exit code {ended.returncode}: {said}")
+
+    runs = _placed(device)
+    train("single", runs.pop("single"))  # it has compiled what most of the others take, and saved what one resumes
+    own = "own-cache" if device.type == "cuda" else "cache"  # g++ takes most of the time there
+    resumed = (*PLACED["pipeline on 2"], f"run.resume={folder / 'single/checkpoints/step-00000001'}")
+    with ThreadPoolExecutor(max(1, usable_cores() // 4)) as pool:
+        under_way = [pool.submit(train, RESUMED, resumed, own, "1")]
+        under_way += [pool.submit(train, name, words) for name, words in runs.items()]
+        for each in under_way:
+            each.result()
     return found, failures
 
 
