@@ -1,25 +1,29 @@
-"""What `lockstep plan` measures with pretended peers, beside a run of all ranks: memory, and the time of a step.
+"""What `lockstep plan` says of a placement beside a run on it: memory, the time of a step, and which is the fastest.
 
-Exchanges take what they would by a link of 1 GB/s in a plan, and what gloo takes on this machine in a run.
+On this machine a plan measures all ranks, and with a `--link` one rank whose peers are pretended: its memory is
+compared too. Its time is that of other machines. The run is `lockstep train`, with all that it has by default.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from benchmarks.report import Result, Target, compare
-from lockstep.config.load import load
+from lockstep.config.base import values
+from lockstep.config.load import Loaded, load
 from lockstep.config.placement import StrategyConfig
-from lockstep.planning.measure import Figures
-from lockstep.planning.survey import LINK, largest, made_ready, with_placement
-from lockstep.run.resolved import resolve
+from lockstep.config.write import flow
+from lockstep.planning.survey import LINK, Machine, Placed, as_predicted, made_ready, survey
+from lockstep.run.build import Setup
 
 _IMAGES: Final = {"name": "synthetic", "image_size": 32, "options": {"samples": 256, "validation_samples": 16}}
-_TEXT: Final = {"name": "shakespeare", "options": {"context": 64}}
+_TEXT: Final = {"name": "shakespeare", "options": {"context": 64, "validation": 0.005}}
 _SGD: Final = {"name": "sgd", "lr": 0.1}
 _ADAM: Final = {"name": "adamw", "lr": 0.001}
 RECIPES: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -46,7 +50,10 @@ RECIPES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 PLACEMENTS: Final = (("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("ddp", 4), ("zero3", 4), ("hsdp", 4))
 CUT: Final = (("tensor", 2),)  # with chunks
-_ROOM: Final = (0.98, 1.05)  # times the memory that all ranks show
+_STEPS: Final = 12  # of a run, of which the last ten are graded
+_ROOM: Final = (0.98, 1.05)  # times the memory of the run
+_TIME: Final = (0.8, 1.2)  # times that of its steps
+_BEST: Final = 1.05  # times the step of the fastest
 
 
 def results(quick: bool) -> Iterator[Result]:
@@ -58,26 +65,52 @@ def results(quick: bool) -> Iterator[Result]:
 
 def _of_recipe(name: str, folder: Path, quick: bool) -> Iterator[Result]:
     file = folder / f"{name}.yaml"
-    file.write_text(json.dumps({"recipe": {"microbatches": 4, "epochs": 1, **RECIPES[name]}}), encoding="utf-8")
+    file.write_text(json.dumps({"recipe": {"microbatches": 4, "steps": _STEPS, **RECIPES[name]}}), encoding="utf-8")
     loaded = load(str(file), [])
     ready = made_ready(loaded)
     cut = RECIPES[name]["model"].get("chunks", 1) > 1
+    seconds: dict[str, tuple[float, float]] = {}
     for strategy, processes in (("zero3", 2),) if quick else (*PLACEMENTS, *(CUT if cut else ())):
-        placed = resolve(with_placement(loaded, StrategyConfig(name=strategy), processes), processes)
-        pretended, reason = largest(placed, ready, LINK)
-        real, also = largest(placed, ready, None)
-        assert pretended is not None, reason
-        assert real is not None, also
-        yield from _compared(f"{name}, {strategy} on {processes}", pretended, real)
+        plan, alone = (_planned(loaded, ready, strategy, processes, link) for link in (None, LINK))
+        was = _trained(file, folder / f"{name}-{strategy}-{processes}", plan)
+        assert plan.figures is not None, plan.reason
+        assert alone.figures is not None, alone.reason
+        of = f"{name}, {strategy} on {processes}"
+        peaks = {"run": was["peak_bytes"], "plan": plan.figures.peak, "plan with a link": alone.figures.peak}
+        memory = {who: [peak / 2**20] for who, peak in peaks.items()}
+        room = [*_within("plan", _ROOM), *_within("plan with a link", _ROOM)]
+        yield compare(f"plan-memory-{_key(of)}", f"plan: memory, most in a step, {of}", "MiB", memory, "run", room)
+        seconds[of] = (plan.figures.seconds, was["step_s"])
+        times = {"run": [was["step_s"]], "plan": [plan.figures.seconds]}
+        yield compare(f"plan-time-{_key(of)}", f"plan: a step, {of}", "s", times, "run", _within("plan", _TIME))
+    chosen, fastest = min(seconds.values())[1], min(was for _, was in seconds.values())
+    found = {"the fastest": [fastest], "the plan's": [chosen]}
+    best = Target("the plan's", "the fastest", "at most", _BEST)
+    yield compare(
+        f"plan-best-{name}", f"plan: a step of the placement that is best, {name}", "s", found, "the fastest", [best]
+    )
 
 
-def _compared(of: str, pretended: Figures, real: Figures) -> list[Result]:
-    least, most = _ROOM
-    memory = {"all ranks": [real.peak / 2**20], "plan": [pretended.peak / 2**20]}
-    seconds = {"all ranks": [real.seconds], "plan": [pretended.seconds]}
-    targets = [Target("plan", "all ranks", "at least", least), Target("plan", "all ranks", "at most", most)]
-    unit, key = "MiB, the largest rank", of.replace(", ", "-").replace(" ", "-")
-    return [
-        compare(f"plan-memory-{key}", f"plan: memory, most in a step, {of}", unit, memory, "all ranks", targets),
-        compare(f"plan-time-{key}", f"plan: a step, {of}", "s", seconds, "all ranks"),
-    ]
+def _planned(loaded: Loaded, ready: Setup, strategy: str, processes: int, link: float | None) -> Placed:
+    [found] = survey(loaded, ready, [StrategyConfig(name=strategy)], (processes,), Machine(link=link), str)
+    return found
+
+
+def _trained(file: Path, folder: Path, plan: Placed) -> dict[str, float]:
+    """Return what the steps of a run took, as the run itself compares it with its plan."""
+    words = [f"placement.strategy={plan.strategy}", f"placement.processes={plan.processes}", f"run.dir={folder}"]
+    words += [f"run.predicted={flow(values(as_predicted(plan)))}"]
+    line = [sys.executable, "-m", "lockstep", "train", str(file), *words]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    done = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    measured: dict[str, float] = json.loads(done)["measured"]
+    return measured
+
+
+def _within(who: str, bounds: tuple[float, float]) -> list[Target]:
+    least, most = bounds
+    return [Target(who, "run", "at least", least), Target(who, "run", "at most", most)]
+
+
+def _key(of: str) -> str:
+    return of.replace(", ", "-").replace(" ", "-")

@@ -53,7 +53,7 @@ ALLOWED = {
         "run",
     ],
     "planning": [
-        *("core", "config", "device", "comm", "ranks", "parallel/engine", "strategies"),
+        *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "strategies"),
         "run",
     ],
     "verification": [

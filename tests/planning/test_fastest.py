@@ -1,4 +1,4 @@
-"""The fastest strategy: who is tried with all ranks, who wins, what a run keeps, and what is refused."""
+"""The fastest strategy: what is measured with all ranks, who wins, what a run keeps, and what is refused."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,65 +13,86 @@ from lockstep.config.placement import Placement, StrategyConfig
 from lockstep.device import host
 from lockstep.errors import UsageError
 from lockstep.planning import fastest
-from lockstep.planning.fastest import measured, room, with_fastest
+from lockstep.planning import survey as surveying
+from lockstep.planning.fastest import with_fastest
 from lockstep.planning.measure import Figures
-from lockstep.planning.survey import Machine, Placed, survey
+from lockstep.planning.survey import Machine, Placed, made_ready, room, survey
 
 MIB = 2**20
-REAL = {"ddp": 3.0, "zero1": 1.0, "zero2": 2.0, "zero3": 0.5}  # seconds of a step with all ranks
 WORDS = ["placement.device=cpu", "placement.strategy=fastest", "placement.processes=2"]
-Surveyed = Callable[..., list[str]]
+Surveyed = Callable[[Sequence[Placed]], list[int]]
 
 
-def row(strategy: str, seconds: float, peak: int, pretended: bool = True) -> Placed:
-    return Placed(strategy, 2, "", Figures(peak // 2, peak, seconds), pretended=pretended, seconds=seconds)
+def row(strategy: str, seconds: float, peak: int) -> Placed:
+    return Placed(strategy, 2, "", Figures(peak // 2, peak, seconds), seconds=seconds)
 
 
 @pytest.fixture
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> Surveyed:
-    """Return a function that sets what a survey finds, and which strategies all ranks fail under."""
+    """Return a function that sets what a survey finds, and returns the counts of those that are asked for."""
 
-    def surveyed(rows: Sequence[Placed], failing: Sequence[str] = ()) -> list[str]:
-        tried: list[str] = []
+    def surveyed(rows: Sequence[Placed]) -> list[int]:
+        asked: list[int] = []
 
-        def largest(resolved, ready, link):
-            assert link is None
-            tried.append(resolved.strategy_name)
-            if resolved.strategy_name in failing:
-                return None, "out of memory"
-            return Figures(MIB, 2 * MIB, REAL[resolved.strategy_name]), ""
+        def survey(loaded, ready, strategies, counts, machine, tell):
+            asked.extend(counts)
+            return list(rows)
 
         monkeypatch.setattr(fastest, "made_ready", lambda _: None)
-        monkeypatch.setattr(fastest, "survey", lambda *_: list(rows))
-        monkeypatch.setattr(fastest, "largest", largest)
-        return tried
+        monkeypatch.setattr(fastest, "survey", survey)
+        return asked
 
     return surveyed
 
 
-def test_the_best_that_fit_are_tried_and_what_fails_gives_way(surveyed: Surveyed) -> None:
-    found = [row("zero3", 4.0, 2 * MIB), row("tensor", 0.1, 900 * MIB), row("ddp", 1.0, 8 * MIB)]
-    found += [row("pipeline", 2.5, MIB, pretended=False), row("zero1", 2.0, MIB), row("zero2", 3.0, MIB)]
-    tried = surveyed([*found, Placed("hsdp", 2, reason="no")], failing=["zero1"])
-    best = measured(load("digits", WORDS), 2, Machine(memory=100 * MIB), str)
-    assert [(each.strategy, each.seconds) for each in best] == [("ddp", 3.0), ("pipeline", 2.5), ("zero2", 2.0)]
-    assert tried == ["ddp", "zero1", "zero2"]
+# With a rank alone and with all of them: the bytes at most, and the seconds of a step; the links that are tried.
+@pytest.mark.parametrize(
+    ("words", "processes", "link", "free", "links", "seconds"),
+    [
+        ([], 2, None, 20, [1e9, None], 3.0),
+        ([], 2, None, 19, [1e9], 1.0),  # all have no room
+        ([], 2, 2e9, 20, [2e9], 1.0),  # another machine
+        ([], 4, None, 40, [1e9], 2.0),  # more than are run here, by turns on the cores
+        (["recipe.batchnorm=sync"], 2, None, 0, [None], 3.0),
+    ],
+)
+def test_all_ranks_are_measured_where_they_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    processes: int,
+    link: float | None,
+    free: int,
+    links: list[float | None],
+    seconds: float,
+) -> None:
+    tried: list[float | None] = []
+
+    def largest(resolved, ready, link):
+        tried.append(link)
+        return (Figures(5, 10, 1.0, 7, 2) if link else Figures(5, 11, 3.0)), ""
+
+    monkeypatch.setattr(surveying, "largest", largest)
+    monkeypatch.setattr(surveying, "REAL", 2)
+    monkeypatch.setattr(surveying, "usable_cores", lambda: 2)
+    monkeypatch.setattr(host, "memory", lambda: {"free": free, "limit": None})
+    loaded = load("digits", ["placement.device=cpu", *words])
+    [found] = survey(loaded, made_ready(loaded), [StrategyConfig(name="ddp")], (processes,), Machine(link=link), str)
+    assert (tried, found.seconds, found.pretended) == (links, seconds, links[-1] is not None)
+    assert found.figures is not None
+    assert found.figures.messages == (0 if words else 2)
 
 
-def test_the_fastest_is_written_into_the_configuration(surveyed: Surveyed) -> None:
-    surveyed([row("ddp", 1.0, MIB), row("zero1", 1.5, MIB)])
+def test_the_fastest_that_fits_is_written_into_the_configuration(surveyed: Surveyed) -> None:
+    surveyed(
+        [row("zero3", 4.0, MIB), row("tensor", 0.1, 2**60), Placed("hsdp", 2, reason="no"), row("zero1", 1.0, MIB)]
+    )
     loaded, words = with_fastest(load("digits", WORDS), str)
-    assert words == "placement.strategy: fastest: zero1, 1 s a step, ddp 3 s"
+    assert words == "placement.strategy: fastest: zero1, 1 s a step, zero3 4 s"
     assert "  processes: 2                          # measured\n" in to_yaml(loaded)
     config = load_again(loaded).config
     assert (config.placement.strategy.name, config.placement.processes) == ("zero1", 2)
     assert config.run.predicted is not None
-    assert config.run.predicted.model_dump() == {
-        "strategy": "zero1",
-        "processes": 2,
-        "step_s": 1.0,
-        "peak_bytes": 2 * MIB,
-    }
+    assert config.run.predicted.model_dump() == {"strategy": "zero1", "processes": 2, "step_s": 1.0, "peak_bytes": MIB}
 
 
 def load_again(loaded: Loaded) -> Loaded:
@@ -79,9 +100,9 @@ def load_again(loaded: Loaded) -> Loaded:
     return load("again.yaml")
 
 
-@pytest.mark.parametrize(("processes", "strategy", "tried"), [(2, "zero3", []), (4, "ddp", ["ddp"])])
+@pytest.mark.parametrize(("processes", "strategy", "tried"), [(2, "zero3", []), (4, "ddp", [4])])
 def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
-    surveyed: Surveyed, processes: int, strategy: str, tried: list[str]
+    surveyed: Surveyed, processes: int, strategy: str, tried: list[int]
 ) -> None:
     kept = "run.predicted={strategy: zero3, processes: 2, step_s: 1.0, peak_bytes: 9}"
     Path("a").mkdir()

@@ -82,7 +82,7 @@ def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
 @click.option("--placements", default="", help="Strategies, such as ddp,zero3; left out, all that promise the bits.")
 @click.option("--processes", default="1,2,4", show_default=True, help="Numbers of processes, such as 1,8,64.")
 @click.option("--memory", default="", metavar="SIZE", help="Of a device, such as 80GB: which placements fit.")
-@click.option("--link", default="", metavar="SPEED", help="What a rank can send, such as 400Gb/s; left out, 1GB/s.")
+@click.option("--link", default="", metavar="SPEED", help="Elsewhere: what a rank can send, such as 400Gb/s.")
 @click.option("--price", type=float, help="Of a device and hour: what an epoch and the run cost.")
 @click.option("--mtbf", default="", metavar="TIME", help="Between failures of the run, such as 3h: how often to save.")
 @click.option("--save", default="", metavar="TIME", help="With --mtbf: what a save takes; left out, it is measured.")
@@ -105,8 +105,9 @@ def command(
     """Measure memory, time and traffic of a rank of RECIPE under each placement, and name the best.
 
     A rank does a few steps on this machine, with the recipe's model, data and engine, and the other ranks are
-    pretended: so 64 of them want no more than one. RECIPE is a YAML file or the name of a shipped recipe (digits, if
-    left out).
+    pretended: so 64 of them want no more than one. Without --link the placements are for this machine, and all ranks
+    are run, up to 8 and if they have room. RECIPE is a YAML file or the name of a shipped recipe (digits, if left
+    out).
     """
     from rich.console import Console
 

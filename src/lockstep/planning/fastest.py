@@ -1,41 +1,24 @@
-"""`placement.strategy: fastest`: the strategy whose step takes the least time here, measured before the run starts.
-
-All that promise the same bits are surveyed; of those that fit, the best few are tried with all ranks.
-"""
+"""`placement.strategy: fastest`: the strategy whose step takes the least time here, measured before the run starts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from lockstep.common import plainfile
 from lockstep.common.text import size, step_time
 from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded
-from lockstep.config.placement import Placement, StrategyConfig
+from lockstep.config.placement import StrategyConfig
 from lockstep.config.run import PredictedConfig, RunConfig
-from lockstep.device import host
 from lockstep.errors import UsageError
-from lockstep.planning.survey import (
-    Machine,
-    Placed,
-    as_predicted,
-    largest,
-    made_ready,
-    survey,
-    with_placement,
-    with_strategy,
-)
+from lockstep.planning.survey import Machine, Placed, as_predicted, made_ready, room, survey, with_strategy
 from lockstep.planning.table import in_order, refused
-from lockstep.run.build import Setup
 from lockstep.run.resolved import resolve
 from lockstep.run.runs import CONFIG
 
 _KEY: Final = "placement.strategy: fastest"
-_TRIED: Final = 3  # strategies, with all ranks
 _LARGEST: Final = 1 << 18  # bytes of a config.yaml
 
 
@@ -54,46 +37,20 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
             words = f"{_KEY}: {predicted.strategy}, as it was measured before"
         else:
             machine = Machine(memory=room(loaded.config.placement, count))
-            tried = measured(loaded, count, machine, tell)
-            best, *others = sorted(tried, key=lambda row: row.seconds or 0.0)
+            rows = in_order(survey(loaded, made_ready(loaded), (), (count,), machine, tell), machine)
+            fitting = [row for row in rows if row.fits(machine)]
+            if not fitting:
+                raise UsageError(_none_fits(rows, machine.memory or 0))
+            best, *others = fitting
             predicted = as_predicted(best)
             compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in others)
             words = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
-    return placed(loaded, StrategyConfig(name=predicted.strategy), predicted), words
-
-
-def measured(loaded: Loaded, count: int, machine: Machine, tell: Callable[[str], None]) -> list[Placed]:
-    """Return the best of the placements on so many processes that fit the machine, each as all its ranks took it."""
-    ready = made_ready(loaded)
-    rows = in_order(survey(loaded, ready, (), (count,), machine, tell), machine)
-    found: list[Placed] = []
-    for row in (each for each in rows if each.fits(machine)):
-        tried = _with_all_ranks(row, loaded, ready, tell)
-        rows[rows.index(row)] = tried
-        found += [tried] if tried.fits(machine) else []
-        if len(found) == _TRIED:
-            break
-    if not found:
-        raise UsageError(_none_fits(rows, machine.memory or 0))
-    return found
-
-
-def placed(loaded: Loaded, strategy: StrategyConfig, predicted: PredictedConfig) -> Loaded:
-    """Return the configuration under a strategy that was measured, which is where its keys come from."""
-    found = with_strategy(loaded, strategy, predicted.processes).changed("run", {"predicted": predicted})
+    found = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count).changed(
+        "run", {"predicted": predicted}
+    )
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
-    return replace(found, origins={**loaded.origins, **dict.fromkeys(keys, "measured")})
-
-
-def room(placement: Placement, processes: int) -> int:
-    """Return the bytes that each of so many ranks may have here: of its card, else an equal part of what is free."""
-    if placement.device != "cpu" and (cards := torch.cuda.device_count()):
-        least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
-        return int(least) // -(-processes // cards)  # ranks may share a card
-    found = host.memory()
-    free, limit = found["free"] or 0, found["limit"]
-    return min(free, free if limit is None else limit) // processes
+    return replace(found, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), words
 
 
 def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
@@ -120,17 +77,6 @@ def _recorded_config(run: RunConfig) -> Path | None:
     elif run.resume != "never":
         files = (Path(run.resume) / CONFIG, Path(run.resume).parent.parent / CONFIG)
     return next((file for file in files if file.exists()), None)
-
-
-def _with_all_ranks(row: Placed, loaded: Loaded, ready: Setup, tell: Callable[[str], None]) -> Placed:
-    """Measure a placement as the run would have it, where that is not what was measured."""
-    if not row.pretended:
-        return row
-    tell(f"{row.strategy} on {row.processes}, all ranks")
-    resolved = resolve(with_placement(loaded, StrategyConfig(name=row.strategy), row.processes), row.processes)
-    figures, reason = largest(resolved, ready, None)
-    seconds = None if figures is None else figures.seconds
-    return replace(row, figures=figures, reason=reason, pretended=False, seconds=seconds)
 
 
 def _none_fits(rows: Sequence[Placed], memory: int) -> str:

@@ -14,9 +14,10 @@ from lockstep.common import plainfile
 from lockstep.common.platforms import usable_cores
 from lockstep.config.document import parse
 from lockstep.config.load import Loaded
-from lockstep.config.placement import StrategyConfig
+from lockstep.config.placement import Placement, StrategyConfig
 from lockstep.config.run import PredictedConfig
 from lockstep.config.write import flow
+from lockstep.device import host
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures, work, work_saving
@@ -29,7 +30,7 @@ from lockstep.run.start import import_for_all, in_workers_silently
 from lockstep.strategies import names
 
 LINK: Final = 1e9  # bytes a second
-REAL: Final = 8  # ranks that are run on this machine at once, where they cannot be pretended
+REAL: Final = 8  # ranks that are run on this machine at once, or as many as it has cores
 _SINGLE, _MESH = "single", "mesh"  # which without options is ddp
 
 
@@ -37,7 +38,7 @@ _SINGLE, _MESH = "single", "mesh"  # which without options is ddp
 class Machine:
     """What the placements are for: the `memory` of a rank, in bytes, and its `link`, in bytes that it sends a second.
 
-    None is what was not said: the link is then `LINK`, and ranks share the cores of this machine.
+    None is what was not said: without a link the ranks are to run on this machine, and share its cores.
     """
 
     memory: int | None = None
@@ -46,7 +47,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement, and the figures of its largest rank; without them `reason` says why there are none."""
+    """A placement, and the figures of its largest rank; without them `reason` says why there are none.
+
+    They are of a rank whose peers were `pretended`, or of all ranks.
+    """
 
     strategy: str
     processes: int
@@ -149,17 +153,38 @@ def _placed(
         check_cut(resolved, ready)
     except UsageError as error:
         return replace(found, reason=str(error))
-    pretended = not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync"  # which compares layers
-    if not pretended and processes > REAL:
-        reason = f"what a rank does follows from what others send it, and at most {REAL} of them are run here"
-        return replace(found, reason=reason)
-    tell(f"{strategy.name} on {processes}")
-    figures, reason = largest(resolved, ready, (machine.link or LINK) if pretended else None)
+    can_pretend = not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync"  # which compares layers
+    alone, most = None, max(REAL, usable_cores())
+    few = processes <= most
+    if can_pretend:  # which comes first, since all of them may be more than this machine has room for
+        tell(f"{strategy.name} on {processes}")
+        alone, reason = largest(resolved, ready, machine.link or LINK)
+        few = few and alone is not None and alone.peak <= room(resolved.placement, processes)
+    elif not few:
+        reason = f"what a rank does follows from what others send it, and at most {most} of them are run here"
+    figures = alone
+    if few and not (can_pretend and (machine.link or processes == 1)):
+        tell(f"{strategy.name} on {processes}, all ranks")
+        figures, reason = largest(resolved, ready, None)
     if figures is None:
         return replace(found, reason=reason)
-    alone = machine.link is not None or torch.cuda.device_count() > 0 or not pretended
-    seconds = figures.seconds * (1.0 if alone else max(1.0, processes / usable_cores()))
+    pretended = figures is alone
+    seconds = figures.seconds
+    if pretended and machine.link is None and not torch.cuda.device_count():
+        seconds *= max(1.0, processes / usable_cores())
+    if alone is not None:
+        figures = replace(figures, sent=alone.sent, messages=alone.messages)
     return replace(found, figures=figures, pretended=pretended, seconds=seconds)
+
+
+def room(placement: Placement, processes: int) -> int:
+    """Return the bytes that each of so many ranks may have here: of its card, else an equal part of what is free."""
+    if placement.device != "cpu" and (cards := torch.cuda.device_count()):
+        least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
+        return int(least) // -(-processes // cards)  # ranks may share a card
+    found = host.memory()
+    free, limit = found["free"] or 0, found["limit"]
+    return min(free, free if limit is None else limit) // processes
 
 
 def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figures | None, str]:

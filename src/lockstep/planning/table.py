@@ -78,7 +78,8 @@ def _cost(key: str, value: float) -> str:
 def _cells(row: Placed, machine: Machine) -> list[str]:
     figures = row.figures
     assert figures is not None
-    sends = f"{size(figures.sent)}, {figures.messages}" if row.pretended else ""
+    counted = figures.messages or row.processes == 1  # where peers were pretended, if only at first
+    sends = f"{size(figures.sent)}, {figures.messages}" if counted else ""
     fits = {None: "", True: "yes", False: f"no, by {size(figures.peak - (machine.memory or 0))}"}[row.fits(machine)]
     step = f"{row.seconds:.3g} s"
     return [row.strategy, str(row.processes), size(figures.peak), size(figures.held), sends, step, fits]
