@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm.carrier import Addressed, Carrier, Transfer
-from lockstep.core.digest import Digests
+from lockstep.core.digest import Digests, Noted
 
 SENT, RECEIVED = " to ", " from "
 
@@ -34,7 +34,7 @@ class MessageLog:
 
     def __init__(self) -> None:
         self._digests = Digests()
-        self._notes: dict[str, Tensor] | None = None  # by what was done and with whom, in the order of time
+        self._notes: dict[str, Noted] | None = None  # by what was done and with whom, in the order of time
         self._counts: Counter[str] = Counter()
 
     def open(self) -> None:
@@ -45,13 +45,13 @@ class MessageLog:
     def close(self) -> dict[str, str]:
         """End, and return the digest of each message; waits for the device."""
         notes, self._notes = self._notes or {}, None
-        return {what: f"{int(digest):x}" for what, digest in notes.items()}
+        return {what: noted.text() for what, noted in notes.items()}
 
     def note(self, what: str, tensor: Tensor) -> None:
         """Note a tensor as this rank has it now, if the log is open."""
         if self._notes is not None:
             self._counts[what] += 1
-            self._notes[f"{what} #{self._counts[what]}"] = self._digests.of(tensor)
+            self._notes[f"{what} #{self._counts[what]}"] = self._digests.noted(tensor)
 
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
         """Return a carrier that does the same and is noted: between `ranks`, which it knows by their order here."""

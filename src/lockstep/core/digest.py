@@ -7,6 +7,7 @@ different tensors agree with a chance of about 2^-32, wherever their bits differ
 keys are known.
 """
 
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, final
@@ -31,6 +32,18 @@ class _Piece(NamedTuple):
     name: str
     first: int
     tensor: Tensor
+
+
+class Noted(NamedTuple):
+    """The digest of a tensor, and what it takes to say where it is not that of another one."""
+
+    digest: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def text(self) -> str:
+        """Return it as ranks tell each other; waits for the device."""
+        return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
 
 @final
@@ -62,6 +75,10 @@ class Digests:
         found = torch.cat(sums)
         begin, end = first // _BLOCK, first // _BLOCK + len(found)
         return (found * self._keys_of_blocks(words.device, end)[begin:end]).sum()
+
+    def noted(self, tensor: Tensor) -> Noted:
+        """Return the digest of a tensor, with what it is of."""
+        return Noted(self.of(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: Mapping[str, MaybeSharded], owned: Container[str]) -> Tensor:
         """Return this rank's part of the digest of named tensors: the parts of all ranks add up to it.
@@ -106,6 +123,32 @@ class Digests:
         if device not in self._of_blocks or len(self._of_blocks[device]) < count:
             self._of_blocks[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
         return self._of_blocks[device]
+
+
+def differing_bit(one: str, other: str) -> str:
+    """Say which bit differs, given texts of two digests of a tensor, where a single one does; "" where none alone does.
+
+    A flipped bit adds to the digest, or takes from it, the key of its word times a power of two. The key is odd: so the
+    power is the largest that divides the difference, and few words if any have the key that is left. That another
+    change looks like a flip is as likely as for two digests to agree.
+    """
+    (first, *tensor), (second, *as_well) = one.split(" "), other.split(" ")
+    change = int(second, 16) - int(first, 16)
+    if not change or tensor != as_well or len(tensor) != 2:
+        return ""
+    dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
+    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1  # of an element; of a word
+    if bit >= 8 * min(dtype.itemsize, 4):
+        return ""
+    count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
+    within = _keys(0, _BLOCK)
+    for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
+        added = (within[: count - block * _BLOCK] * key) << bit
+        for place in torch.nonzero((added == signed) | (added == -signed)):
+            element, word = divmod(block * _BLOCK + int(place), words)
+            indices = ", ".join(str(each) for each in np.unravel_index(element, shape))
+            return f"bit {bit + 32 * word} of element [{indices}]"
+    return ""
 
 
 @cache

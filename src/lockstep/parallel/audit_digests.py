@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.core.digest import Digests
+from lockstep.core.digest import Digests, Noted, differing_bit
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 
 
@@ -27,14 +27,14 @@ class DigestNotes:
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
-        self._seen: dict[str, Tensor] = {}
+        self._seen: dict[str, Noted] = {}
 
     def note(self, name: str, tensor: Tensor) -> None:
-        self._seen[name] = self._digests.of(tensor)
+        self._seen[name] = self._digests.noted(tensor)
 
     def values(self) -> dict[str, str]:
         """Return the digest of each; waits for the device."""
-        return {name: f"{int(digest):x}" for name, digest in self._seen.items()}
+        return {name: noted.text() for name, noted in self._seen.items()}
 
 
 def tensor_findings(digests: Digests, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
@@ -49,6 +49,13 @@ def tensor_findings(digests: Digests, kind: str, tensors: Mapping[str, MaybeShar
     ]
     found = [(Subject(kind), whole.values()), (Subject(kind, hash_of(cut)), rows.values())]
     return [(subject, values) for subject, values in found if values]
+
+
+def which_bit(subject: Subject, names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return ", bit 22 of element [5, 120]" where two findings differ by one bit, of the only tensor named, else ""."""
+    if len(names) != 1 or not (bit := differing_bit(one.get(names[0], "0"), other.get(names[0], "0"))):
+        return ""
+    return f", {bit}{' of its rows' if subject.rows else ''}"
 
 
 def hash_of(value: Any) -> str:

@@ -21,7 +21,7 @@ from lockstep.core.digest import Digests
 from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import DigestNotes, Findings, Subject, hash_of, tensor_findings
+from lockstep.parallel.audit_digests import DigestNotes, Findings, Subject, hash_of, tensor_findings, which_bit
 from lockstep.parallel.corruption import (
     NOT_APPLIED,
     OTHER_HOSTS,
@@ -204,7 +204,8 @@ def _verdict(
     """Return the error of who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
     found = [digests for rank in told for digests in rank["found"]]
     names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
-    what = f"{subject.kind} ({list_some(names, SHOWN)})"
+    first, second = [*{hash_of(digests): digests for digests in found}.values()][:2]
+    what = f"{subject.kind} ({list_some(names, SHOWN)}{which_bit(subject, names, first, second)})"
     start = f"audit at step {step.number + 1}"
     odd = odd_ones(opinions)
     results: dict[int, list[str]] = {}

@@ -14,7 +14,7 @@ from lockstep.core.audit_schedule import is_due
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings
+from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings, which_bit
 from lockstep.parallel.corruption import NOT_APPLIED, RESUME, SHOWN, name_ranks, told_by_all
 from lockstep.parallel.engine import Engine, Predict, State, Update
 
@@ -73,11 +73,12 @@ class KeptState:
         self._before = None
         told = told_by_all(self._world, {"host": self._world.host, "changed": _changed(before or findings, findings)})
         if odd := [rank for rank, each in enumerate(told) if each["changed"]]:
-            kind, names = told[odd[0]]["changed"]
+            kind, names, bit = told[odd[0]]["changed"]
+            what = f"{kind} ({list_some(names, SHOWN)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
-                f"audit at step {step.number + 1}: {kind} ({list_some(names, SHOWN)}) of {name_ranks(odd, told)} "
-                f"changed after {since}, when nothing writes there. {NOT_APPLIED} Take the host out; {RESUME}",
+                f"audit at step {step.number + 1}: {what} of {name_ranks(odd, told)} changed "
+                f"after {since}, when nothing writes there. {NOT_APPLIED} Take the host out; {RESUME}",
                 odd,
             )
         return findings
@@ -92,9 +93,10 @@ class KeptState:
         ]
 
 
-def _changed(before: Findings, now: Findings) -> tuple[str, list[str]] | None:
-    """Return the first subject that is not as it was, and the names of what differs in it."""
+def _changed(before: Findings, now: Findings) -> tuple[str, list[str], str] | None:
+    """Return the first subject that is not as it was, the names of what differs in it, and the bit."""
     for (subject, old), (_, new) in zip(before, now, strict=True):
         if old != new:
-            return subject.kind, [name for name in new if old.get(name) != new[name]]
+            names = [name for name in new if old.get(name) != new[name]]
+            return subject.kind, names, which_bit(subject, names, old, new)
     return None

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, final
 from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.digest import differing_bit
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
@@ -146,28 +147,30 @@ class RotatedAudit:
                 sender, receiver = (places[place].rank for place in found)
                 return link_verdict(step, sender, receiver, ranks)
         conflicts = [*_conflicts([each for rank in every for each in rank])]
-        odd = sorted(set.intersection(*[{one, other} for one, other, _ in conflicts])) if conflicts else []
+        odd = sorted(set.intersection(*[{one, other} for one, other, *_ in conflicts])) if conflicts else []
         if len(odd) != 1:
-            named = sorted({rank for one, other, _ in conflicts for rank in (one, other)}) or [*range(len(ranks))]
+            named = sorted({rank for one, other, *_ in conflicts for rank in (one, other)}) or [*range(len(ranks))]
             enough = "" if self._places > 2 else " (three in a place can tell)"
             return CorruptionError(
                 f"{start}: {name_ranks(named, ranks)} did not do the same from the same, and no majority tells who is "
                 f"right{enough}. {OTHER_HOSTS}"
             )
-        lasting = all(one != other for one, other, _ in conflicts)
+        lasting = all(one != other for one, other, *_ in conflicts)
+        *_, what, bit = conflicts[0]
+        what += bit and f" ({bit})"
         return CorruptionError(
-            f"{start}: {name_ranks(odd, ranks)} got {conflicts[0][2]} wrong, which others in its place, with the same "
+            f"{start}: {name_ranks(odd, ranks)} got {what} wrong, which others in its place, with the same "
             f"messages before, found otherwise; the fault was {'there again' if lasting else 'gone'} when the step was "
             f"done again. {NOT_APPLIED} Take the host out; {RESUME}",
             odd,
         )
 
 
-def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str]]:
-    """Yield each two ranks, or a rank twice, that in one place first differed in what they made themselves."""
+def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str, str]]:
+    """Yield each two ranks, or a rank twice, that in one place first differed in what they made themselves, and how."""
     for one, other in combinations(played, 2):
         if one.place == other.place:
             differing = {what for what in one.messages if one.messages[what] != other.messages.get(what)}
             first, second = (next(filter(differing.__contains__, each.messages), "") for each in (one, other))
             if first and first == second and RECEIVED not in first:
-                yield one.rank, other.rank, first
+                yield one.rank, other.rank, first, differing_bit(one.messages[first], other.messages[first])
