@@ -153,28 +153,35 @@ def _placed(
         check_cut(resolved, ready)
     except UsageError as error:
         return replace(found, reason=str(error))
-    can_pretend = not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync"  # which compares layers
-    alone, most = None, max(REAL, usable_cores())
-    few = processes <= most
-    if can_pretend:  # which comes first, since all of them may be more than this machine has room for
-        tell(f"{strategy.name} on {processes}")
-        alone, reason = largest(resolved, ready, machine.link or LINK)
-        few = few and alone is not None and alone.peak <= room(resolved.placement, processes)
-    elif not few:
-        reason = f"what a rank does follows from what others send it, and at most {most} of them are run here"
-    figures = alone
-    if few and not (can_pretend and (machine.link or processes == 1)):
-        tell(f"{strategy.name} on {processes}, all ranks")
-        figures, reason = largest(resolved, ready, None)
+    figures, pretended, reason = _measured(resolved, ready, machine, tell)
     if figures is None:
         return replace(found, reason=reason)
-    pretended = figures is alone
-    seconds = figures.seconds
-    if pretended and machine.link is None and not torch.cuda.device_count():
-        seconds *= max(1.0, processes / usable_cores())
-    if alone is not None:
-        figures = replace(figures, sent=alone.sent, messages=alone.messages)
-    return replace(found, figures=figures, pretended=pretended, seconds=seconds)
+    share = processes / usable_cores() if pretended and not machine.link and not torch.cuda.device_count() else 1.0
+    return replace(found, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
+
+
+def _measured(
+    resolved: Resolved, ready: Setup, machine: Machine, tell: Callable[[str], None]
+) -> tuple[Figures | None, bool, str]:
+    """Return the figures of the largest rank, whether its peers were pretended, and why there are none.
+
+    One rank alone comes first: all of them may be more than this machine has room for.
+    """
+    processes, most, alone = resolved.processes, max(REAL, usable_cores()), None
+    name = f"{resolved.strategy_name} on {processes}"
+    if not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync":  # which compares layers
+        tell(name)
+        alone, reason = largest(resolved, ready, machine.link or LINK)
+        few = alone is not None and 1 < processes <= most and alone.peak <= room(resolved.placement, processes)
+        if machine.link or not few:
+            return alone, True, reason
+    elif processes > most:
+        return None, False, f"what a rank does follows from what others send it, and at most {most} are run here"
+    tell(f"{name}, all ranks")
+    every, reason = largest(resolved, ready, None)
+    if every is not None and alone is not None:
+        every = replace(every, sent=alone.sent, messages=alone.messages)
+    return every, False, reason
 
 
 def room(placement: Placement, processes: int) -> int:
