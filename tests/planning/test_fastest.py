@@ -53,6 +53,8 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> Surveyed:
         ([], 2, None, 19, [1e9], 1.0),  # all have no room
         ([], 2, 2e9, 20, [2e9], 1.0),  # another machine
         ([], 4, None, 40, [1e9], 2.0),  # more than are run here, by turns on the cores
+        (["placement.device=auto"], 2, None, 20, [1e9], 1.0),  # that are to share the one card
+        (["placement.device=auto", "placement.backend=gloo"], 2, None, 20, [1e9, None], 3.0),
         (["recipe.batchnorm=sync"], 2, None, 0, [None], 3.0),
     ],
 )
@@ -76,10 +78,13 @@ def test_all_ranks_are_measured_where_they_have_room(
     monkeypatch.setattr(surveying, "usable_cores", lambda: 2)
     monkeypatch.setattr(host, "memory", lambda: {"free": free, "limit": None})
     loaded = load("digits", ["placement.device=cpu", *words])
-    [found] = survey(loaded, made_ready(loaded), [StrategyConfig(name="ddp")], (processes,), Machine(link=link), str)
+    ready = made_ready(loaded.changed("placement", {"device": "cpu"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=free))
+    [found] = survey(loaded, ready, [StrategyConfig(name="ddp")], (processes,), Machine(link=link), str)
     assert (tried, found.seconds, found.pretended) == (links, seconds, links[-1] is not None)
     assert found.figures is not None
-    assert found.figures.messages == (0 if words else 2)
+    assert found.figures.messages == (2 if links[0] else 0)
 
 
 def test_the_fastest_that_fits_is_written_into_the_configuration(surveyed: Surveyed) -> None:

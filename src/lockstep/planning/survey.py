@@ -30,7 +30,7 @@ from lockstep.run.start import import_for_all, in_workers_silently
 from lockstep.strategies import names
 
 LINK: Final = 1e9  # bytes a second
-REAL: Final = 8  # ranks that are run on this machine at once, or as many as it has cores
+REAL: Final = 8  # ranks that are run on a CPU at once, or as many as it has cores
 _SINGLE, _MESH = "single", "mesh"  # which without options is ddp
 
 
@@ -156,7 +156,8 @@ def _placed(
     figures, pretended, reason = _measured(resolved, ready, machine, tell)
     if figures is None:
         return replace(found, reason=reason)
-    share = processes / usable_cores() if pretended and not machine.link and not torch.cuda.device_count() else 1.0
+    takes_turns = pretended and not machine.link and not _cards(resolved.placement)
+    share = processes / usable_cores() if takes_turns else 1.0
     return replace(found, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
@@ -167,7 +168,7 @@ def _measured(
 
     One rank alone comes first: all of them may be more than this machine has room for.
     """
-    processes, most, alone = resolved.processes, max(REAL, usable_cores()), None
+    processes, most, alone = resolved.processes, _at_once(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
     if not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync":  # which compares layers
         tell(name)
@@ -184,9 +185,19 @@ def _measured(
     return every, False, reason
 
 
+def _at_once(placement: Placement) -> int:
+    """Return how many ranks are run on this machine: one on each card, unless they exchange by gloo."""
+    cards = _cards(placement)
+    return cards if cards and placement.backend != "gloo" else max(REAL, usable_cores())
+
+
+def _cards(placement: Placement) -> int:
+    return 0 if placement.device == "cpu" else torch.cuda.device_count()
+
+
 def room(placement: Placement, processes: int) -> int:
     """Return the bytes that each of so many ranks may have here: of its card, else an equal part of what is free."""
-    if placement.device != "cpu" and (cards := torch.cuda.device_count()):
+    if cards := _cards(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a card
     found = host.memory()
