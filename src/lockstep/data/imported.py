@@ -16,7 +16,7 @@ from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
 from lockstep.data.items import Collate, ImportedSplit, OwnSplit, is_map_style
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 from lockstep.tasks.facts import NAMES, find_class_names, of_targets, skipping
 
 
@@ -77,12 +77,9 @@ def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
 
 
 def _json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
-    try:
+    unfit, advice = f"{label}: its facts are not ready for JSON", "; use plain numbers, text and lists"
+    with error_as(UsageError, (TypeError, ValueError), unfit, advice):
         json.dumps(facts)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{label}: its facts are not ready for JSON: {error}; use plain numbers, text and lists"
-        ) from None
     return facts
 
 

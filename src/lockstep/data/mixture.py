@@ -22,7 +22,7 @@ from lockstep.data.base import DataSet, Split
 from lockstep.data.options import Count, Text, build_options, option_errors
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data as open_source
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, error_as
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,9 @@ class Mixture:
         fetched, places = zip(*self._fetched(indices, draw), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(places)))
         columns = [dict(with_paths(each)) for each in fetched]
-        try:
+        unfit = "data set mixture: samples of its sources do not fit in one batch"
+        with error_as(UsageError, (RuntimeError, KeyError, TypeError), unfit):
             return map_with_paths(lambda path, _: torch.cat([each[path] for each in columns])[order], fetched[0])
-        except (RuntimeError, KeyError, TypeError) as error:
-            raise UsageError(f"data set mixture: samples of its sources do not fit in one batch: {error}") from error
 
     def _fetched(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         """Yield the samples of each source, and of each time that all of it is gone through, with their places."""
@@ -171,10 +170,9 @@ def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
             f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; "
             f"make one data set of them"
         )
-    try:
+    where = f"data set mixture: recipe.data.options.of.{label}"
+    with error_as(UsageError, UsageError, where):
         opened = open_source(asked)
-    except UsageError as error:
-        raise UsageError(f"data set mixture: recipe.data.options.of.{label}: {error}") from error
     if not len(opened.train):
-        raise UsageError(f"data set mixture: recipe.data.options.of.{label}: no sample to train on; remove it")
+        raise UsageError(f"{where}: no sample to train on; remove it")
     return opened

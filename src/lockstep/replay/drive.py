@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, os_error_as
 from lockstep.replay import page
 from lockstep.replay.own import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, checkpoint_before, list_samples, replay_here
@@ -67,10 +67,8 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         if options.trace is not None and found.trace is not None:
             contents[options.trace] = found.trace.text()
         for path, content in contents.items():
-            try:
+            with os_error_as(UsageError, f"{path}: cannot be written"):
                 durable.replace(path, content.encode(errors="backslashreplace"))
-            except OSError as error:
-                raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
             tell(f"written {path}")
 
     return replay_here(request, report)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.errors import UsageError, os_error_as
+from lockstep.errors import UsageError, error_as, os_error_as
 
 _LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`
 
@@ -127,10 +127,9 @@ class FromFile:
         wrong = os_error_as(UsageError, f"tokenizer {file}: cannot be read")
         with wrong, plainfile.reader(Path(file), links=True) as stream:
             content = stream.read(_LARGEST)
-        try:
+        # The library raises plain Exception.
+        with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception
-            raise UsageError(f"tokenizer {file}: not a file of the library tokenizers: {error}") from None
         self._sha256 = hashlib.sha256(content).hexdigest()
 
     @property

@@ -112,10 +112,8 @@ class TokenFile:
 
     def _read(self, row: NDArray[Any], start: int) -> None:
         offset = start * self._dtype.itemsize
-        try:
+        with os_error_as(DataError, f"{self._file}: cannot be read", "; check the disk it is on"):
             read = os.preadv(self._opened, [row.view(np.uint8).data], offset)
-        except OSError as error:
-            raise DataError(f"{self._file}: cannot be read: {error.strerror}; check the disk it is on") from error
         if read != row.nbytes:
             raise DataError(f"{self._file}: it was cut off while it was in use, at byte {offset + read:,}")
 
@@ -123,13 +121,11 @@ class TokenFile:
 def _meta(file: Path) -> Mapping[str, Any]:
     if not os.path.lexists(file):
         return {}
-    try:
-        with plainfile.reader(file, links=True) as stream:
-            found = plainfile.parse_json(stream.read(_LARGEST))
-    except OSError as error:
-        raise UsageError(f"data set tokens: {file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"data set tokens: {file} is no JSON: {error}") from None
+    label = f"data set tokens: {file}"
+    with os_error_as(UsageError, f"{label} cannot be read"), plainfile.reader(file, links=True) as stream:
+        content = stream.read(_LARGEST)
+    with error_as(UsageError, ValueError, f"{label} is no JSON"):
+        found = plainfile.parse_json(content)
     if not isinstance(found, dict):
-        raise UsageError(f"data set tokens: {file}: expected an object with vocab_size, got {type(found).__name__}")
+        raise UsageError(f"{label}: expected an object with vocab_size, got {type(found).__name__}")
     return found
