@@ -8,7 +8,7 @@ with each rank in the place of another. It has the same bits. Where it has not, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final, NamedTuple, final
 
@@ -47,6 +47,7 @@ class Played(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class RotatedAudit:
     """The engine that `start` makes of `numerics`, whose steps are audited when `schedule` says so, which changes none.
 
@@ -54,28 +55,22 @@ class RotatedAudit:
     agree raises CorruptionError on all ranks. `audited` counts the others.
     """
 
-    def __init__(
-        self,
-        start: Callable[[World, Numerics], Rotates],
-        world: World,
-        numerics: Numerics,
-        schedule: AuditSchedule,
-        fetch: Callable[[Step, int], MicroBatch],
-    ) -> None:
+    start: Callable[[World, Numerics], Rotates]
+    world: World
+    numerics: Numerics
+    schedule: AuditSchedule
+    fetch: Callable[[Step, int], MicroBatch]
+
+    def __post_init__(self) -> None:
         self._log = MessageLog()
-        own = world.rotated(schedule.mesh, 0, self._log)
+        own = self.world.rotated(self.schedule.mesh, 0, self._log)
         self.audited = 0
-        self._engine = engine = start(own, numerics)
+        self._engine = engine = self.start(own, self.numerics)
         self.gradients, self.state = engine.gradients, engine.state
-        self._kept = KeptState(engine, world, schedule.every)
+        self._kept = KeptState(engine, self.world, self.schedule.every)
         self._kept.begin()
         self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
-        self._start = start
-        self._numerics = replace(numerics, ema_decay=None)  # nothing is averaged twice
-        self._world = world
-        self._schedule = schedule
-        self._fetch = fetch
-        self._places = len(schedule.mesh.groups("shard"))
+        self._places = len(self.schedule.mesh.groups("shard"))
         # By the distance that ranks are moved; the first one now, so that it is known to fit.
         self._rotated = {0: (own, engine)}
         self._again_at(1)
@@ -83,7 +78,7 @@ class RotatedAudit:
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._kept.step = step
-        if not self._schedule.due(step):
+        if not self.schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         self._kept.check(step)
         moved = self._again(1, step)
@@ -102,8 +97,9 @@ class RotatedAudit:
     def _again_at(self, distance: int) -> tuple[World, Rotates]:
         distance %= self._places
         if distance not in self._rotated:
-            world = self._world.rotated(self._schedule.mesh, distance, self._log)
-            self._rotated[distance] = world, self._start(world, self._numerics)
+            world = self.world.rotated(self.schedule.mesh, distance, self._log)
+            # Nothing is averaged twice.
+            self._rotated[distance] = world, self.start(world, replace(self.numerics, ema_decay=None))
         return self._rotated[distance]
 
     def _again(self, distance: int, step: Step) -> Played:
@@ -111,9 +107,9 @@ class RotatedAudit:
         world, engine = self._again_at(distance)
         if engine is not self._engine:
             state = self._engine.state()
-            engine.take_weights(replace(state, model=gather_whole(self._world, state.model)))
-        indices = self._schedule.mesh.data_rank(world.rank).indices(min(self._schedule.microbatches, step.samples))
-        microbatches = [replace(self._fetch(step, index), dummy=dummy) for index, dummy in indices]
+            engine.take_weights(replace(state, model=gather_whole(self.world, state.model)))
+        indices = self.schedule.mesh.data_rank(world.rank).indices(min(self.schedule.microbatches, step.samples))
+        microbatches = [replace(self.fetch(step, index), dummy=dummy) for index, dummy in indices]
         return self._play(world, engine, microbatches, step)[0]
 
     def _play(
@@ -125,19 +121,19 @@ class RotatedAudit:
         for name, held in engine.gradients().items():
             self._log.note(f"the gradient of {name}", local_tensor(held))
         self._log.note("the loss", sums.total)
-        return Played(world.rank, self._world.rank, self._log.close()), sums
+        return Played(world.rank, self.world.rank, self._log.close()), sums
 
     def _differ(self, *played: Played) -> bool:
         """Return whether two ranks did not do the same in a place. All ranks call it."""
         found: dict[int, set[str]] = {}
-        for every in told_by_all(self._world, [(each.place, hash_of(each.messages)) for each in played]):
+        for every in told_by_all(self.world, [(each.place, hash_of(each.messages)) for each in played]):
             for place, messages in every:
                 found.setdefault(place, set()).add(messages)
         return any(len(each) > 1 for each in found.values())
 
     def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
         """Return who is wrong about what. All ranks call it, and get the same."""
-        ranks = told_by_all(self._world, {"host": self._world.host, "played": played})
+        ranks = told_by_all(self.world, {"host": self.world.host, "played": played})
         every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
         start = f"audit at step {step.number + 1}"
         for at_once in zip(*every, strict=True):

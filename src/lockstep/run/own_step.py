@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -36,33 +37,26 @@ def seed_all(world: World, key: int) -> None:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Step:
     """One step of `run.steps`: iterate over its micro-batches, give `backward` each one's loss, and `update` once.
 
     Or once for each of some groups of the optimizer, `update(of=...)`, with an iteration before each.
     """
 
-    def __init__(
-        self,
-        turn: Turn,
-        gate: Gate,
-        leaves: int,
-        placed: Placed,
-        make_stray_check: Callable[[int], StrayModuleCheck | None],
-        losses: Callable[[int], LossCheck],
-        audit: Callable[[], Iterator[Part]] | None,
-    ) -> None:
-        self._turn = turn
-        self._engine = placed.engine
-        self._gate = gate
-        self._guard = placed.guard
-        self._placed = placed
-        self._make_stray_check = make_stray_check
-        self._losses = losses
-        self._leaves = leaves
-        self._audit = audit
-        self._part = Part(turn.microbatches)
-        self._counts = partial(_counts, turn, turn.microbatches[audit is not None :], leaves)
+    _turn: Turn
+    _gate: Gate
+    _leaves: int
+    _placed: Placed
+    _make_stray_check: Callable[[int], StrayModuleCheck | None]
+    _losses: Callable[[int], LossCheck]
+    _audit: Callable[[], Iterator[Part]] | None
+
+    def __post_init__(self) -> None:
+        self._engine, self._guard = self._placed.engine, self._placed.guard
+        self._part = Part(self._turn.microbatches)
+        own = self._turn.microbatches[self._audit is not None :]
+        self._counts = partial(_counts, self._turn, own, self._leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
@@ -70,7 +64,7 @@ class Step:
         self._done = 0  # backwards
         self._phase = 0  # iterations over the micro-batches that ended with an update
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
-        self._draws = random.key(random.OWN_LOOP, placed.settings.seed, turn.step.number)
+        self._draws = random.key(random.OWN_LOOP, self._placed.settings.seed, self._turn.step.number)
         self._seed_between(0)
 
     @property
