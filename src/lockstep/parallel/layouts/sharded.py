@@ -81,21 +81,21 @@ class ShardedLayout:
         names = [*(paths[unit] for unit in units), "what is in no block"]
         exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
         across = world.canonical(mesh, "replicate", "context", chunks=chunks)
-        dealt = _ShardSums(rank, exchange, across, stream, names, chunks)
+        self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
         narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
         patience = _UNDER_WAY // 2  # a unit has up to two exchanges in a row, among members and among replicas
-        self._sharded = Sharded(model, units, names, members, dealt.receive, patience, keep_gathered, offload, narrow)
+        self._sharded = Sharded(model, units, names, members, sums.receive, patience, keep_gathered, offload, narrow)
+        sums.model = self._sharded
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
         self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained}, world.device)
         self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
-        self.gradients = ShardGradients(self._sharded, dealt)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -117,37 +117,9 @@ class ShardedLayout:
 
 
 @final
-class ShardGradients:
-    """Adds what fully_shard's backward makes, and leaves it in the gradients of its shards."""
-
-    def __init__(self, model: Sharded, dealt: _ShardSums) -> None:
-        self._model = model
-        self._dealt = dealt
-        self.finish = dealt.finish
-        self._last: MicroBatch | None = None
-
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
-        """See GradientSum."""
-        self._last = microbatches[-1]
-        self._dealt.begin(leaves)
-
-    def before_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-        self._dealt.note = microbatch.note
-        self._model.begin_round(last=microbatch is self._last)
-
-    def after_backward(self, microbatch: MicroBatch) -> None:
-        """See GradientSum."""
-        self._model.end_backward()
-        self._dealt.end_round()
-        if microbatch is not self._last:
-            self._model.end_round()
-
-
-@final
 @dataclass(eq=False)
 class _ShardSums:
-    """This member's rows of the sums, unit by unit: filled in backward, complete after `finish`.
+    """Adds what fully_shard's backward makes, and leaves this member's rows of the sums in the gradients of its shards.
 
     Three things go on at once. Backward (this thread) hands over a unit's gradients in each round. The stream exchanges
     them among the members and pushes the rows that arrive into the unit's counter, in the order in which they were
@@ -161,7 +133,9 @@ class _ShardSums:
     stream: CommStream
     units: Sequence[str]
     chunks: int
-    note: Note | None = field(default=None, init=False)
+    model: Sharded = field(init=False)  # which hands over to `receive`
+    _note: Note | None = field(default=None, init=False)
+    _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
     _leaves: int = field(default=0, init=False)
     _first: int = field(default=0, init=False)  # the leaf of this rank's chunk of the first micro-batch
@@ -176,22 +150,33 @@ class _ShardSums:
         last = len(self.units) - 1
         self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
 
-    def begin(self, leaves: int) -> None:
-        microbatches = leaves // self.chunks
-        rounds, self._first = self.rank.rounds(microbatches), self.rank.seat * microbatches
+    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+        """See GradientSum."""
+        self._last = microbatches[-1]
+        of_all = leaves // self.chunks
+        rounds, self._first = self.rank.rounds(of_all), self.rank.seat * of_all
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
         self._round = next(self._rounds)
 
-    def end_round(self) -> None:
+    def before_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self._note = microbatch.note
+        self.model.begin_round(last=microbatch is self._last)
+
+    def after_backward(self, microbatch: MicroBatch) -> None:
+        """See GradientSum."""
+        self.model.end_backward()
         self._remaining -= 1
         self._round = next(self._rounds, (0, 0))
+        if microbatch is not self._last:
+            self.model.end_round()
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         """Take what a unit's backward made, [M * N] (comm/fsdp.py); after the last round `output`, [N], is the sum."""
-        if self.note is not None:
-            self.note(f"gradient of {self.units[unit]}", gradients)
+        if self._note is not None:
+            self._note(f"gradient of {self.units[unit]}", gradients)
         while may_wait and len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()()
         self._under_way.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
@@ -200,6 +185,7 @@ class _ShardSums:
             self._complete_ready(everything=False)
 
     def finish(self) -> None:
+        """See GradientSum."""
         self._complete_ready(everything=True)
         while self._under_way:
             self._under_way.popleft()()
