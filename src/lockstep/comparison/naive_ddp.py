@@ -276,7 +276,7 @@ class NaiveDDP:
             processes=world.size,
             strategy=NAIVE,
             device=str(world.device),
-            parameters=ready.parameters,
+            parameters=ready.summary.parameters,
             base_lr=planning.base_rate(ready.recipe),
             task=ready.task_line,
             monitor=ready.task.monitor.name,

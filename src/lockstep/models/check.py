@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, final
 
@@ -52,6 +52,17 @@ class Summary:
     synchronised: str  # the first layer that is torch's SyncBatchNorm and not frozen, "" where there is none
     buffers: frozenset[str]  # by their names
     flops: int | None  # of a sample, forward and backward; None where the meta device has not what they depend on
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Those of the parameters that are trained, each once."""
+        return tuple(sorted({len(form.shape) for form in self.trained.values()}))
+
+    def stored(self, dtype: torch.dtype | None) -> Summary:
+        """Return the same of a model whose parameters are trained in `dtype`, where one is given."""
+        trained = {name: form.cast(dtype) for name, form in self.trained.items()}
+        tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
+        return replace(self, tensors=tensors, trained=trained)
 
 
 def check_model(

@@ -27,7 +27,7 @@ from lockstep.device.meta import on_meta
 from lockstep.device.precision import computing_dtype, stored_dtype
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora
-from lockstep.models.check import Form, Summary, check_dtype, check_model
+from lockstep.models.check import Summary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.finetuning import Tuning, build_finetuned
 from lockstep.models.initialise import initialise
@@ -57,15 +57,10 @@ class Setup:
     data: DataSet
     problem: Problem
     steps: Steps
-    parameters: int
-    dims: tuple[int, ...]  # of the parameters that are trained, each once
+    summary: Summary  # of the model, as it is trained
     special: Mapping[str, dict[str, Any]]  # what the optimizer does otherwise to single parameters
-    tensors: Mapping[str, Form]  # of the model's state
-    trained: Mapping[str, Form]  # of the parameters that are trained
     blank: Build  # builds the model, with weights of no meaning
     uncut: Build  # builds it with its first weights and without chunks
-    buffers: frozenset[str]  # names of the model's tensors that are no parameters
-    flops: int | None  # of a sample, forward and backward
     warnings: tuple[str, ...]  # of what is legal, and probably not meant
     source: Mapping[str, str]  # hashes of the user's own source files
     task_line: str = ""  # which task it is, and why
@@ -167,7 +162,6 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     special = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
     taken = None if first is None else first.into(on_meta(models.uncut if first.adapted else models.plain))
-    stored = stored_dtype(recipe.precision)
     return Setup(
         recipe=recipe,
         data=data,
@@ -178,15 +172,10 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
         steps=steps,
-        parameters=summary.parameters,
-        dims=_dims(summary),
+        summary=summary.stored(stored_dtype(recipe.precision)),
         special=special,
-        tensors={key: each if key in summary.buffers else each.cast(stored) for key, each in summary.tensors.items()},
-        trained={key: each.cast(stored) for key, each in summary.trained.items()},
         blank=models.cut,
         uncut=partial(initialise, models.first, recipe.seed),
-        buffers=summary.buffers,
-        flops=summary.flops,
         warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, taken)),
         source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
         first=first,
@@ -251,16 +240,12 @@ def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[
     """Try the optimizer with each of the settings that parameters have; return those that single ones have."""
     special, stored = special_settings(recipe, [*summary.trained], models.cut), stored_dtype(recipe.precision)
     for make in with_each(recipe, special):
-        check_optimizer(make, _dims(summary))
+        check_optimizer(make, summary.dims)
         if stored is not None:
             check_stored(make, stored)
     if ":" in recipe.optimizer.name:
         check_own(recipe.optimizer.name, optimizer(recipe))
     return special
-
-
-def _dims(summary: Summary) -> tuple[int, ...]:
-    return tuple(sorted({len(form.shape) for form in summary.trained.values()}))
 
 
 def _warnings(recipe: Recipe, steps: Steps, summary: Summary, first: First | None, taken: Fit | None) -> Iterator[str]:

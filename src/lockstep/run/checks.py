@@ -140,17 +140,17 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
         for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
             check_rows(make, resolved.strategy_name, stored)
         for dtype in NARROW if stored is None else ():  # in which the model has weights by itself
-            if any(form.dtype == dtype for form in ready.trained.values()):
+            if any(form.dtype == dtype for form in ready.summary.trained.values()):
                 for make in with_each(ready.recipe, ready.special):
                     check_rows(make, resolved.strategy_name, dtype)
     if isinstance(strategy, ExternalEngine):
         for make in with_each(ready.recipe, ready.special)[1:]:
             strategy.check_recipe(numerics_for(resolved), make)
-        strategy.check_trained({name: form.dtype for name, form in ready.trained.items()})
+        strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
-        check_separable(ready.optimizer, ready.dims, resolved.strategy_name)
+        check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
 def cuda_refusals(ready: Setup) -> list[Refusal]:

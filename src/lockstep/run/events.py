@@ -32,7 +32,7 @@ def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path
         resumed_from,
         microbatches=recipe.microbatches,
         strategy=resolved.strategy_name,
-        parameters=ready.parameters,
+        parameters=ready.summary.parameters,
         base_lr=planning.base_rate(recipe),
     )
     return replace(
@@ -42,7 +42,7 @@ def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path
         monitor=task.monitor.name,
         unit=task.unit,
         fractions=list(task.fractions),
-        flops_per_sample=ready.flops,
+        flops_per_sample=ready.summary.flops,
         peak_flops_per_s=_peak_flops_per_s(rank.world, recipe.precision),
     )
 

@@ -87,7 +87,7 @@ class RankTraining:
         problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
         ready = replace(ready, problem=problem)
         self.engine, self.loader = start_engine(ready, resolved, world, resumes=self.resumed is not None)
-        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.buffers)
+        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""

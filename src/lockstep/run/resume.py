@@ -102,7 +102,7 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [
         *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
-        *_forms_problems("model", _forms(snapshot.model), ready.tensors),
+        *_forms_problems("model", _forms(snapshot.model), ready.summary.tensors),
         *_average_problems(snapshot, ready),
     ]
     _refuse(path, problems)
@@ -205,9 +205,8 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
     if (snapshot.ema is None) != (ready.recipe.ema is None):
         yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
     elif snapshot.ema is not None:
-        yield from _forms_problems(
-            "averaged weights", _forms(snapshot.ema), {name: form.as_average() for name, form in ready.tensors.items()}
-        )
+        averages = {name: form.as_average() for name, form in ready.summary.tensors.items()}
+        yield from _forms_problems("averaged weights", _forms(snapshot.ema), averages)
 
 
 def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
@@ -215,7 +214,7 @@ def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str
     for name, held in tensors.items():
         owner, _, slot = name.rpartition("/")
         shape = tuple(local_tensor(held).shape)
-        form = ready.trained.get(owner)
+        form = ready.summary.trained.get(owner)
         if form is None or slot not in ("error", "factor"):
             yield f"feedback: {name} is none of this run's"
         elif slot == "error" and math.prod(shape[1:]) != math.prod(form.shape):
@@ -318,7 +317,7 @@ def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]
 def _after_steps(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     trained = [
         (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
-        for name, form in ready.trained.items()
+        for name, form in ready.summary.trained.items()
     ]
     optimizer = ready.optimizer(trained, whole_norms)
     keep_ratios(optimizer)

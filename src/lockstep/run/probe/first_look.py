@@ -53,8 +53,9 @@ def first_look(ready: Setup) -> Iterator[Look]:
     if is_known(ready):
         yield list
         return
-    if ready.parameters > _PARAMETERS:
-        yield lambda: [_not_looked(f"the model has {ready.parameters:,} parameters, more than are copied for it")]
+    parameters = ready.summary.parameters
+    if parameters > _PARAMETERS:
+        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than are copied for it")]
         return
     context = get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
