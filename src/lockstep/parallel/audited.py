@@ -52,6 +52,7 @@ class Part:
 
 
 @final
+@dataclass(eq=False)
 class AuditedEngine:
     """The engine that `start` makes, whose steps are audited when `schedule` says so, which changes no number.
 
@@ -59,23 +60,20 @@ class AuditedEngine:
     results the ranks do not agree raises CorruptionError on all of them. `audited` counts the others.
     """
 
-    def __init__(
-        self,
-        start: Callable[[World], Auditable],
-        world: World,
-        schedule: AuditSchedule,
-        fetch: Callable[[Step, int], MicroBatch],
-    ) -> None:
+    start: Callable[[World], Auditable]
+    world: World
+    schedule: AuditSchedule
+    fetch: Callable[[Step, int], MicroBatch]
+
+    def __post_init__(self) -> None:
         log = MessageLog()
-        self._engine = engine = start(world.rotated(schedule.mesh, 0, log))
+        self._engine = engine = self.start(self.world.rotated(self.schedule.mesh, 0, log))
         self.gradients, self.state = engine.gradients, engine.state
         self.close = engine.close
-        self._audit = Audit(engine, world, log, schedule.every)
+        self._audit = Audit(engine, self.world, log, self.schedule.every)
         kept = self._audit.kept
         kept.begin()
         self.update, self.evaluation, self.load = kept.update, kept.evaluation, kept.load
-        self._schedule = schedule
-        self._fetch = fetch
 
     @property
     def audited(self) -> int:
@@ -85,9 +83,9 @@ class AuditedEngine:
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._audit.kept.step = step
-        if not self._schedule.due(step):
+        if not self.schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
-        for part in self._audit.parts(self._schedule, self._fetch, microbatches, step):
+        for part in self._audit.parts(self.schedule, self.fetch, microbatches, step):
             if part.beside:
                 [microbatch] = part.microbatches
                 self._engine.repeat(microbatch, step)
