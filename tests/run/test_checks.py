@@ -7,7 +7,7 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.run.build import setup
+from lockstep.run.build import numerics_of, setup
 from lockstep.run.checks import check_kernels, check_placement, cuda_refusals
 from lockstep.run.resolved import resolve
 
@@ -92,7 +92,7 @@ def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: s
         with pytest.raises(UsageError, match=text):
             setup(recipe)
     else:
-        assert setup(recipe).numerics().sync_batchnorm is (asked == "sync")
+        assert numerics_of(setup(recipe).recipe).sync_batchnorm is (asked == "sync")
 
 
 def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:

@@ -1,7 +1,7 @@
 """From a configuration to the things it names: what every command that trains or evaluates needs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,10 +77,6 @@ class Setup:
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return what the optimizer does otherwise to the parameter `name`."""
         return self.special.get(name, {})
-
-    def numerics(self, offload_activations: bool = False, recompute: int = 0) -> Numerics:
-        """Return what an engine computes by; see `numerics_of`."""
-        return replace(numerics_of(self.recipe, offload_activations, recompute), guarded=self.guarded)
 
     @property
     def task(self) -> Task:

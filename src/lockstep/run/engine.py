@@ -15,8 +15,8 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.run.build import Setup
+from lockstep.run.external_engine import numerics_for
 from lockstep.run.resolved import Resolved
-from lockstep.run.strategy import recompute_interval
 from lockstep.strategies.base import CutsModel
 
 
@@ -29,7 +29,7 @@ def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool =
     problem = ready.problem
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
-    numerics = ready.numerics(placement.offload_activations, recompute_interval(placement, strategy))
+    numerics = replace(numerics_for(resolved), guarded=ready.guarded)
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)

@@ -34,7 +34,7 @@ from lockstep.errors import OwnCodeError
 from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in
 from lockstep.run import user_code
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, numerics_of
 from lockstep.run.probe.findings import LossFact, ProbeResult, RandomSample
 from lockstep.run.probe.state import CACHE, Globals, ModelState, digest, streams, weights
 from lockstep.run.probe.witness import CLOCK, RANK, record_reads
@@ -151,7 +151,7 @@ class _Probe:
         self._ready = ready
         self._world = World(ALONE, device)
         self._look = look
-        self._numerics = replace(ready.numerics(), precision=look.precision, guarded=False)
+        self._numerics = replace(numerics_of(ready.recipe), precision=look.precision, guarded=False)
         self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
