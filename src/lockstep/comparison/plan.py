@@ -4,7 +4,6 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from lockstep.run.background import Train
 from lockstep.run.build import Setup, setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.first_weights import load_first_weights
+from lockstep.run.folder import fresh_folder
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import check_first, check_recipe
 from lockstep.run.runs import CONFIG
@@ -81,9 +81,7 @@ def processes_in(text: str) -> tuple[int, ...]:
 
 def folder_for(source: str) -> Path:
     """Return a folder that is not there yet, for a comparison that begins now."""
-    name = f"compare-{_slug(Path(source).stem)}-{datetime.now():%Y%m%d-%H%M%S}"
-    names = (f"{name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
-    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
+    return fresh_folder(f"compare-{_slug(Path(source).stem)}")
 
 
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:

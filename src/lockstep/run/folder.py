@@ -266,8 +266,13 @@ def fresh(loaded: Loaded) -> Path:
     rest = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
     name = f"{loaded.name}-{rest}" if rest else loaded.name
     name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
-    now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = (f"{name}-{now}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    return fresh_folder(name)
+
+
+def fresh_folder(name: str) -> Path:
+    """Return a folder of this name and the time that is not there yet; beside one of the same second, with a number."""
+    dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
