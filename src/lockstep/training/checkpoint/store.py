@@ -384,14 +384,11 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    found = [(int(path.name.removeprefix("step-")), 1, path) for path in checkpoints(folder)]
-    for path in folder.iterdir():
-        left = _LEFTOVER.fullmatch(path.name)
-        if left and left[3] == "old":
-            found.append((int(left[2]), 0, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+    """Return the checkpoints, and those that a killed save has moved away, by their steps, the newest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    moved = [path for path in paths if (left := _LEFTOVER.fullmatch(path.name)) and left[3] == "old"]
+    # Of one step the name without a dot comes first.
+    return sorted([*checkpoints(folder), *moved], key=lambda path: (step_of(path) or 0, path.name), reverse=True)
 
 
 def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) -> FoundCheckpoint:
