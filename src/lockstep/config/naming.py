@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
-from lockstep.config.overrides import OVERRIDE
+from lockstep.config.overrides import OVERRIDE, forget_places
 from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
@@ -102,8 +102,7 @@ def _remove(document: Document, path: Path) -> None:
     while len(path) > 2:
         above = _at(document, path[:-1])
         del above[path[-1]]
-        for place in [place for place in document.places if place[: len(path)] == path]:
-            del document.places[place]
+        forget_places(document, path)
         path = path[:-1]
         if above:
             return

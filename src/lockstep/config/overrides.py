@@ -55,7 +55,7 @@ def _set(document: Document, path: Path, text: str) -> None:
     here = section.get(str(path[-1]))
     if isinstance(value.values, str) and isinstance(here, dict) and SHORTHAND.get(path) == "name":
         section, path = here, (*path, "name")  # what else stands there may still be meant
-    _forget_places(document, path)
+    forget_places(document, path)
     section[str(path[-1])] = value.values
     document.places.update(dict.fromkeys([(*path, *inner) for inner in value.places], OVERRIDE))
 
@@ -73,12 +73,13 @@ def _unset(document: Document, path: Path) -> None:
             path = path[:depth]  # the bare value is what the key stands for
             break
         section = inner
-    _forget_places(document, path)
+    forget_places(document, path)
     section.pop(str(path[-1]), None)
     document.places[path] = OVERRIDE  # where the key is required, this is what to correct
 
 
-def _forget_places(document: Document, path: Path) -> None:
+def forget_places(document: Document, path: Path) -> None:
+    """Forget where a key and all below it came from."""
     for old in [old for old in document.places if old[: len(path)] == path]:
         del document.places[old]
 
