@@ -18,9 +18,8 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
 from lockstep.run.background import Train
-from lockstep.run.build import Setup, setup
+from lockstep.run.build import Setup, first_setup
 from lockstep.run.checks import check_cut, check_kernels, check_placement
-from lockstep.run.first_weights import load_first_weights
 from lockstep.run.folder import fresh_folder
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import check_first, check_recipe
@@ -120,9 +119,8 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 def _ready(loaded: Loaded) -> Setup:
     """Check what all placements of a recipe have in common, and return what the recipe is made of."""
     with with_places(loaded):
-        loaded, first = load_first_weights(loaded)
         check_sinks(loaded.config.run)
-        ready = setup(loaded.config.recipe, first)
+        ready = first_setup(loaded)
         check_first(ready)
     return ready
 
