@@ -18,7 +18,7 @@ from lockstep.errors import TrainingError
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train, turns
 
 
 class Wish:
@@ -47,10 +47,9 @@ def run(
         if step.number == stop_at:
             stop.level = level
 
-    following_batches = batches(following.steps, ask)
-    return list(
-        train(engine, world, following_batches, following, progress or Progress(), evaluated(), saved, stop)  # type: ignore[arg-type]
-    )
+    at = progress or Progress()
+    steps = turns(world, batches(following.steps, ask), following, at, evaluated(), saved, stop)  # type: ignore[arg-type]
+    return list(train(engine, following, steps))
 
 
 def test_events_come_in_order_at_their_rhythms() -> None:
@@ -195,7 +194,8 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     engine = FakeEngine(losses={1: math.nan})
     following = plan(STEPS, **{"log": Interval(steps=100), **rhythms})
     events: list[Event] = []
-    training = train(engine, ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish())  # type: ignore[arg-type]
+    steps = turns(ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish())  # type: ignore[arg-type]
+    training = train(engine, following, steps)
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
         events.extend(training)
     assert shortly(events) in ([], ["step 1"])
@@ -212,8 +212,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
-    training = train(
-        FakeEngine(),
+    steps = turns(
         ALONE_WORLD,
         batches(STEPS, lambda _: passes(1.0)),
         following,
@@ -222,6 +221,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda progress: passes(1000.0) or saved(progress),  # type: ignore[func-returns-value]
         Wish(),  # type: ignore[arg-type]
     )
+    training = train(FakeEngine(), following, steps)
     assert [event.samples_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3
 
 

@@ -55,7 +55,7 @@ from lockstep.run.user_source import source_changes
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import NEVER, Interval, Plan, Progress, train
+from lockstep.training.loop import NEVER, Interval, Plan, Progress, train, turns
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
 # Keys that say where and how a replay computes; all others are the run's.
@@ -292,8 +292,8 @@ class _Steps:
             log=_COLLECTED,
             save=NEVER,
         )
-        world, progress = self._world, self._progress
-        for _ in train(self, world, self._batches, plan, progress, None, lambda _: [], digests=self._digests):
+        following = turns(self._world, self._batches, plan, self._progress, None, lambda _: [], digests=self._digests)
+        for _ in train(self, plan, following):
             pass
         self._digests.collect()
         self._engine.close()

@@ -47,7 +47,7 @@ from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train, turns
 
 _SEEDED: Final = (
     "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "
@@ -123,17 +123,10 @@ class RankTraining:
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
         plan, at, digests = self._plan(), rank.progress, rank.digests
-        for event in train(
-            self.engine,
-            self.world,
-            self._batches,
-            plan,
-            at,
-            self._evaluate,
-            lambda _: checkpoints.save(),
-            stop,
-            digests,
-        ):
+        following = turns(
+            self.world, self._batches, plan, at, self._evaluate, lambda _: checkpoints.save(), stop, digests
+        )
+        for event in train(self.engine, plan, following):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()
             yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.poll()

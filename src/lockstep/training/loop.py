@@ -142,20 +142,10 @@ class Turn:
         return () if counted else self.of(self)
 
 
-def train(
-    engine: Stepping,
-    world: World,
-    batches: Batches,
-    plan: Plan,
-    progress: Progress,
-    evaluate: Callable[[Progress], Evaluated] | None,
-    save: Callable[[Progress], Iterable[Saved]],
-    stop: Stop | None = None,
-    digests: StepDigests | None = None,
-) -> Iterator[Event]:
-    """Train by `turns`, whose steps this engine does, at the learning rate of the plan."""
+def train(engine: Stepping, plan: Plan, following: Iterable[Turn | Event]) -> Iterator[Event]:
+    """Let an engine do the steps of `turns` of the plan, at its learning rate; yield the events."""
     assert plan.rate is not None
-    for each in turns(world, batches, plan, progress, evaluate, save, stop, digests):
+    for each in following:
         if not isinstance(each, Turn):
             yield each
             continue

@@ -44,7 +44,7 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import NEVER, Interval, Plan, Progress, train
+from lockstep.training.loop import NEVER, Interval, Plan, Progress, train, turns
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
@@ -145,7 +145,7 @@ class _TracedRun:
             log=Interval(steps=1),
             save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER,
         )
-        for _ in train(self, self._world, self._batches, plan, Progress(), None, self._save):
+        for _ in train(self, plan, turns(self._world, self._batches, plan, Progress(), None, self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
