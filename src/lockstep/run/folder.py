@@ -156,25 +156,12 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
     return claim_folder(folder, str, begin)
 
 
-def record(
-    loaded: Loaded,
-    folder: Path,
-    source: Mapping[str, str],
-    cores: Sequence[str],
-    exchange: Mapping[str, Any],
-    first_weights: Mapping[str, Any],
-    engine_files: Mapping[str, str],
-) -> None:
-    """Write config.yaml, environment.json and, by their names, the files that another framework's engine was given.
-
-    `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks, and
-    `first_weights` what they were, if not the seed's.
-    """
+def record_config(folder: Path, loaded: Loaded, engine_files: Mapping[str, str]) -> None:
+    """Write config.yaml and, by their names, the files that another framework's engine was given."""
     _write(folder / CONFIG, loading.to_yaml(loaded))
     (folder / _HANDED_OVER).unlink(missing_ok=True)  # of a start under another strategy
     for name, text in engine_files.items():
         _write(folder / name, text)
-    record_environment(folder, source, cores, exchange, first_weights)
 
 
 def record_environment(
@@ -184,7 +171,11 @@ def record_environment(
     exchange: Mapping[str, Any],
     first_weights: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write environment.json; see `record`."""
+    """Write environment.json.
+
+    `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks, and
+    `first_weights` what they were, if not the seed's.
+    """
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
     placed |= {"first weights": dict(first_weights)} if first_weights else {}
     _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")

@@ -229,8 +229,8 @@ class RankTraining:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = sources(self.resolved, self.ready) | source_digests(sinks.own_paths(run))
             first = weights_record(recipe, self.ready.first, self.ready.taken)
-            files = engine_files(self.resolved)
-            run_folder.record(self.resolved.loaded, folder, source, self.cores, exchange, first, files)
+            run_folder.record_config(folder, self.resolved.loaded, engine_files(self.resolved))
+            run_folder.record_environment(folder, source, self.cores, exchange, first)
             yield [*found, *added]
 
 
