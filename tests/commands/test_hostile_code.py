@@ -15,7 +15,7 @@ from lockstep.common.own_code import own_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import alone
-from lockstep.run.build import evaluation_batch, setup
+from lockstep.run.build import setup
 from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
 from lockstep.run.resolved import resolve
@@ -89,7 +89,7 @@ def train(folder: Path, code: str) -> None:
     for step, microbatches in islice(loader.training(0), 3):
         engine.forward_backward(microbatches, step)
         engine.update(0.1, None)
-    evaluation_event(engine, world, ready, loader, evaluation_batch(resolved.recipe), Progress())
+    evaluation_event(engine, world, ready, loader, Progress())
     engine.state()
 
 

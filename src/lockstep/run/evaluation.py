@@ -24,7 +24,7 @@ from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run import first_weights
-from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.checks import check_compile, check_cut, check_placement
 from lockstep.run.computing import computing_device
@@ -258,7 +258,7 @@ def _on_rank(
         model = found.snapshot.model if found is not None else gather_whole(world, engine.state().model)
         sha256 = store.weights_sha256(model)
         rendezvous.status = lambda: RankStatus("evaluating", progress.step)
-        event = evaluation_event(engine, world, ready, loader, evaluation_batch(recipe), progress)
+        event = evaluation_event(engine, world, ready, loader, progress)
         engine.close()
         world.close()
     if world.rank == 0:

@@ -14,7 +14,7 @@ from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
 from lockstep.parallel.engine import Engine
-from lockstep.run.build import Setup
+from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
 from lockstep.tasks.base import Report
@@ -86,13 +86,13 @@ def evaluation_event(
     world: World,
     ready: Setup,
     loader: Loader,
-    batch: int,
     progress: Progress,
     keep: Callable[[Report], None] | None = None,
 ) -> Evaluated:
     """Evaluate exactly and return the event; `keep` gets what the task reports in detail. All ranks call it."""
-    task, batches = ready.task, loader.validation(batch)
-    sums, seconds = evaluate(engine, world, task, batches, loader.validation_batches(batch), details=keep is not None)
+    task, batch = ready.task, evaluation_batch(ready.recipe)
+    batches, count = loader.validation(batch), loader.validation_batches(batch)
+    sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
     figures = figures_of(task, sums)
     if keep is not None:
         keep(task.report(sums))

@@ -29,7 +29,7 @@ from lockstep.reporting.flops import with_flops
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run import sinks
-from lockstep.run.build import Setup, evaluation_batch
+from lockstep.run.build import Setup
 from lockstep.run.checkpoints import Checkpoints, Resumed
 from lockstep.run.data_facts import model_facts
 from lockstep.run.engine import start_engine
@@ -168,10 +168,9 @@ class RankTraining:
         )
 
     def _evaluate(self, progress: Progress) -> Evaluated:
-        batch = evaluation_batch(self.resolved.recipe)
         with self.rank.during("evaluating"):
             keep = self._keep if progress.step == self.ready.steps.total else None
-            return evaluation_event(self.engine, self.world, self.ready, self.loader, batch, progress, keep)
+            return evaluation_event(self.engine, self.world, self.ready, self.loader, progress, keep)
 
     def _keep(self, report: Report) -> None:
         """Write what the task reports of the last evaluation, on rank 0."""
