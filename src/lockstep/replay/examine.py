@@ -98,32 +98,13 @@ def examine(
     found = Examined()
     for microbatch in microbatches:
         observer = _Observer(microbatch, found, trace)
-        task.see = partial(_note_losses, task, microbatch, found.losses, observer)
+        task.see = partial(observer.note_losses, task)
         try:
             with observer.hooks(model), observer:
                 engine.repeat(replace(microbatch, note=lambda *_: None), step)
         finally:
             task.see = None
     return found
-
-
-def _note_losses(
-    task: ObservedTask,
-    microbatch: MicroBatch,
-    losses: list[SampleLoss],
-    observer: _Observer,
-    outputs: Any,
-    batch: Batch,
-) -> None:
-    """Note the loss of each sample by itself, where outputs and batch can be cut by samples."""
-    with torch.no_grad(), observer.paused():
-        for place in range(microbatch.samples):
-            one = partial(map_tensors, partial(_sample, place, microbatch.samples))
-            try:  # not of a loss over the whole, or of outputs of a kind of their own
-                loss = float(task._task.loss(one(outputs), one(batch)))
-            except (RuntimeError, ValueError, IndexError, TypeError):
-                loss = math.nan
-            losses.append(SampleLoss(microbatch.index, place, loss))
 
 
 def _sample(place: int, samples: int, tensor: Tensor) -> Tensor:
@@ -143,6 +124,18 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules: list[str] = []
         self._paused = False
         self._behind = LOSS  # the module whose backward is under way
+
+    def note_losses(self, task: ObservedTask, outputs: Any, batch: Batch) -> None:
+        """Note the loss of each sample by itself, where outputs and batch can be cut by samples."""
+        samples = self._microbatch.samples
+        with torch.no_grad(), self.paused():
+            for place in range(samples):
+                one = partial(map_tensors, partial(_sample, place, samples))
+                try:  # not of a loss over the whole, or of outputs of a kind of their own
+                    loss = float(task._task.loss(one(outputs), one(batch)))
+                except (RuntimeError, ValueError, IndexError, TypeError):
+                    loss = math.nan
+                self._found.losses.append(SampleLoss(self._microbatch.index, place, loss))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
