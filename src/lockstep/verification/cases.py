@@ -54,24 +54,14 @@ class VerifyCase:
     reason: str = ""
 
     @property
-    def strategy(self) -> str:
-        """The name of its strategy."""
-        return self.resolved.strategy_name
-
-    @property
     def processes(self) -> int:
         """Their number."""
         return self.resolved.processes
 
     @property
-    def exactness(self) -> str:
-        """What its strategy promises."""
-        return self.resolved.strategy.traits.exactness
-
-    @property
     def label(self) -> str:
         """The placement in words."""
-        return f"{self.strategy} on {self.processes}"
+        return f"{self.resolved.strategy_name} on {self.processes}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +164,7 @@ def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
     """Return one process, as a case of its own, and the requested placement."""
     requested = _case(loaded, loaded.config.placement.strategy, count, {})
     single = _case(loaded, _SINGLE, 1, {})
-    return [requested] if (requested.strategy, count) == ("single", 1) else [single, requested]
+    return [requested] if (requested.resolved.strategy_name, count) == ("single", 1) else [single, requested]
 
 
 def _all(loaded: Loaded, ready: Setup) -> list[VerifyCase]:
@@ -185,7 +175,7 @@ def _all(loaded: Loaded, ready: Setup) -> list[VerifyCase]:
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
     requested = placement.strategy.name
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    exact = [each for each in ordered if _case_of(loaded, each, 1).exactness == "bits"]
+    exact = [each for each in ordered if _case_of(loaded, each, 1).resolved.strategy.traits.exactness == "bits"]
     also = [requested] if requested not in (*exact, "auto") else []
     return [_check_case(_case_of(loaded, name, size), ready) for name in [*exact, *also] for size in sizes]
 
@@ -267,17 +257,18 @@ class _Comparison:
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
         """Run a case from the beginning; give its outcome where it agrees with the reference."""
+        name, exactness = case.resolved.strategy_name, case.resolved.strategy.traits.exactness
+        row = VerdictRow(name, case.processes, "not possible", case.reason, exactness)
         if case.reason:
-            return VerdictRow(case.strategy, case.processes, "not possible", case.reason, case.exactness), None
+            return row, None
         self._tell(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
             # What the user cannot have here is not possible; anything else is a failure.
             verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
-            return VerdictRow(case.strategy, case.processes, verdict, outcome.message, case.exactness), None
+            return replace(row, verdict=verdict, reason=outcome.message), None
         seconds, peaks = max(seen.seconds for seen in outcome.seen), tuple(seen.peak_bytes for seen in outcome.seen)
-        row = VerdictRow(case.strategy, case.processes, "identical", exactness=case.exactness)
-        row = replace(row, tolerance=self._case_tolerance(case), seconds=seconds, peak_bytes=peaks)
+        row = replace(row, verdict="identical", tolerance=self._case_tolerance(case), seconds=seconds, peak_bytes=peaks)
         row = self._judge(row, case, outcome, "")
         if not row.good:
             shutil.rmtree(outcome.job.folder)
@@ -353,10 +344,10 @@ class _Comparison:
 
     def _case_tolerance(self, case: VerifyCase) -> float | None:
         """Return the tolerance of a case that is only close, None where it promises bits."""
-        if case.exactness == "bits":
+        traits, steps = case.resolved.strategy.traits, len(self._job.numbers)
+        if traits.exactness == "bits":
             return None
-        sent = case.resolved.strategy.traits.sent
-        more = comm_tolerance(unit_roundoff(sent), case.processes, len(self._job.numbers)) if sent else 0.0
+        more = comm_tolerance(unit_roundoff(traits.sent), case.processes, steps) if traits.sent else 0.0
         return self._rounding_tolerance() + more
 
     def _rounding_tolerance(self) -> float:
