@@ -528,6 +528,18 @@ def distillation_without_freezing(run):
     trained(run, net(), loss)
 
 
+@alike
+def self_distillation(run):
+    """The model itself in evaluation, asked within a micro-batch for what it is to learn."""
+
+    def loss(model, x, _):
+        with torch.no_grad():
+            soft = model.eval()(x).softmax(1)
+        return summed(model.train()(x), soft)
+
+    trained(run, net(), loss)
+
+
 @refused("a BatchNorm1d outside the placed model")
 def distillation_in_training(run):
     teacher = net()
@@ -667,6 +679,15 @@ def adversarial(run):
         moved = x.clone().requires_grad_()
         [gradient] = torch.autograd.grad(summed(model(moved), y), moved)  # <-
         step.backward(summed(model(x + 0.1 * gradient.sign()), y))
+
+
+@alike
+def inputs_with_gradients(run):
+    model, _ = placed(run)
+    for step, x, y in micro_batches(steps(run)):
+        noisy = x.clone().requires_grad_()
+        step.backward(summed(model(noisy), y))
+        assert noisy.grad is not None
 
 
 @alike
@@ -1019,17 +1040,19 @@ def deep_supervision(run):
 
 @alike
 def gradients_logged(run):
-    """Norms of p.grad for a log, which are nan before the update."""
-    model, _ = placed(run)
+    """Norms of p.grad for a log, which are nan before the update; gradients emptied where none are."""
+    model, optimizer = placed(run)
     seen = []
     for step in steps(run):
+        model.zero_grad()
         for x, y in step:
             step.backward(summed(model(x), y))
         norms = {name: each.grad.norm().item() for name, each in model.named_parameters() if each.grad is not None}
         total = torch.stack([each.grad.detach().square().sum() for each in model.parameters()]).sum().sqrt()
         seen.append((norms, float(total)))
         step.update(clip=1.0)
-        run.log(norm=step.norm)
+        weights = optimizer.param_groups[0]["params"]
+        run.log(norm=step.norm, weights=sum(float(each.data.detach().norm()) for each in weights))
 
 
 @alike
