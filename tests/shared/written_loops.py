@@ -61,6 +61,14 @@ def micro_batches(steps: Iterator[Any], **update: Any) -> Iterator[tuple[Any, ..
         step.update(**update)
 
 
+def computed(steps: Iterator[Any], model: Any) -> Iterator[Any]:
+    """Yield each step once its micro-batches are computed."""
+    for step in steps:
+        for x, y in step:
+            step.backward(summed(model(x), y))
+        yield step
+
+
 def even(run: Any, epochs: int = 1) -> Iterator[Any]:
     """Steps in which each of one to three ranks has as many micro-batches, so that all are refused at once."""
     return run.steps(data(36), batch=18, microbatches=6, epochs=epochs)
@@ -147,9 +155,7 @@ def accumulation_ported(run):
     """Nested loops: some steps make what is reported as one."""
     model, _ = placed(run)
     reported, running = [], 0.0
-    for step in steps(run, epochs=2):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run, epochs=2), model):
         step.update(clip=1.0)
         running += float(step.loss)
         if step.every(steps=2):
@@ -189,9 +195,7 @@ def early_stopping(run):
     """Stop by a figure of the whole validation set."""
     model, _ = placed(run)
     best, patience = float("inf"), 0
-    for step in steps(run, epochs=4):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run, epochs=4), model):
         step.update()
         if step.every(epochs=1):
             loss = run.sum(summed(model(x), y) for x, y in run.each(data())) / 40
@@ -712,9 +716,7 @@ def vae(run):
 def ema_by_hand(run):
     model, _ = placed(run)
     shadow = deepcopy({name: each.detach() for name, each in model.state_dict().items()})
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run), model):
         step.update()
         with torch.no_grad():
             for name, each in model.state_dict().items():
@@ -730,9 +732,7 @@ def ema_by_deepcopy_before(run):
     model = net()
     average = deepcopy(model).requires_grad_(False)
     model, _ = placed(run, model)
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run), model):
         step.update()
         with torch.no_grad():
             for mine, its in zip(average.parameters(), model.parameters(), strict=True):
@@ -746,9 +746,7 @@ def ema_by_deepcopy_after(run):
     """The average is a model of its own, copied after run.place."""
     model, _ = placed(run)
     average = deepcopy(model)  # <-
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run), model):
         step.update()
         with torch.no_grad():
             for mine, its in zip(average.parameters(), model.parameters(), strict=True):
@@ -760,9 +758,7 @@ def swa(run):
     """torch.optim.swa_utils, with what it averages copied after run.place."""
     model, _ = placed(run)
     averaged = AveragedModel(model)  # <-
-    for step in steps(run, epochs=2):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run, epochs=2), model):
         step.update(lr=1e-2 if step.epoch == 0 else 1e-3)
         if step.epoch:
             averaged.update_parameters(model)
@@ -876,9 +872,7 @@ def scheduler_read(run):
     aside = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
     scheduler = CosineAnnealingLR(aside, 10)
     model, _ = placed(run)
-    for step in steps(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(steps(run), model):
         step.update(lr=scheduler.get_last_lr()[0])
         aside.step()
         scheduler.step()
@@ -888,13 +882,11 @@ def scheduler_read(run):
 def one_cycle_ported(run):
     model = net()
     model, optimizer = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.95))
-    for step in steps(run, epochs=2):
+    for step in computed(steps(run, epochs=2), model):
         share = step.samples_seen / 80
         rise = share / 0.3 if share < 0.3 else (1 - share) / 0.7
         for group in optimizer.param_groups:
             group["momentum"] = 0.95 - 0.1 * rise
-        for x, y in step:
-            step.backward(summed(model(x), y))
         step.update(lr=0.01 + 0.09 * rise)
 
 
@@ -929,10 +921,8 @@ def rested_after_an_epoch(run):
     model = net()
     groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters()}]
     model, optimizer = run.place(model, torch.optim.AdamW(groups, lr=1e-2))
-    for step in steps(run, epochs=2):
+    for step in computed(steps(run, epochs=2), model):
         optimizer.param_groups[0]["lr_scale"] = float(step.epoch == 0)
-        for x, y in step:
-            step.backward(summed(model(x), y))
         step.update()
 
 
@@ -1192,9 +1182,7 @@ def noisy_evaluation_that_sets_the_rate(run):
     """A validation loss as of a VAE, whose noise is drawn from three generators; and numbers drawn after it."""
     model, _ = placed(run)
     rate, best = 1e-2, float("inf")
-    for step in even(run, epochs=4):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run, epochs=4), model):
         step.update(lr=rate)
         if step.every(steps=2):
             noisy = ((x + np.random.rand() * torch.randn_like(x) + random.random(), y) for x, y in run.each(data()))
