@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import invoke
-from event_examples import done, evaluated, saved, started, stepped
+from event_examples import done, evaluated, saved, started, stepped, write
 
 import lockstep
 from lockstep.config.load import load, to_yaml
@@ -32,10 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_folder(name: str, *events: Event, overrides: tuple[str, ...] = ()) -> Path:
     """Make a run folder with a log that has an event each second."""
     run = Path("runs") / name
-    log = JsonLines(run / "events.jsonl")
-    for number, event in enumerate(events):
-        log.write(event, 100.0 + number)
-    log.close()
+    write(JsonLines(run / "events.jsonl"), *events)
     (run / "config.yaml").write_text(to_yaml(load("digits", overrides)), encoding="utf-8")
     environment = {"cpu": {"model": "EPYC", "cores_usable": 2}, "packages": {"torch": "2.15.0"}, "gpus": []}
     (run / "environment.json").write_text(json.dumps(environment), encoding="utf-8")

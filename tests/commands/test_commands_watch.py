@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import DIGITS, Start, invoke
-from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
+from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped, write
 
 from lockstep.errors import UsageError
 from lockstep.jobs import reader
@@ -27,10 +27,7 @@ def run_folder(run: Path, *events: Event, first: float = 100.0) -> Path:
     """Make a run folder, or go on with its log, an event each second."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "lock").touch()
-    log = JsonLines(run / "events.jsonl")
-    for number, event in enumerate(events):
-        log.write(event, first + number)
-    log.close()
+    write(JsonLines(run / "events.jsonl"), *events, first=first)
     return run
 
 

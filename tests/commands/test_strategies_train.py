@@ -7,6 +7,7 @@ import pytest
 from conftest import DIGITS
 from forked import events
 from test_resume import TRAIN, stop, undisturbed
+from test_train import assert_same_run
 
 PLACED = {
     "zero1": ("placement.strategy={name: zero1, offload: true}", "placement.processes=3"),
@@ -17,7 +18,6 @@ PLACED = {
     "server": ("placement.strategy=parameter_server", "placement.processes=3"),
     "pipelines": ("placement.strategy={name: pipeline, shard: 2, schedule: zero_bubble}", "placement.processes=4"),
 }
-MANIFEST = "run/checkpoints/step-00000023/manifest.json"
 DIGESTS = "run/digests.bin"
 
 
@@ -27,17 +27,10 @@ DIGESTS = "run/digests.bin"
 def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     reference = undisturbed(finished)
     trained = run("train", *DIGITS, "run.dir=run", "recipe.microbatches=4", *PLACED[name])
-    assert trained.sha256 == reference.sha256
-    for file in (MANIFEST, DIGESTS):
-        assert (trained.folder / file).read_bytes() == (reference.folder / file).read_bytes()
-    same = (
-        ("started", ("flops_per_sample",)),
-        ("step", ("step", "loss", "lr")),
-        ("evaluated", ("step", "loss", "top1", "evaluated")),
-    )
-    for kind, keys in same:
-        told, expected = (events(each.folder / "run", kind) for each in (trained, reference))
-        assert [[event[key] for key in keys] for event in told] == [[event[key] for key in keys] for event in expected]
+    assert_same_run(reference, trained)
+    assert (trained.folder / DIGESTS).read_bytes() == (reference.folder / DIGESTS).read_bytes()
+    started, expected = (events(each.folder / "run", "started")[0] for each in (trained, reference))
+    assert started["flops_per_sample"] == expected["flops_per_sample"]
     assert trained.err == ""
 
 
@@ -47,9 +40,7 @@ def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished):
     stopped = stop(start, "recipe.microbatches=4", *PLACED["hsdp"], number=signal.SIGTERM)
     (end,) = events(stopped.folder / "run", "stopped")
     assert 0 < end["step"] < 23
-    resumed, reference = run(*TRAIN, "recipe.microbatches=4", *PLACED["pipelines"]), undisturbed(finished)
-    assert resumed.sha256 == reference.sha256
-    assert (resumed.folder / MANIFEST).read_bytes() == (reference.folder / MANIFEST).read_bytes()
+    assert_same_run(undisturbed(finished), run(*TRAIN, "recipe.microbatches=4", *PLACED["pipelines"]))
 
 
 @pytest.fixture

@@ -81,10 +81,10 @@ def done() -> Done:
     )
 
 
-def write(sink: Any, *events: Event) -> None:
+def write(sink: Any, *events: Event, first: float = 1000.0) -> None:
     """Write events a second apart, and close the sink, which may be done twice."""
     for number, event in enumerate(events):
-        sink.write(event, 1000.0 + number)
+        sink.write(event, first + number)
     sink.close()
     sink.close()
 
