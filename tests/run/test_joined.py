@@ -52,9 +52,7 @@ def joined(folder: Path | None = None) -> Iterator[Any]:
 
 def steps(run: Any, model: nn.Module, epochs: int = 1, before: int = 0) -> list[int]:
     done = []
-    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=epochs):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
+    for step in loops.computed(run, model, epochs=epochs):
         step.update(clip=1.0)
         done.append(step.number)
         if len(done) == before:
@@ -77,6 +75,19 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert run.fingerprint() == whole
     with joined(tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
+
+
+def assert_resumes(train: Callable[[Any, int], object], folder: Path) -> None:
+    """Train six steps at once, and in a folder four and the others: the weights are the same."""
+    with joined() as run:
+        train(run, 6)
+        whole = run.fingerprint()
+    with joined(folder / "run") as run:
+        train(run, 4)
+        run.save()
+    with joined(folder / "run") as run:
+        train(run, 6)
+        assert run.fingerprint() == whole
 
 
 @pytest.mark.parametrize("ends", ["error", "within a step", "interrupt", "end"])
@@ -115,9 +126,7 @@ def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkey
 def test_a_step_is_reported_before_its_evaluation(tmp_path):
     with joined(tmp_path / "run") as run:
         model, _ = loops.placed(run)
-        for step in run.steps(loops.data(), batch=16, steps=1):
-            for batch in step:
-                step.backward(loops.loss(model, batch))
+        for step in loops.computed(run, model, steps=1):
             step.update()
             run.log(right=run.sum(loops.loss(model, batch) for batch in run.each(loops.data())))
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -139,49 +148,32 @@ def test_a_loop_in_another_thread_leaves_signals_alone(tmp_path):
 
 
 def test_settings_of_groups_go_on_with_a_run(tmp_path):
-    def trained(run: Any, steps: int, last: int) -> None:
+    def trained(run: Any, last: int) -> None:
         model, optimizer = loops.placed(run)
-        for step in run.steps(loops.data(), batch=16, microbatches=4, steps=steps):
-            for batch in step:
-                step.backward(loops.loss(model, batch))
+        for step in loops.computed(run, model, steps=6):
             if step.number == 2:  # once, and not again by a run that is resumed later
                 optimizer.param_groups[0].update(weight_decay=0.5, betas=(0.5, 0.9))
             step.update()
             if step.number == last:
                 break
 
-    with joined() as run:
-        trained(run, 6, 6)
-        whole = run.fingerprint()
-    with joined(tmp_path / "run") as run:
-        trained(run, 6, 4)
-        run.save()
-    with joined(tmp_path / "run") as run:
-        trained(run, 6, 6)
-        assert run.fingerprint() == whole
-        assert run._placed.optimizer.param_groups[0]["betas"] == (0.5, 0.9)
+        if last == 6:
+            assert optimizer.param_groups[0]["betas"] == (0.5, 0.9)
+
+    assert_resumes(trained, tmp_path)
 
 
 def test_a_setting_that_was_set_back_before_a_save_goes_on_as_it_is(tmp_path):
-    def trained(run: Any, last: int) -> str:
+    def trained(run: Any, last: int) -> None:
         model, optimizer = loops.placed(run)
-        for step in run.steps(loops.data(), batch=16, microbatches=4, steps=6):
+        for step in loops.computed(run, model, steps=6):
             optimizer.param_groups[0]["weight_decay"] = 0.5 if step.number == 4 else 0.01
-            for batch in step:
-                step.backward(loops.loss(model, batch))
             step.update()
             optimizer.param_groups[0]["weight_decay"] = 0.01  # what it was made with
             if step.number == last:
                 break
-        return run.fingerprint()
 
-    with joined() as run:
-        whole = trained(run, 6)
-    with joined(tmp_path / "run") as run:
-        trained(run, 4)
-        run.save()
-    with joined(tmp_path / "run") as run:
-        assert trained(run, 6) == whole
+    assert_resumes(trained, tmp_path)
 
 
 def test_an_evaluation_with_averaged_weights_may_be_left_early():
@@ -334,9 +326,7 @@ def without_update(run: Any, model: nn.Module, _: object) -> None:
 
 
 def optimizer_step(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
+    for _ in loops.computed(run, model, epochs=1):
         optimizer.step()
 
 
@@ -346,9 +336,7 @@ def saved_within(run: Any, model: nn.Module, _: object) -> None:
 
 
 def exchange_before_update(run: Any, model: nn.Module, _: object) -> None:
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
+    for step in loops.computed(run, model, epochs=1):
         dist.barrier()
         step.update()
 

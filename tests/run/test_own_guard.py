@@ -227,18 +227,14 @@ def other_form(step, model, optimizer):
 @refused("step 1: a group that was taken from the optimizer before run.place")
 def old_group_changed(run, model, optimizer):
     group = run.old_group
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
+    for step in loops.computed(run, model, epochs=1):
         group["weight_decay"] = 0.5
         step.update()  # <-
 
 
 @refused("step 2: params of a group of the optimizer was changed")
 def parameter_taken_out(run, model, optimizer):
-    for step in own(run):
-        for batch in step:
-            step.backward(loops.loss(model, batch))
+    for step in loops.computed(run, model, epochs=1):
         step.update()  # <-
         optimizer.param_groups[0]["params"].pop()
 

@@ -10,32 +10,27 @@ import torch
 import worlds
 from adversaries import gan, in_one_module, wasserstein
 from loop_ends import ended
-from test_joined import joined
+from test_joined import assert_resumes, joined
 from torch import nn
 
-from lockstep.comm.world import World
 from lockstep.errors import TrainingError, UsageError
 
 Body = Callable[[Any], Any]
 
 
-def trained(world: World, strategy: str, body: Body) -> str:
-    return ended(world, strategy, body)
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize("body", [gan, wasserstein])
 def test_every_placement_comes_to_the_same_bits(body: Body) -> None:
-    [alone] = worlds.run(1, trained, "single", body)
+    [alone] = worlds.run(1, ended, "single", body)
     for size, strategy in ((2, "ddp"), (3, "ddp"), (3, "zero1")):
-        assert worlds.run(size, trained, strategy, body) == [alone] * size
+        assert worlds.run(size, ended, strategy, body) == [alone] * size
 
 
 @pytest.mark.worlds
 def test_one_module_is_the_same_in_rows_where_it_calls_what_it_has_equally_often() -> None:
-    [alone] = worlds.run(1, trained, "single", in_one_module)
-    assert worlds.run(2, trained, "zero2", in_one_module) == [alone] * 2
-    for text in worlds.run(2, trained, "zero3", in_one_module):
+    [alone] = worlds.run(1, ended, "single", in_one_module)
+    assert worlds.run(2, ended, "zero2", in_one_module) == [alone] * 2
+    for text in worlds.run(2, ended, "zero3", in_one_module):
         assert "is called more often than in the first forward" in text
 
 
@@ -51,7 +46,7 @@ def differing_at_first(run: Any) -> None:
 
 @pytest.mark.worlds
 def test_each_update_of_a_step_is_compared_between_the_ranks() -> None:
-    for text in worlds.run(2, trained, "ddp", differing_at_first):
+    for text in worlds.run(2, ended, "ddp", differing_at_first):
         assert text.startswith("step.update: lr: rank 1 differs from rank 0: 0.02, not 0.01; make it a")
 
 
@@ -89,14 +84,7 @@ def outside(run: Any) -> None:
 
 
 def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    with joined() as run:
-        gan(run)
-        whole = run.fingerprint()
-    with joined(tmp_path / "run") as run:
-        gan(run, last=4)
-    with joined(tmp_path / "run") as run:
-        gan(run)
-        assert run.fingerprint() == whole
+    assert_resumes(lambda run, last: gan(run, last=last), tmp_path)
 
 
 def test_it_is_what_two_optimizers_do() -> None:

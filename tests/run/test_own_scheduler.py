@@ -14,7 +14,6 @@ from test_joined import joined
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
 STEPS = 6
@@ -53,9 +52,7 @@ def train(run: Any, make: Make, last: int = STEPS) -> list[list[float]]:
     scheduler = make(optimizer)
     model, optimizer = run.place(model, optimizer, scheduler=scheduler)
     rates = []
-    for each in run.steps(loops.data(), batch=16, microbatches=4, steps=STEPS):
-        for batch in each:
-            each.backward(loops.loss(model, batch))
+    for each in loops.computed(run, model, steps=STEPS):
         each.update()
         rates.append([group["lr"] for group in run._placed.engine.groups])
         step(scheduler, each.number)
@@ -102,16 +99,12 @@ def differing(run: Any) -> None:
     train(run, lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5 + run.rank / 10))
 
 
-def trained(world: World, strategy: str, body: Callable[[Any], None]) -> str:
-    return ended(world, strategy, body)
-
-
 @pytest.mark.worlds
 def test_every_placement_comes_to_the_same_bits_and_ranks_that_differ_are_refused() -> None:
-    [alone] = worlds.run(1, trained, "single", loop)
+    [alone] = worlds.run(1, ended, "single", loop)
     for size, strategy in ((2, "ddp"), (3, "zero1"), (2, "zero2"), (3, "zero3")):
-        assert worlds.run(size, trained, strategy, loop) == [alone] * size
-    for text in worlds.run(2, trained, "ddp", differing):
+        assert worlds.run(size, ended, strategy, loop) == [alone] * size
+    for text in worlds.run(2, ended, "ddp", differing):
         assert text.startswith("step.update: settings of group 0: rank 1 differs from rank 0: lr: 0.042, not 0.035; ")
 
 

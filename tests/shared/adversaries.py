@@ -35,7 +35,7 @@ def lost(scores: Tensor, wanted: float) -> Tensor:
 
 
 def gan(run: Any, epochs: int = 2, last: int = 0) -> nn.ModuleDict:
-    """Let both learn in each step, the critic first; up to the step `last`, which is saved."""
+    """Let both learn in each step, the critic first; up to the step `last`."""
     model = nets()
     model, _ = run.place(model, adam(model))
     for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
@@ -47,7 +47,6 @@ def gan(run: Any, epochs: int = 2, last: int = 0) -> nn.ModuleDict:
             step.backward(judged(model, model["generator"](torch.randn(len(real), NOISE)), real=True))
         step.update(of="generator", clip=1.0)
         if step.number == last:
-            run.save()
             break
     return model
 

@@ -1,6 +1,6 @@
 """Loops such as users write, as functions that a test runs on several ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,19 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs), targets, reduction="sum")
 
 
+def computed(run: Any, model: nn.Module, **given: Any) -> Iterator[Any]:
+    """Yield steps of 16, 16 and 8 samples once their micro-batches are computed."""
+    for step in run.steps(data(), batch=16, microbatches=4, **given):
+        for batch in step:
+            step.backward(loss(model, batch))
+        yield step
+
+
 def training(folder: str | None = None, epochs: int = 2) -> None:
     """Train with dropout, BatchNorm, clipping and evaluation."""
     run = lockstep.join(seed=3, dir=folder)
     model, _ = placed(run)
-    for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
-        for batch in step:
-            step.backward(loss(model, batch))
+    for step in computed(run, model, epochs=epochs):
         step.update(lr=1e-2 / (1 + step.samples_seen), clip=1.0)
         if step.every(epochs=1):
             total = run.sum(loss(model, batch) for batch in run.each(data()))
@@ -62,9 +68,7 @@ def in_chunks(folder: str | None = None, strategy: Any = "auto", chunks: int = 4
     model = cut_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, _ = run.place(model, optimizer, strategy, chunks=chunks, plan=PLAN)
-    for step in run.steps(data(), batch=16, microbatches=4, epochs=2):
-        for batch in step:
-            step.backward(loss(model, batch))
+    for step in computed(run, model, epochs=2):
         step.update(clip=1.0)
         if step.every(epochs=1):
             run.log(loss=run.sum(loss(model, batch) for batch in run.each(data())) / SAMPLES)
