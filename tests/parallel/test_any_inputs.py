@@ -42,29 +42,19 @@ def check(name: str, placed: Placed, **changes: Any) -> None:
     assert_same_bits(CASES[name], placed, tokens.whole_trace, **changes)
 
 
-@pytest.mark.worlds
-@pytest.mark.parametrize(("name", "placed"), [pair for kind in PLACED for pair in pairs(OURS, kind)])
-def test_the_bits_are_those_of_one_process(name: str, placed: Placed) -> None:
-    check(name, placed)
-
-
 @pytest.mark.imports(TRANSFORMERS)
-@pytest.mark.worlds
-@pytest.mark.parametrize(("name", "placed"), pairs(THEIRS, OTHERS))
-def test_models_of_transformers_have_the_bits_of_one_process(name: str, placed: Placed) -> None:
-    check(name, placed)
-
-
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
     [
+        *(pair for kind in PLACED for pair in pairs(OURS, kind)),
+        *pairs(THEIRS, OTHERS),
         *pairs(["gpt, tied, dropout", "gpt, bf16-compute"], SCHEDULES),
         ("llama, tied, padded", SCHEDULES[3]),
         pytest.param("llama, tied, padded", SCHEDULES[4], marks=BEYOND),
     ],
 )
-def test_schedules_of_pipelines_change_no_bit(name: str, placed: Placed) -> None:
+def test_the_bits_are_those_of_one_process(name: str, placed: Placed) -> None:
     check(name, placed)
 
 

@@ -37,63 +37,42 @@ SLICED = [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))]
 OTHERWISE = [("tensor", 4, ()), ("ddp", 2, ()), ("zero1", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())]
 
 
-@pytest.mark.quick
+MESHES = [
+    ("mesh", 4, (("shard", 2), ("tensor", 2))),
+    ("mesh", 4, (("pipe", 2), ("tensor", 2))),
+    ("mesh", 4, (("replicate", 2), ("pipe", 2))),
+    ("mesh", 8, (("replicate", 2), ("pipe", 2), ("tensor", 2))),
+    ("mesh", 8, (("shard", 2), ("pipe", 2), ("tensor", 2))),
+    ("mesh", 8, (("replicate", 2), ("shard", 2), ("tensor", 2))),
+]
+PLACED = [
+    *(pytest.param("sgd", placed, marks=pytest.mark.quick) for placed in SLICED),
+    *pairs([name for name in CASES if name not in ("sgd", "one micro-batch")], SLICED),
+    ("one micro-batch", SLICED[0]),
+    *pairs(["clipped, averaged", "bf16-compute"], OTHERWISE),
+    *pairs(["lamb", "fp16, skipping", "bf16-compute", "frozen in part"], MESHES),
+]
+
+
 @pytest.mark.worlds
-@pytest.mark.parametrize("placed", SLICED)
-def test_slices_have_the_bits_of_one_process(placed: tuple[str, int, Any]) -> None:
-    assert_same_bits(CASES["sgd"], placed)
-
-
-OTHER_CASES = [name for name in CASES if name not in ("sgd", "one micro-batch")]
-
-
-@pytest.mark.worlds
-@pytest.mark.parametrize(("name", "placed"), pairs(OTHER_CASES, SLICED))
+@pytest.mark.parametrize(("name", "placed"), PLACED)
 def test_any_recipe_has_the_bits_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
     assert_same_bits(CASES[name], placed)
 
 
 @pytest.mark.worlds
-def test_one_micro_batch_has_the_bits_of_one_process() -> None:
-    assert_same_bits(CASES["one micro-batch"], SLICED[0])
-
-
-@pytest.mark.worlds
-@pytest.mark.parametrize(("name", "placed"), pairs(["clipped, averaged", "bf16-compute"], OTHERWISE))
-def test_other_strategies_train_a_model_in_chunks_too(name: str, placed: tuple[str, int, Any]) -> None:
-    assert_same_bits(CASES[name], placed)
-
-
-MESHES = [
-    (4, (("shard", 2), ("tensor", 2))),
-    (4, (("pipe", 2), ("tensor", 2))),
-    (4, (("replicate", 2), ("pipe", 2))),
-    (8, (("replicate", 2), ("pipe", 2), ("tensor", 2))),
-    (8, (("shard", 2), ("pipe", 2), ("tensor", 2))),
-    (8, (("replicate", 2), ("shard", 2), ("tensor", 2))),
-]
-
-
-@pytest.mark.worlds
 @pytest.mark.parametrize(
-    ("name", "placed"), pairs(["lamb", "fp16, skipping", "bf16-compute", "frozen in part"], MESHES)
+    ("schedule", "beside"),
+    [
+        *pairs(["gpipe", "interleaved", "zero_bubble"], ["tensor", "shard"]),
+        pytest.param("gpipe, recomputed", "tensor", marks=BEYOND),
+        ("gpipe, recomputed", "shard"),
+    ],
 )
-def test_a_mesh_has_the_bits_of_one_process(name: str, placed: tuple[int, Any]) -> None:
-    assert_same_bits(CASES[name], ("mesh", *placed))
-
-
-@pytest.mark.worlds
-@pytest.mark.parametrize(("schedule", "beside"), pairs(["gpipe", "interleaved", "zero_bubble"], ["tensor", "shard"]))
 def test_the_schedule_of_its_pipelines_changes_no_bit(schedule: str, beside: str) -> None:
-    placed = (("pipe", 2), (beside, 2), ("schedule", schedule))
-    assert_same_bits(CASES["clipped, averaged"], ("mesh", 4, placed))
-
-
-@pytest.mark.worlds
-@pytest.mark.parametrize("beside", [pytest.param("tensor", marks=BEYOND), "shard"])
-def test_its_pipelines_recompute_with_the_same_bits(beside: str) -> None:
-    placed = (("pipe", 2), (beside, 2), ("schedule", "gpipe"))
-    assert_same_bits(replace(CASES["clipped, averaged"], recompute=1), ("mesh", 4, placed))
+    name, _, recomputed = schedule.partition(", ")
+    case = replace(CASES["clipped, averaged"], recompute=int(bool(recomputed)))
+    assert_same_bits(case, ("mesh", 4, (("pipe", 2), (beside, 2), ("schedule", name))))
 
 
 WAYS = [
@@ -119,7 +98,7 @@ def _observed(world: World, case: Case) -> dict[str, list[float]]:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("placed", [("tensor", 2, ()), *(("mesh", *each) for each in MESHES[:2])])
+@pytest.mark.parametrize("placed", [SLICED[0], *MESHES[:2]])
 def test_what_all_slices_know_is_counted_once(placed: tuple[str, int, Any]) -> None:
     strategy, size, options = placed
     [alone] = worlds.run(1, _observed, NET)

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import toys
 import worlds
 from pairs import pairs
 from same_bits import assert_resumed_bits, assert_same_bits
+from test_slices import sizes_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import Case
 
-from lockstep.comm.world import World
-from lockstep.core.shard import Shard
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
@@ -131,12 +129,7 @@ def test_going_on_elsewhere_gives_the_same_bits(name: str) -> None:
     assert_resumed_bits(CASES[name], ("tensor", 4, ()), then, at=2)
 
 
-def _sizes(world: World, case: Case) -> dict[str, Any]:
-    held = toys.engine(world, case).state().model
-    return {name: len(held[name].tensor) for name in ("table.weight", "head.weight") if isinstance(held[name], Shard)}
-
-
 @pytest.mark.worlds
 def test_a_rank_has_the_rows_of_its_chunks_alone() -> None:
-    found = worlds.run(2, _sizes, replace(NET, strategy="tensor"))
-    assert found == [{"table.weight": rows, "head.weight": rows} for rows in (4, 2)]
+    for sizes, rows in zip(worlds.run(2, sizes_of, replace(NET, strategy="tensor")), (4, 2), strict=True):
+        assert sizes["table.weight"] == sizes["head.weight"] == (rows * 12, 6 * 12)
