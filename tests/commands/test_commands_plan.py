@@ -58,6 +58,11 @@ def test_where_none_fits_the_exit_code_says_so(run) -> None:
     assert command.out.splitlines()[-1].startswith("none fits; ")
 
 
+def test_where_nothing_can_be_measured_it_is_refused(run) -> None:
+    refused = run("plan", *NARROW, "--placements", "{name: ddp, spokes: 3}", "--processes", "2", code=2)
+    assert "nothing could be measured" in refused.err
+
+
 def test_what_waits_for_peers_in_a_forward_is_measured_with_all_of_them(run) -> None:
     command = run("plan", *NARROW, "recipe.batchnorm=sync", "--placements", "ddp", "--processes", "2")
     assert command.out.splitlines()[-1] == "best: placement.strategy=ddp placement.processes=2"
@@ -97,39 +102,3 @@ def test_a_run_finds_its_fastest_strategy_once_and_to_the_same_bits(run, killed,
     )
     assert second.out.splitlines()[-1] == finished().out.splitlines()[-1]
     assert second.left() == []
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "error"),
-    [
-        (("train", "digits", "placement.strategy={name: fastest, spokes: 3}"), {}, "spokes: fastest has no options"),
-        (("train", "digits", "placement.processes=9"), {}, "override placement.processes: 9 processes"),
-        (("train", "digits"), {"RANK": "0", "WORLD_SIZE": "1"}, "only lockstep train finds it"),
-        (("verify", "digits"), {}, "only lockstep train finds it"),
-    ],
-)
-def test_fastest_is_for_ranks_that_train_starts_itself(run, words, env, error: str) -> None:
-    asked = [*words, *(["placement.strategy=fastest"] if "fastest" not in words[-1] else [])]
-    assert error in run(*asked, code=2, **env).err
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (("--memory", "80"), "--memory: expected a number and its unit, such as 80GB, got 80"),
-        (("--memory", "0GB"), "--memory: expected a number and its unit, such as 80GB, got 0GB"),
-        (("--link", "fast"), "--link: expected a number and its unit, such as 400Gb/s, got fast"),
-        (("--processes", "0"), "--processes 0: expected whole numbers from 1"),
-        (("--placements", "spokes"), "spokes"),
-        (("--mtbf", "3 hours"), "--mtbf: expected a number and its unit, s, m, h or d, such as 3h, got 3 hours"),
-        (("--mtbf", "3h", "--save", "0s"), "--save: expected a number and its unit, s, m, h or d, such as 20s, got 0s"),
-        (("--save", "20s"), "--save: it goes with --mtbf"),
-        (("--price", "nan"), "--price: expected a number above 0, such as 2.50, got nan"),
-        (("--write",), "--write: digits is a recipe that comes with Lockstep, and no file of yours"),
-        (("--json", "nowhere/found"), "--json nowhere/found: there is no folder nowhere"),
-        (("recipe.batch=0",), "recipe.batch"),
-        (("--placements", "{name: ddp, spokes: 3}", "--processes", "2"), "nothing could be measured"),
-    ],
-)
-def test_bad_input_is_refused(run, words: tuple[str, ...], error: str) -> None:
-    assert error in run("plan", "digits", *words, code=2).err

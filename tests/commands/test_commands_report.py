@@ -166,19 +166,6 @@ def test_runs_of_strangers(folder: Path) -> None:
     assert "root:x:" not in html
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("nowhere",), "nowhere: no such folder"),
-        ((".",), "no runs; name run folders, or a folder of some"),
-        (("--out", "no/where.html", "runs"), "--out no/where.html: there is no folder no"),
-    ],
-)
-def test_what_cannot_be_reported_is_refused(words: tuple[str, ...], said: str) -> None:
-    assert said in report(*words, code=2).stderr
-    assert not Path("report.html").exists()
-
-
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"cpu": 3, "packages": [], "gpus": "x"}', "[" * 10_000])
 def test_a_machine_that_is_not_recorded_is_not_named(folder: Path, text: str) -> None:
     (folder / "environment.json").write_text(text, encoding="utf-8")

@@ -101,22 +101,6 @@ def test_how_runs_ended_and_with_which_code(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("nowhere",), "error: nowhere: no such folder; .*; a run that is about to begin is waited for with --wait\n"),
-        (("old",), "error: old: no run is going on; name a run folder .* or wait for the next run with --wait\n"),
-        (("old/a", "--port", "65536"), ".*not in the range 0<=x<=65535.*"),
-        (("old/a", "--host", "0.0.0.0"), "error: --host 0.0.0.0: nothing is served without --port; .*"),
-        (("old/a", "--port", "0", "--host", "no host"), "error: --host no host: no address of this machine: .*"),
-    ],
-)
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], problem: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_folder(Path("old/a"), started(), done())
-    assert re.fullmatch(problem, watch(*words, code=2).stderr, re.DOTALL)
-
-
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", started())
     with PageServer("127.0.0.1", 0) as server:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from conftest import DIGITS
+from conftest import DIGITS, put
 from PIL import Image
 from test_sinks import SINK
 
@@ -32,19 +32,21 @@ CASES = [*_cases()]
 
 
 @pytest.fixture
-def here(tmp_path: Path, tiny: str) -> Path:
-    """Return the test's folder, which is the current one, with the files that the commands name."""
-    (tmp_path / "mine.py").write_text(SINK)
-    (tmp_path / "held.txt").touch()
-    (tmp_path / "empty").mkdir()
-    Image.new("L", (8, 8)).save(tmp_path / "one.png")
-    (tmp_path / "empty.txt").write_text("\n# nobody\n")
-    (tmp_path / "binary").write_bytes(b"\x7fELF\x93\xff")
-    return tmp_path
+def here(programs: Path, tiny: str) -> Path:
+    """Return the test's folder, which is the current one, with the files and programs that the commands name."""
+    for name in ("sbatch", "kubectl"):
+        put(programs, name, "#!/bin/sh\nexit 1\n")
+    (programs / "mine.py").write_text(SINK)
+    (programs / "held.txt").touch()
+    (programs / "empty").mkdir()
+    Image.new("L", (8, 8)).save(programs / "one.png")
+    (programs / "empty.txt").write_text("\n# nobody\n")
+    (programs / "binary").write_bytes(b"\x7fELF\x93\xff")
+    return programs
 
 
 def test_the_cases_are_found() -> None:
-    assert len(CASES) > 110
+    assert len(CASES) > 190
 
 
 def files(folder: Path) -> set[Path]:
@@ -54,10 +56,10 @@ def files(folder: Path) -> set[Path]:
 
 @pytest.mark.parametrize(("words", "told"), CASES)
 def test_it_is_told_before_anything_is_made(run, finished, here: Path, words: list[str], told: list[str]) -> None:
-    if words[0] in ("predict", "report"):
+    if words[0] in ("predict", "report", "watch", "export", "replay"):
         shutil.copytree(finished().folder / "run", here / "run", symlinks=True)
     before = files(here)
-    if words[0] in ("launch", "show"):
+    if words[0] in ("launch", "show", "submit", "watch"):
         done = CliRunner().invoke(main, words)
         code, out, err = done.exit_code, done.stdout, done.stderr
     else:

@@ -122,25 +122,6 @@ def test_two_traces_name_the_first_tensor_that_differs(run, folder):
     assert "run/d: within the run folder" in run("replay", "run", "--step", "15", "--trace", "run/d", code=2).err
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("run", "--step", "24"), "step 24: the run in run did 23 steps; give one of them"),
-        (("run",), "give one of --step N, --steps A:B and --check K"),
-        (("run", "--step", "3", "--check", "2"), "give one of --step N, --steps A:B and --check K"),
-        (("run", "--steps", "9:7"), "--steps 9:7: give the first and the last one, such as 100:120"),
-        (("run", "--check", "2", "--samples"), "--samples: lists the samples of one step; give --step N"),
-        (("run", "--step", "3", "--", "python", "x.py"), "run: holds a run of a recipe, which needs no command; leave"),
-        (("run", "--check", "3", "--", "python", "x.py"), "of a loop of your own: give --step or --steps alone"),
-        (("run/checkpoints", "--step", "3"), "run/checkpoints: is no run; give the folder of one"),
-        (("run", "--step", "3", "recipe.loss.name=cross_entropy"), "recipe.loss.name: would make another run of it"),
-        (("run", "--step", "3", "recipe.model.weights.path=w.pt"), "recipe.model.weights.path: would make another run"),
-    ],
-)
-def test_what_cannot_be_done_again_is_said_in_a_line(run, folder, words, problem):
-    assert problem in run("replay", "--trust", *words, code=2).err
-
-
 def test_code_that_the_folder_names_runs_only_if_it_is_trusted(run, folder):
     refused = run("replay", "run", "--step", "3", code=2).err
     assert "lockstep replay run recipe.loss.name=held:cross_entropy; or all of it, with --trust" in refused

@@ -111,28 +111,6 @@ def test_a_run_from_a_checkpoint_elsewhere_begins_there_once(folder: Path) -> No
     assert "if [ -e runs/a/config.yaml ]; then words=(run.resume=auto); fi\n" in never
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ([], "submit: expected -- train [RECIPE] [KEY=VALUE]..., got nothing"),
-        (["eval", "runs/a"], "got eval runs/a; only training can stop and go on"),
-        (["train", "digit"], "digit: no such file or shipped recipe; did you mean 'digits'?"),
-        (["train", "digits", "recipe.bach=3"], "recipe.bach: unknown key; did you mean"),
-        (["train", "digits", "placement.processes=3"], "placement.processes: 3 asked for, but --nodes and"),
-        (["train", "digits", "placement.strategy={name: hsdp, replicate: 3}"], "hsdp: replicate=3"),
-        (["train", "digits", "recipe.batch=3"], "recipe.batch: 3 samples cannot fill 4 micro-batches"),
-    ],
-)
-def test_what_train_would_refuse_is_refused_before_the_queue(folder: Path, words: list[str], problem: str) -> None:
-    assert problem in submit("--nodes", "4", "--", *words, code=2).stderr
-    assert left(folder) == []
-
-
-def test_what_slurm_could_not_do_is_refused(folder: Path) -> None:
-    said = submit("--time", "1:00", "--warn-before", "60", "--", "train", "digits", code=2).stderr
-    assert said == "error: --warn-before: 60 s before the end is before the start with --time 1:00\n"
-
-
 def test_a_folder_with_a_run_of_another_recipe_is_refused(folder: Path) -> None:
     run = folder / "runs" / "a"
     run.mkdir(parents=True)
@@ -249,30 +227,7 @@ def test_what_kubernetes_refuses_leaves_nothing_there(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "words", "problem"),
-    [
-        (["--time=30"], [], "--time: not with --on kubernetes; leave out"),
-        (["--name=a_b"], [], "--name: expected a-z, 0-9 and -, a letter first, 48 at most, got 'a_b'"),
-        ([f"--name={'a' * 50}"], [], "48 at most, got 'aaaa"),
-        (["--image="], [], "--image: left out; name one that has Lockstep"),
-        (["--claim=runs"], [], "--claim: expected NAME:/PATH"),
-        ([], ["run.dir=runs/b"], "run.dir: runs/b; all nodes write to it: name one in /runs"),
-        (["--gpus-per-node=a100:2"], [], "--gpus-per-node: expected a number such as 8, got a100:2"),
-        (["--warn-before=0"], [], "--warn-before: expected at least 1 second, got 0"),
-        ([], ["run.resume=never"], "run.resume: never, but each start goes on with the run; leave it out"),
-        ([], ["recipe.batch=3"], "recipe.batch: 3 samples cannot fill 4 micro-batches"),
-    ],
-)
-def test_what_a_cluster_could_not_do_is_refused(
-    folder: Path, options: list[str], words: list[str], problem: str
-) -> None:
-    assert problem in submit(*PODS, *options, "--", "train", "digits", "run.dir=/runs/a", *words, code=2).stderr
-
-
-def test_what_is_for_kubernetes_is_not_for_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = submit("--image=a", "--claim=b", "--", "train", "digits", code=2).stderr
-    assert said == "error: --image, --claim: not with --on slurm; leave out\n"
+def test_without_kubectl_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     said = submit(*PODS, "--", "train", "digits", "run.dir=/runs/a", code=2).stderr
     assert said.startswith("error: kubectl is not found")

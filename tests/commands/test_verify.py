@@ -61,10 +61,6 @@ def test_the_placements_of_a_script_are_options_and_not_overrides(run, tmp_path)
     )
     command = run("verify", "mine.py", "1", "--steps=2", "--processes=2", "--strategy=ddp")
     assert command.out == "ddp on 2: identical, 2 steps\n"
-    refused = run("verify", "mine.py", "placement.processes=2", code=2).err
-    assert "placement.processes=2: no key of a script; choose placements by --processes N and" in refused
-    assert "did you mean 'ddp'" in run("verify", "mine.py", "--strategy=ddb", code=2).err
-    assert "are for a script; write placement.processes=N" in run("verify", "digits", "--processes=2", code=2).err
 
 
 def test_micro_batches_left_out_are_those_that_train_takes(run):
