@@ -63,14 +63,7 @@ def test_it_is_verified_on_several_processes(run, tiny, words):
 
 
 def test_chunks_are_the_recipes(run, tiny):
-    run("train", tiny, "run.dir=run", "placement.processes=1", "recipe.steps=2")
-    other = run(
-        "train",
-        tiny,
-        "run.dir=run",
-        "placement.processes=1",
-        "recipe.steps=2",
-        "recipe.model.sequence_chunks=2",
-        code=2,
-    )
+    words = ("train", tiny, "run.dir=run", "placement.processes=1", "recipe.steps=2")
+    run(*words)
+    other = run(*words, "recipe.model.sequence_chunks=2", code=2)
     assert "model.sequence_chunks: 4 in the run, 2 now" in other.err

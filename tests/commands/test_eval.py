@@ -106,12 +106,6 @@ def test_weights_are_evaluated_without_a_run(run, latest, tmp_path):
     trained = run("eval", "run", "--trust").out.splitlines()
     told = run("eval", *DIGITS, "recipe.model.weights=run", "placement.processes=1").out.splitlines()
     assert told == ["run", *trained[1:]]
-    (tmp_path / "seed.pth.tar").touch()
-    for words, said in (
-        (("digits",), "the recipe names no weights to evaluate"),
-        (("seed.pth.tar",), "for weights their recipe: lockstep eval RECIPE recipe.model.weights=seed.pth.tar"),
-    ):
-        assert said in run("eval", *words, code=2).err
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_refused(run, latest):

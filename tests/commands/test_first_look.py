@@ -140,22 +140,14 @@ def test_only_lockstep_itself_is_known_to_be_clean():
 
 
 def test_train_warns_once_and_its_bits_do_not_change(run):
-    looked = run("train", *LOOKING, NOISY.format("numpy"), "placement.processes=1", "recipe.steps=3", "recipe.epochs=")
+    words = ("train", *LOOKING, NOISY.format("numpy"), "placement.processes=1", "recipe.steps=3", "recipe.epochs=")
+    looked = run(*words)
     (warning,) = events(looked.folder / "run", "warning")
     assert warning["culprit"] == causes.FOREIGN_RANDOMNESS
     assert "NumPy's random generator" in warning["text"]
     line = f"warning: {warning['text']}\n"
     assert looked.out.count(line) == (looked.folder / "run/logs/rank-0.log").read_text().count(line) == 1
-    off = run(
-        "train",
-        *LOOKING,
-        NOISY.format("numpy"),
-        "placement.processes=1",
-        "recipe.steps=3",
-        "recipe.epochs=",
-        "run.probe=off",
-        "run.dir=off",
-    )
+    off = run(*words, "run.probe=off", "run.dir=off")
     assert events(off.folder / "off", "warning") == []
     assert off.sha256 == looked.sha256
     assert off.left() == looked.left() == []

@@ -40,6 +40,7 @@ def here(programs: Path, tiny: str) -> Path:
     (programs / "held.txt").touch()
     (programs / "empty").mkdir()
     Image.new("L", (8, 8)).save(programs / "one.png")
+    (programs / "hosts.txt").write_text("a\nb\n")
     (programs / "empty.txt").write_text("\n# nobody\n")
     (programs / "binary").write_bytes(b"\x7fELF\x93\xff")
     return programs

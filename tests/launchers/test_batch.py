@@ -141,7 +141,8 @@ def run(
 
     What scontrol is told is in `asked`, and how long the script meant to sleep in `slept`.
     """
-    (folder / "bin").mkdir(exist_ok=True)
+    for name in ("bin", "runs/a"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     programs = {"srun": srun, "squeue": squeue, "scontrol": f'echo "$@" >> asked; {scontrol}'}
     for name, body in (programs | {"sleep": 'echo "$1" >> slept'}).items():
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
@@ -187,7 +188,6 @@ ASKS = "scontrol requeue 7\n"
 
 @pytest.mark.parametrize("reason", ["USR1", "TERM"])
 def test_a_slurm_that_does_not_answer_at_once_is_asked_again(tmp_path: Path, reason: str) -> None:
-    (tmp_path / "runs" / "a").mkdir(parents=True)
     srun = f"echo '{STOPPED.replace('USR1', reason)}' >> runs/a/events.jsonl; exit 75"
     done = run(tmp_path, script(BATCH), srun, f"{FAILS.format(times=3)}; echo RUNNING 2026-11-21T19:40:01")
     assert (done.returncode, (tmp_path / "asked").read_text()) == (75, "requeue 7\n")
@@ -196,7 +196,6 @@ def test_a_slurm_that_does_not_answer_at_once_is_asked_again(tmp_path: Path, rea
 
 
 def test_a_slurm_that_does_not_take_the_job_back_at_once_is_asked_again(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "a").mkdir(parents=True)
     srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
     done = run(tmp_path, script(BATCH), srun, "echo RUNNING N/A", FAILS.format(times=2))
     assert (done.returncode, (tmp_path / "asked").read_text()) == (75, 3 * "requeue 7\n")
@@ -205,7 +204,6 @@ def test_a_slurm_that_does_not_take_the_job_back_at_once_is_asked_again(tmp_path
 
 @pytest.mark.parametrize(("squeue", "scontrol"), [("exit 1", "true"), ("echo RUNNING N/A", "exit 1")])
 def test_a_user_whose_slurm_does_not_answer_is_told_what_to_do(tmp_path: Path, squeue: str, scontrol: str) -> None:
-    (tmp_path / "runs" / "a").mkdir(parents=True)
     srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
     done = run(tmp_path, script(BATCH), srun, squeue, scontrol)
     assert done.returncode == 75
@@ -216,14 +214,13 @@ def test_a_user_whose_slurm_does_not_answer_is_told_what_to_do(tmp_path: Path, s
 
 
 def test_the_first_start_has_no_log_yet(tmp_path: Path) -> None:
-    says = f"mkdir -p runs/a; echo '{STOPPED}' > runs/a/events.jsonl; exit 75"
+    says = f"echo '{STOPPED}' > runs/a/events.jsonl; exit 75"
     done = run(tmp_path, script(BATCH), says, "echo 'RUNNING N/A'")
     assert (done.returncode, (tmp_path / "asked").read_text(), done.stderr) == (75, "requeue 7\n", "")
 
 
 def test_only_the_first_start_begins_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:
     batch = replace(BATCH, on_again=("run.resume=auto",))
-    (tmp_path / "runs" / "a").mkdir(parents=True)
     for words in ("", " run.resume=auto"):
         assert run(tmp_path, script(batch), 'echo "$@" > said').returncode == 0
         assert (tmp_path / "said").read_text().endswith(f"train digits recipe.loss={{name: a}}{words}\n")
