@@ -50,21 +50,6 @@ def test_an_unknown_command_has_near_names(name, meant):
     assert result.stderr.endswith(f"no command '{name}'; did you mean '{meant}'?\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("train", "digits", "--recipe.batch=3"), "no option '--recipe.batch'; write it as recipe.batch=VALUE"),
-        (("eval", "runs/a", "--processes", "2"), "no option '--processes'; write it as placement.processes=VALUE"),
-        (("show", "digits", "--save-every=2"), "no option '--save-every'; write it as run.save_every=VALUE"),
-        (("show", "digits", "--nothing"), "No such option '--nothing'."),
-        (("jobs", "--processes=2"), "No such option '--processes'."),
-    ],
-)
-def test_an_override_with_dashes_is_told_without(words, told):
-    result = run(*words)
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"Error: {told}")
-
-
 def test_an_unknown_option_is_a_usage_error():
     assert run("--nothing").exit_code == 2
 

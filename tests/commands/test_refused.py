@@ -57,7 +57,7 @@ def files(folder: Path) -> set[Path]:
 
 @pytest.mark.parametrize(("words", "told"), CASES)
 def test_it_is_told_before_anything_is_made(run, finished, here: Path, words: list[str], told: list[str]) -> None:
-    if words[0] in ("predict", "report", "watch", "export", "replay"):
+    if words[0] in ("predict", "report", "watch", "export", "replay", "eval"):
         shutil.copytree(finished().folder / "run", here / "run", symlinks=True)
     before = files(here)
     if words[0] in ("launch", "show", "submit", "watch"):

@@ -58,9 +58,7 @@ def test_a_saved_run_is_evaluated_under_another_strategy(run):
 
 
 @pytest.mark.usefixtures("saved")
-def test_a_strategy_that_does_not_fit_is_refused_by_eval_too(run):
-    refused = run("eval", "--trust", "run", "placement.strategy=zero3", "placement.processes=1", code=2)
-    assert "strategy zero3: one process has nobody to share with" in refused.err
+def test_more_ranks_evaluate_than_have_micro_batches(run):
     more = run("eval", "--trust", "run", "placement.strategy=zero3", "placement.processes=6")
     assert "evaluated 360 of 360" in more.out
 
