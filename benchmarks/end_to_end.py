@@ -42,7 +42,7 @@ from lockstep.ranks.signals import StopRequest
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train, turns
 
 BATCH, SAMPLES, CLASSES = 256, 5120, 10  # the global batch of the tutorial and of the recipe cifar10-resnet18
 LR, MOMENTUM = 0.01, 0.9
@@ -116,8 +116,8 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     )
     never = Interval(steps=10**9)
     plan = Plan(endless, Rate(LR, SAMPLES, 1.0), log=Interval(steps=1), evaluate=never, save=never)
-    events = train(engine, world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
-    return _turn(steps, world, events)
+    following = turns(world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
+    return _turn(steps, world, train(engine, plan, following))
 
 
 def _turn(steps: int, world: World, training: Iterator[object]) -> Turn:

@@ -39,7 +39,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train, turns
 
 AHEAD, IN_LINE, THERE = "copies ahead", "copies in line", "no copies"
 STEPS: Final = 20  # between two reports
@@ -185,7 +185,8 @@ class _Way:
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)
 
-        for event in train(self.engine, self._world, batches, plan, self._progress, _never, _never, _NoStop()):
+        following = turns(self._world, batches, plan, self._progress, _never, _never, _NoStop())
+        for event in train(self.engine, plan, following):
             raise AssertionError(event)
 
     def _there(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:

@@ -42,7 +42,7 @@ from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Interval, Plan, Progress, train
+from lockstep.training.loop import Interval, Plan, Progress, train, turns
 
 BATCH, FEATURES, WIDTH, CLASSES, SAMPLES = 64, 64, 128, 10, 6400
 LR, MOMENTUM = 0.01, 0.9
@@ -165,7 +165,8 @@ def _lockstep(steps: int, world: World) -> Turn:
 
     def turn() -> float:
         began = time.perf_counter()
-        for _ in train(engine, world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest()):
+        following = turns(world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
+        for _ in train(engine, plan, following):
             pass
         return time.perf_counter() - began
 
