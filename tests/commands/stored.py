@@ -78,6 +78,14 @@ def prices(here: Path) -> None:
     )
 
 
+def wrong(here: Path) -> None:
+    """Write a recipe, wrong.yaml, with an option that its model does not have."""
+    model = "{name: digits_convnet, options: {widht: 8}}"
+    (here / "wrong.yaml").write_text(
+        f"recipe:\n  model: {model}\n  data: digits\n  batch: 64\n  epochs: 1\n  optimizer: {{lr: 0.1}}\n"
+    )
+
+
 def parquet(here: Path) -> Words:
     """Kinds to learn from numbers and from categories as whole numbers, in two files."""
     import pyarrow

@@ -107,33 +107,17 @@ def test_each_file_that_is_skipped_is_named_once_whoever_met_it(run, images):
         ]
 
 
-@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "rank"])
-def test_a_target_of_whole_numbers_with_gaps_is_asked_about(run, tmp_path, env):
-    stored.prices(tmp_path)
-    refused = run("train", "prices.yaml", "run.dir=run", code=2, **env)
-    first, line = [line for line in refused.err.splitlines() if "run/logs" not in line]
-    assert (
-        "'price' has 40 different whole numbers in 480 rows; set options.kind=regression if they are amounts" in first
-    )
-    assert line == "prices.yaml:3:51  recipe.data.options.target"
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["alone", "rank"])
-def test_a_mistake_in_options_names_the_line_of_the_file(run, tmp_path, env):
-    (tmp_path / "mine.yaml").write_text(
-        "recipe:\n"
-        "  model:\n"
-        "    name: digits_convnet\n"
-        "    options:\n"
-        "      widht: 8\n"
-        "  data: digits\n"
-        "  batch: 64\n"
-        "  epochs: 1\n"
-        "  optimizer: {lr: 0.1}\n"
-    )
-    refused = run("train", "mine.yaml", "run.dir=run", code=2, **env)
-    first, line = [line for line in refused.err.splitlines() if "run/logs" not in line]
-    assert first.startswith("error: model digits_convnet: it cannot be built with ")
-    assert line == "mine.yaml:5:7  recipe.model.options.widht"
+@pytest.mark.parametrize(
+    ("write", "told", "line"),
+    [
+        (stored.prices, "'price' has 40 different whole numbers", "prices.yaml:3:51  recipe.data.options.target"),
+        (stored.wrong, "model digits_convnet: it cannot be built", "wrong.yaml:2:43  recipe.model.options.widht"),
+    ],
+)
+def test_a_rank_of_another_launcher_names_the_line_of_the_file_too(run, tmp_path, write, told, line):
+    write(tmp_path)
+    refused = run("train", line.partition(":")[0], "run.dir=run", code=2, RANK="0", WORLD_SIZE="1")
+    first, last = [line for line in refused.err.splitlines() if "run/logs" not in line]
+    assert told in first
+    assert last == line
     assert not (tmp_path / "run").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored
 from click.testing import CliRunner
 from conftest import DIGITS, put
 from PIL import Image
@@ -37,6 +38,8 @@ def here(programs: Path, tiny: str) -> Path:
     for name in ("sbatch", "kubectl"):
         put(programs, name, "#!/bin/sh\nexit 1\n")
     (programs / "mine.py").write_text(SINK)
+    stored.prices(programs)
+    stored.wrong(programs)
     (programs / "held.txt").touch()
     (programs / "empty").mkdir()
     Image.new("L", (8, 8)).save(programs / "one.png")
