@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
+from test_folder import smooth_picture
 
 from lockstep.data.images.decoding import decode
-
-
-def _picture(seed: int, height: int = 60, width: int = 80) -> Image.Image:
-    """A smooth picture, because JPEG of plain noise is no picture at all."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _saved(image: Image.Image, form: str, **options: object) -> bytearray:
@@ -26,7 +21,7 @@ def _saved(image: Image.Image, form: str, **options: object) -> bytearray:
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}])
 def test_jpegs_have_pillows_bits(options: dict[str, object]) -> None:
     for seed, (height, width) in enumerate([(375, 500), (61, 83), (1, 9)]):
-        content = _saved(_picture(seed, height, width), "JPEG", **options)
+        content = _saved(smooth_picture(seed, height, width), "JPEG", **options)
         expected = torch.from_numpy(np.array(Image.open(io.BytesIO(content)))).permute(2, 0, 1)
         assert torch.equal(decode(content, upright=True), expected)
 
@@ -55,7 +50,7 @@ def _palette(picture: Image.Image) -> Image.Image:
     ],
 )
 def test_every_kind_becomes_red_green_and_blue(form: str, change: Callable[[Image.Image], Image.Image]) -> None:
-    content = _saved(change(_picture(3)), form)
+    content = _saved(change(smooth_picture(3)), form)
     pixels = decode(content, upright=True)
     assert pixels.shape == (3, 60, 80)
     assert pixels.dtype == torch.uint8
@@ -65,7 +60,7 @@ def test_every_kind_becomes_red_green_and_blue(form: str, change: Callable[[Imag
 
 
 def test_grey_is_equal_in_all_channels() -> None:
-    pixels = decode(_saved(_picture(3).convert("L"), "JPEG"), upright=True)
+    pixels = decode(_saved(smooth_picture(3).convert("L"), "JPEG"), upright=True)
     assert torch.equal(pixels[0], pixels[1])
     assert torch.equal(pixels[0], pixels[2])
 
@@ -79,7 +74,7 @@ def _noted(orientation: object) -> Image.Exif:
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 mean nothing
 def test_images_are_turned_upright_as_exif_says(form: str, orientation: int) -> None:
-    content = _saved(_picture(3), form, exif=_noted(orientation))
+    content = _saved(smooth_picture(3), form, exif=_noted(orientation))
     stored = Image.open(io.BytesIO(content)).convert("RGB")
     # The upper left corner of what is to be seen is, in the stored rows: 1 upper left, 2 upper right, 3 lower right,
     # 4 lower left; from 5 on rows and columns change places (EXIF 2.32, table 6).
@@ -95,13 +90,13 @@ def test_images_are_turned_upright_as_exif_says(form: str, orientation: int) -> 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # Pillow says so when it opens the file
 def test_damaged_exif_does_not_spoil_an_image() -> None:
-    plain = _saved(_picture(3), "JPEG")
-    content = _saved(_picture(3), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
+    plain = _saved(smooth_picture(3), "JPEG")
+    content = _saved(smooth_picture(3), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
     assert torch.equal(decode(content, upright=True), decode(plain, upright=True))
 
 
 def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = _saved(_picture(3), "JPEG")
+    content = _saved(smooth_picture(3), "JPEG")
     fast = decode(content, upright=True)
     monkeypatch.setattr(torch.ops, "image", object())
     slow = decode(content, upright=True)

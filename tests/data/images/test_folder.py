@@ -24,7 +24,7 @@ from lockstep.tasks.classification import SKIPPED
 SIZE = 32
 
 
-def _picture(seed: int, height: int = 60, width: int = 80) -> Image.Image:
+def smooth_picture(seed: int, height: int = 60, width: int = 80) -> Image.Image:
     """A smooth picture, because JPEG of plain noise is no picture at all."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
             (tmp_path / split / name).mkdir(parents=True)
             for each in range(count):
                 file = tmp_path / split / name / f"{each}.jpg"
-                _picture(100 * number + each, 40 + 10 * each, 90 - 9 * each).save(file)
+                smooth_picture(100 * number + each, 40 + 10 * each, 90 - 9 * each).save(file)
     return tmp_path
 
 
@@ -104,7 +104,7 @@ def test_no_samples_keep_their_shape(root: Path) -> None:
 
 def _saved(form: str) -> bytes:
     stream = io.BytesIO()
-    _picture(1).save(stream, form)
+    smooth_picture(1).save(stream, form)
     return stream.getvalue()
 
 
@@ -192,7 +192,7 @@ def test_names_outside_ascii(root: Path) -> None:
 
 def test_a_picture_as_a_sample_of_another_kind() -> None:
     """Grey as Pillow's, to the bit, and of the size that is wanted."""
-    picture = _picture(5, 60, 80)
+    picture = smooth_picture(5, 60, 80)
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
     assert torch.equal(as_sample(pixels, 1, 60, 80)[0], torch.from_numpy(np.array(picture.convert("L"))))
     assert torch.equal(as_sample(pixels, 3, 60, 80), pixels)
