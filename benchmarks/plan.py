@@ -2,14 +2,17 @@
 
 On this machine a plan measures all ranks, and with a `--link` one rank whose peers are pretended: its memory is
 compared too. Its time is that of other machines. The run is `lockstep train`, with all that it has by default.
+`python -m benchmarks.plan FILE` sums up such a file of results.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -54,6 +57,7 @@ _STEPS: Final = 12  # of a run, of which the last ten are graded
 _ROOM: Final = (0.98, 1.05)  # times the memory of the run
 _TIME: Final = (0.8, 1.2)  # times that of its steps
 _BEST: Final = 1.05  # times the step of the fastest
+_APART: Final = 1.1  # times the step of another placement, whose order then counts
 
 
 def results(quick: bool) -> Iterator[Result]:
@@ -114,3 +118,33 @@ def _within(who: str, bounds: tuple[float, float]) -> list[Target]:
 
 def _key(of: str) -> str:
     return of.replace(", ", "-").replace(" ", "-")
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """Return how far plans were off, and whether they have placements of a recipe in the right order."""
+    figures = {each["name"]: {row["name"]: row["median"] for row in each["rows"]} for each in found["results"]}
+    steps = {name: own for name, own in figures.items() if name.startswith("plan-time-")}
+    off = [abs(own["plan"] / own["run"] - 1) for own in steps.values()]
+    pairs = [
+        (one, other)
+        for recipe in RECIPES
+        for one, other in combinations([own for name, own in steps.items() if f"-time-{recipe}-" in name], 2)
+        if max(one["run"], other["run"]) > _APART * min(one["run"], other["run"])
+    ]
+    right = sum((one["plan"] < other["plan"]) == (one["run"] < other["run"]) for one, other in pairs)
+    lines = [f"a step: {statistics.median(off):.1%} off in the median, {max(off):.1%} at most, of {len(off)}"]
+    lines += [f"{right} of {len(pairs)} pairs in the right order"]
+    lines += [
+        "{}: {:.3f} x the fastest".format(name, own["the plan's"] / own["the fastest"])
+        for name, own in figures.items()
+        if name.startswith("plan-best-")
+    ]
+    for who in ("plan", "plan with a link"):
+        ratios = [own[who] / own["run"] for name, own in figures.items() if name.startswith("plan-memory-")]
+        near = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
+        lines += [f"memory, {who}: {min(ratios):.3f} to {max(ratios):.3f} x, {near} of {len(ratios)} within 5 %"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(summary(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
