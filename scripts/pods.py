@@ -236,8 +236,9 @@ def _mounts(spec: Mapping[str, Any], container: Mapping[str, Any], volumes: Mapp
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """Whether this is a process that torchrun has started as a rank."""
+    """Whether this is a process that has been started as a rank: no loader process, which has its environment."""
     try:
-        return "LOCAL_RANK" in process.environ() and re.search(r"\blockstep train\b", " ".join(process.cmdline()))
+        command = " ".join(process.cmdline())
+        return "LOCAL_RANK" in process.environ() and re.search(r"\blockstep train\b|python\S* \S+\.py\b", command)
     except psutil.NoSuchProcess:
         return False

@@ -110,7 +110,7 @@ def test_a_name_that_stands_for_no_address_ends_it_in_seconds(programs, monkeypa
     words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
     found = launch("--on", "torchrun", *words)
     assert found.exit_code == 2
-    assert " does not know the host no.such.host.invalid, where the agents of torchrun are to meet (" in found.stderr
+    assert " does not know the host no.such.host.invalid, where the processes of the job are to meet (" in found.stderr
     assert "); give an address of it in --endpoint ADDRESS:PORT" in found.stderr
 
 

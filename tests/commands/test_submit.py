@@ -214,6 +214,14 @@ def test_a_node_of_kubernetes_runs_its_ranks(folder: Path) -> None:
     assert objects()[0] != objects()[0]  # each job has a secret of its own
 
 
+def test_a_script_is_named_after_its_file(folder: Path) -> None:
+    made = [*yaml.safe_load_all(submit(*PODS, "--dry-run", "--", "My_Loop.py", "/runs/a").stdout)]
+    assert {each["metadata"]["name"] for each in made} == {"my-loop"}
+    [job] = made[-1]["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-4:] == ["--", "python", "My_Loop.py", "/runs/a"]
+
+
 def test_what_kubernetes_refuses_leaves_nothing_there(folder: Path) -> None:
     put(folder, "kubectl", KUBECTL)
     words = ("--", "train", "digits", "run.dir=/runs/a")

@@ -55,6 +55,7 @@ def test_who_a_process_is(env: Mapping[str, str], info: RankInfo | None) -> None
 def test_each_launcher_knows_its_own() -> None:
     by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
     envs = {
+        "node": by_hand | {"LOCKSTEP_NODE_STARTED": "0"},
         "torchrun": ENV.torchrun,
         "environment": by_hand,
         "horovodrun": ENV.horovod,
@@ -65,7 +66,7 @@ def test_each_launcher_knows_its_own() -> None:
     assert [launcher.name for launcher in ORDER if launcher.detect] == list(envs)
     for name, env in envs.items():
         found = {launcher.name for launcher in ORDER if launcher.detect and launcher.detect(env)}
-        assert found == {name} | ({"environment"} if name == "torchrun" else set())
+        assert found == {name} | ({"environment"} if name in ("node", "torchrun") else set())
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.common.follow_parent import KNOWS, READS_SECRET
+from lockstep.common.follow_parent import READS_SECRET
+from lockstep.common.rank import RankInfo, rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.jobs import launch
-from lockstep.launchers.agents import followed
+from lockstep.launchers import detect
 from lockstep.launchers.job import PORT, Job
-from lockstep.launchers.node import place
+from lockstep.launchers.node import command, place
 
 JOB = Job(("train", "digits"), "/opt/python")
 SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9\n"}
@@ -30,34 +31,34 @@ KUBEFLOW = {
 
 
 @pytest.mark.parametrize(
-    ("env", "asked", "expected"),  # the number of the node, that of all, where they meet, processes on each
+    ("env", "asked", "expected"),  # the number of the node, that of all, the first one and its port, processes on each
     [
-        (KUBEFLOW, None, (1, 2, "job-node-0-0.job:29400", 8)),
-        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, None, (1, 2, "job-node-0-0.job:29400", 1)),
-        (KUBEFLOW, 2, (1, 2, "job-node-0-0.job:29400", 2)),
-        (SKYPILOT, None, (1, 3, f"10.0.0.7:{PORT}", 1)),
-        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "4"}, None, (1, 3, f"10.0.0.7:{PORT}", 4)),
-        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, None, (1, 3, f"10.0.0.7:{PORT}", 1)),
-        (SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, None, (1, 3, f"[fd00::7]:{PORT}", 1)),
-        (BATCH, 4, (1, 3, f"10.0.0.7:{PORT}", 4)),
-        (BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "0"}, None, (2, 3, f"10.0.0.7:{PORT}", 1)),
-        (OURS | {"JOB_COMPLETION_INDEX": "1"}, None, (1, 2, f"a-0.a:{PORT}", 1)),
-        (OURS | {"LOCKSTEP_NODE_RANK": "0"}, None, (0, 2, f"a-0.a:{PORT}", 1)),
-        ({"LOCKSTEP_NODE_RANK": "0", "LOCKSTEP_NODES": "1"}, 2, (0, 1, "", 2)),
+        (KUBEFLOW, None, (1, 2, "job-node-0-0.job", 29400, 8)),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, None, (1, 2, "job-node-0-0.job", 29400, 1)),
+        (KUBEFLOW, 2, (1, 2, "job-node-0-0.job", 29400, 2)),
+        (SKYPILOT, None, (1, 3, "10.0.0.7", PORT, 1)),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "4"}, None, (1, 3, "10.0.0.7", PORT, 4)),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, None, (1, 3, "10.0.0.7", PORT, 1)),
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, None, (1, 3, "fd00::7", PORT, 1)),
+        (BATCH, 4, (1, 3, "10.0.0.7", PORT, 4)),
+        (BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "0"}, None, (2, 3, "10.0.0.7", PORT, 1)),
+        (OURS | {"JOB_COMPLETION_INDEX": "1"}, None, (1, 2, "a-0.a", PORT, 1)),
+        (OURS | {"LOCKSTEP_NODE_RANK": "0"}, None, (0, 2, "a-0.a", PORT, 1)),
+        ({"LOCKSTEP_NODE_RANK": "0", "LOCKSTEP_NODES": "1"}, 2, (0, 1, "", PORT, 2)),
     ],
 )
 def test_each_platform_says_which_node_this_is(
-    env: dict[str, str], asked: int | None, expected: tuple[int, int, str, int]
+    env: dict[str, str], asked: int | None, expected: tuple[int, int, str, int, int]
 ) -> None:
     placed = place(JOB, env, asked)
-    assert (placed.host, placed.nodes, placed.endpoint, placed.processes_per_node) == expected
+    assert (placed.host, placed.nodes, placed.first, placed.port, placed.processes_per_node) == expected
 
 
 def test_a_first_node_that_is_not_told_its_address_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "main")
     env = BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "1"}
     del env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    assert place(JOB, env, None).endpoint == f"main:{PORT}"
+    assert place(JOB, env, None).first == "main"
 
 
 @pytest.mark.parametrize(
@@ -77,14 +78,19 @@ def test_what_does_not_say_it_is_refused(env: dict[str, str], told: str) -> None
         place(JOB, env, None)
 
 
-def test_torchrun_follows_the_command_of_its_node() -> None:
-    words = followed(place(JOB, SKYPILOT, 2))
-    assert words[:5] == ["/opt/python", "-m", "lockstep.common.follow_parent", KNOWS, "10.0.0.7"]
-    assert {"--nnodes=3", "--node-rank=1", "--master-addr=10.0.0.7", "--nproc-per-node=2"} < {*words}
-    assert words[-1] == "placement.processes=6"
-    assert READS_SECRET in followed(place(replace(JOB, signed=True), SKYPILOT, 2))
-    assert READS_SECRET not in words
-    assert KNOWS not in followed(place(JOB, {"LOCKSTEP_NODE_RANK": "0", "LOCKSTEP_NODES": "1"}, 2))
+def test_a_rank_is_told_its_place_and_finds_it() -> None:
+    job = replace(place(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2), local_rank=1)
+    words = command(job)
+    assert words[:4] == ["/opt/python", "-m", "lockstep.common.follow_parent", "env"]
+    assert words[-5:] == ["/opt/python", "-m", "lockstep", "train", "digits"]
+    told = dict(word.split("=", 1) for word in words[4:-5])
+    found = detect(KUBEFLOW | {"RANK": "7", "WORLD_SIZE": "8"} | told)  # what a job around it has set
+    assert found == RankInfo(3, 6, 1, 2, "node", "fd00::7", PORT, restarted_alone=True)
+    assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
+    assert READS_SECRET in command(replace(job, signed=True))
+    assert command(replace(job, words=("python", "loop.py", "a")))[-3:] == ["/opt/python", "loop.py", "a"]
+    with pytest.raises(UsageError, match=r"^--on node: no launcher to give --tee to$"):
+        command(replace(job, options=("--tee",)))
 
 
 def test_a_first_node_without_an_address_yet_is_waited_for(
@@ -93,10 +99,10 @@ def test_a_first_node_without_an_address_yet_is_waited_for(
     answers = iter(["no such host", ""])
     monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: next(answers))
     ran = []
-    monkeypatch.setattr(launch, "_on_hosts", lambda lines, job, secret: ran.append(job.host) or 0)
+    monkeypatch.setattr(launch, "_together", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
     assert launch.start("node", place(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
     assert capfd.readouterr().err == "waiting for an address of 10.0.0.7, at most 10 minutes\n"
-    assert ran == [1]
+    assert ran == [{"rank 1"}]
     monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: "no such host")
-    with pytest.raises(UsageError, match=r"^no such host$"):
+    with pytest.raises(UsageError, match=r"^no such host; set the variable of the first node to its address$"):
         launch.start("node", place(JOB, SKYPILOT, None), None, 1, dry_run=False)

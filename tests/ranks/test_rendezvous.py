@@ -219,6 +219,22 @@ def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
             joining.result(10)
 
 
+def test_a_rank_that_is_started_before_the_others_have_ended_joins_their_next_start() -> None:
+    port, name = free_port(), "ab" * 16
+    before = [dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)]
+    before[0].set(rendezvous_module._START, f'- "{name}"')
+    before[0].add(f"{name}/came 1", 1)
+    infos = [RankInfo(rank, 2, rank, 2, "node", "127.0.0.1", port, restarted_alone=True) for rank in range(2)]
+    first, second = (Rendezvous(info, 20.0, end, b"", QUICK) for info in infos)
+    with ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(second.join, "env://")
+        until(lambda: before[0].add(f"{name}/came 1", 0) == 2)
+        before.clear()
+        pool.submit(first.join, "env://").result(20)
+        joining.result(20)
+    assert second.hosts == first.hosts
+
+
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_a_second_process_of_a_rank_is_refused_at_once(infos: Any) -> None:
     def work(rendezvous: Rendezvous) -> None:

@@ -5,7 +5,7 @@ import sys
 import click
 
 from lockstep.errors import UsageError
-from lockstep.launchers.job import RESTARTS, Job, Resources
+from lockstep.launchers.job import RESTARTS, Job, Resources, with_python
 from lockstep.launchers.kubernetes import KINDS, Cluster
 
 
@@ -27,7 +27,7 @@ from lockstep.launchers.kubernetes import KINDS, Cluster
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process.")
 @click.option("--partition", default="", help="The partition to run in; left out, the site's (slurm).")
 @click.option("--account", default="", help="The account that it counts for; left out, your own (slurm).")
-@click.option("--name", help="Of the job; left out, the recipe's.")
+@click.option("--name", help="Of the job; left out, the recipe's or script's.")
 @click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to sbatch as it is; repeatable (slurm).")
 @click.option("--python", help="The Python on the hosts; left out, the path of this one (slurm), or python3.")
 @click.option("--kind", type=click.Choice(KINDS), help="What trains; left out, a jobset (kubernetes).")
@@ -37,7 +37,7 @@ from lockstep.launchers.kubernetes import KINDS, Cluster
 @click.option("--namespace", default="", help="Left out, kubectl's own (kubernetes).")
 @click.option("--restarts", type=click.IntRange(0), help=f"After failures; left out, {RESTARTS} (kubernetes).")
 @click.option("--dry-run", is_flag=True, help="Print the script or the manifest, and do nothing.")
-@click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]...")
+@click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]... | SCRIPT.py")
 def command(
     on: str,
     nodes: int,
@@ -60,7 +60,7 @@ def command(
     dry_run: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Submit `lockstep train` to a cluster as a job that goes on by itself until the run is done.
+    """Submit `lockstep train`, or to Kubernetes a SCRIPT.py, as a job that goes on by itself until the run is done.
 
     lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
 
@@ -78,7 +78,7 @@ def command(
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     each = resources.processes_per_node(processes_per_node)
     python = python or (sys.executable if on == "slurm" else "python3")
-    job = Job(words, python, nodes, each, options=options, resources=resources)
+    job = Job(with_python(words), python, nodes, each, options=options, resources=resources)
     if on == "kubernetes":
         volume, _, mount = claim.partition(":")
         cluster = Cluster(

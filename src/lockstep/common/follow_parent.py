@@ -33,6 +33,7 @@ from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
 KNOWS: Final = "--knows"  # a host whose name must have an address where the command is to run
+GIVE_ADDRESS: Final = "give an address of it in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
 STOP_S: Final = 60.0  # for a checkpoint to be written after SIGTERM
 _POLL_S: Final = 0.1
@@ -123,8 +124,8 @@ def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
                 time.sleep(_POLL_S)
                 continue
             return (
-                f"{socket.gethostname()} does not know the host {host}, where the agents of torchrun are to meet "
-                f"({error.strerror}); give an address of it in --endpoint ADDRESS:PORT"
+                f"{socket.gethostname()} does not know the host {host}, where the processes of the job are to meet "
+                f"({error.strerror})"
             )
         return ""
 
@@ -209,7 +210,7 @@ if __name__ == "__main__":
         words = words[1:]
     if words[:1] == [KNOWS]:
         if problem := host_problem(words[1]):
-            sys.stderr.write(f"error: {problem}\n")
+            sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
             sys.exit(EXIT_USAGE)
         words = words[2:]
     os.environ.setdefault(VARIABLE, FIXED)  # ssh passes no environment on

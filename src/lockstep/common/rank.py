@@ -13,7 +13,8 @@ class RankInfo:
     """A process's place. `master` and `port` are None where the rendezvous does not need them, or nobody knows.
 
     `advice` says then how to pass them to processes of this launcher. `hosted`: the launcher itself listens there, and
-    not rank 0; Ray does so in the process of rank 0.
+    not rank 0; Ray does so in the process of rank 0. `restarted_alone`: the processes of its host may be started again
+    before the others have ended, and then find these where they are to meet.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class RankInfo:
     port: int | None = None
     advice: str = ""
     hosted: bool = False
+    restarted_alone: bool = False
 
 
 SECRET: Final = "LOCKSTEP_JOB_SECRET"  # in the environment of all ranks

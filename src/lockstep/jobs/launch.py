@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.common import plainfile
-from lockstep.common.follow_parent import SRUN_PORT, host_problem, listening_socket
+from lockstep.common.follow_parent import GIVE_ADDRESS, SRUN_PORT, host_problem, listening_socket
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, EXITS_AGAIN, LockstepError, UsageError
 from lockstep.launchers import ORDER
@@ -47,7 +47,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
             "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
             "would begin a run of its own; name one, such as run.dir=runs/a"
         )
-    if name != "local" or dry_run:  # the ranks here would see it at once
+    if dry_run or not (name == "local" or launcher.per_process):  # the ranks here would see it at once
         _check_work(job)
     # The user's own secret, else a new one where this command starts all ranks: others would not have it.
     own = os.fsdecode(job_secret(os.environ))
@@ -60,12 +60,12 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         from lockstep.run.script import start_script
 
         return start_script(job.words[1], job.words[2:], job.processes)
-    if launcher.per_host:
-        if not (job.hosts or job.standalone):
-            _wait_for(job.meets_on)
-        return _on_hosts(lines, job, secret)
+    if job.first:
+        _wait_for(job.first)
+    if launcher.per_host or launcher.per_process:
+        return _together(launcher, lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
-        raise UsageError(problem)
+        raise UsageError(f"{problem}; {GIVE_ADDRESS}")
     _become(lines[""], launcher, secret)
     return EXIT_DONE
 
@@ -151,8 +151,11 @@ def _loaded(job: Job) -> Loaded:
 
 
 def _lines(launcher: Launcher, job: Job) -> dict[str, list[str]]:
-    """Return the lines to run, by the names of their hosts; the name is empty where one line starts all."""
+    """Return the lines to run, by the names of their hosts or ranks; the name is empty where one line starts all."""
     assert launcher.command
+    if launcher.per_process:
+        first, each = job.host * job.processes_per_node, range(job.processes_per_node)
+        return {f"rank {first + local}": launcher.command(replace(job, local_rank=local)) for local in each}
     if not (launcher.per_host and job.hosts):
         return {"": launcher.command(job)}
     return {host: launcher.command(replace(job, host=number)) for number, host in enumerate(job.hosts)}
@@ -169,8 +172,8 @@ def _become(line: list[str], launcher: Launcher, secret: str) -> None:
         os.execvpe(line[0], line, env | port)
 
 
-def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
-    """Run the lines and return the exit code: the first host's that failed, or the run's, where it says more.
+def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
+    """Run the lines and return the exit code: of the first one that failed, or the run's, where it says more.
 
     That the run is saved, or would fail again, torchrun makes 1 of; it is found in the run folder, where this host sees
     it too.
@@ -180,10 +183,11 @@ def _on_hosts(lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     program = next(iter(lines.values()))[0]  # the same on all of them
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not found; install it, or choose another --on")
-    before = _result(job)
+    before = _result(job) if launcher.elastic else {}
     ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret)
-    result = _result(job)
-    code = ended.code if not ended.code or result == before else result.get("exit_code")
+    code: Any = ended.code
+    if code and launcher.elastic and (result := _result(job)) != before:
+        code = result.get("exit_code")
     if code in (EXIT_SAVED, EXIT_INTERRUPTED):
         return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
     return code if code in EXITS_AGAIN else ended.code
@@ -194,7 +198,7 @@ def _wait_for(host: str) -> None:
     if host_problem(host):
         _report(f"waiting for an address of {host}, at most {_UP_S / 60:.0f} minutes")
         if problem := host_problem(host, _UP_S):
-            raise UsageError(problem)
+            raise UsageError(f"{problem}; set the variable of the first node to its address")
 
 
 def _report(text: str) -> None:

@@ -13,7 +13,7 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load, split
 from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch, kubernetes
-from lockstep.launchers.job import Job, other_processes
+from lockstep.launchers.job import Job, check_job, other_processes
 from lockstep.ranks.secret import new_secret
 from lockstep.run.runs import JOB_SCRIPT, Submitted, record_job
 from lockstep.training.checkpoint import durable
@@ -65,14 +65,20 @@ def submit(run: Path, script: str) -> int:
 def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
     """Return the objects of a training for Kubernetes, as YAML; UsageError for what cannot be.
 
-    They have a new secret, and without a name the recipe's.
+    They have a new secret, and without a name the recipe's, or the script's.
     """
-    loaded = _check_training(job)
-    if loaded.config.run.resume != "auto":
-        raise UsageError(f"run.resume: {loaded.config.run.resume}, but each start goes on with the run; leave it out")
-    name = cluster.name or re.sub("[^a-z0-9]+", "-", loaded.name.lower()).strip("-")
+    if job.is_script:
+        name, run = Path(job.words[1]).stem, None
+    else:
+        loaded = _check_training(job)
+        name, run = loaded.name, loaded.config.run.dir or ""
+        if loaded.config.run.resume != "auto":
+            raise UsageError(
+                f"run.resume: {loaded.config.run.resume}, but each start goes on with the run; leave it out"
+            )
+    name = cluster.name or re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     cluster = replace(cluster, name=name, secret=new_secret())
-    kubernetes.check_cluster(job, cluster, loaded.config.run.dir or "")
+    kubernetes.check_cluster(check_job(job), cluster, run)
     return kubernetes.manifest(job, cluster)
 
 

@@ -25,6 +25,7 @@ class Detection:
 # inherits the variables of all before.
 ORDER: Final = (
     local.LAUNCHER,
+    node.LAUNCHER,
     torchrun.LAUNCHER,  # srun and mpirun start it once on each host
     environment.LAUNCHER,  # a script made them of its launcher's own
     horovodrun.LAUNCHER,  # over MPI it sets no rank, and mpirun decides
@@ -32,7 +33,6 @@ ORDER: Final = (
     mpich.LAUNCHER,  # so does this one: SLURM_PROCID is that of the daemon
     slurm.LAUNCHER,
     ssh.LAUNCHER,
-    node.LAUNCHER,
 )
 
 

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from lockstep.common.follow_parent import KNOWS, READS_SECRET
 from lockstep.errors import UsageError
 from lockstep.launchers.job import Job
 
@@ -27,16 +26,6 @@ def command(job: Job) -> list[str]:
     fixed = job.nodes > 1 and job.fewest is None and job.trains
     count = [f"placement.processes={job.processes}"] if fixed else []
     return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *count]
-
-
-def followed(job: Job) -> list[str]:
-    """Return that line as a command that ends with its stdin (follow_parent.py), and at once where nobody can be met.
-
-    The first line of its stdin is the secret of a job that has one.
-    """
-    secret = [READS_SECRET] if job.signed else []
-    knows = [] if job.standalone else [KNOWS, job.meets_on]
-    return [job.python, "-m", "lockstep.common.follow_parent", *secret, *knows, *command(job)]
 
 
 def _rendezvous(job: Job) -> list[str]:

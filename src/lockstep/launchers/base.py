@@ -20,8 +20,9 @@ class Launcher:
 
     Fields of one that `lockstep launch --on` can start, which has a `command`:
 
-    - `command` returns the line that starts the job, or where `per_host` is true the part of it on host `job.host`.
-      UsageError for a job that the launcher cannot start.
+    - `command` returns the line that starts the job, or where `per_host` is true the part of it on host `job.host`, and
+      where `per_process` is true one process of that, `job.local_rank`. UsageError for a job that the launcher cannot
+      start.
     - `starts_all`: whether one `lockstep launch` starts all ranks of the job. Where it does, it draws the secret of the
       job and the name of its rendezvous; else the user gives what all hosts must have in common.
     - `unused_port`: why the launcher has no use for --port; "" where it has.
@@ -36,6 +37,7 @@ class Launcher:
     variables: tuple[str, ...] = ()
     command: Callable[[Job], list[str]] | None = None
     per_host: bool = False
+    per_process: bool = False
     starts_all: Callable[[Job], bool] = lambda _: True
     unused_port: Callable[[Job], str] = lambda _: ""
     elastic: bool = False

@@ -1,10 +1,12 @@
 """What is to be started where: the one thing that every launcher makes its command line from."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from lockstep.common.follow_parent import READS_SECRET
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,11 +51,12 @@ class Job:
     """`words` is what stands after `lockstep`. `hosts` is empty where the launcher finds them by itself.
 
     `options` go to the launcher as they are. `host` is the number of the host that a command line is for, where each
-    host has one of its own. With `fewest` the job goes on as long as so many of its `nodes` are there. `restarts` is
-    how often the processes are started again after one failed. `rendezvous` is how torchrun's agents meet, chosen for
-    the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`, and `id` tells their
-    rendezvous from others at the same place. `signed`: the launcher brings the ranks a secret of the job, in `SECRET`.
-    `folder` is where each host starts, for launchers that must be given it.
+    host has one of its own, and `local_rank` that of the process there, where each process has. `first` is the address
+    of the first host, where a platform says it. With `fewest` the job goes on as long as so many of its `nodes` are
+    there. `restarts` is how often the processes are started again after one failed. `rendezvous` is how torchrun's
+    agents meet, chosen for the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`,
+    and `id` tells their rendezvous from others at the same place. `signed`: the launcher brings the ranks a secret of
+    the job, in `SECRET`. `folder` is where each host starts, for launchers that must be given it.
     """
 
     words: tuple[str, ...]
@@ -64,6 +67,8 @@ class Job:
     port: int = PORT
     options: tuple[str, ...] = ()
     host: int = 0
+    local_rank: int = 0
+    first: str = ""
     fewest: int | None = None
     restarts: int = 0
     rendezvous: str = ""
@@ -124,6 +129,15 @@ class Job:
     def program(self) -> list[str]:
         """The command that one process runs."""
         return [self.python, *self.module]
+
+
+def followed(job: Job, line: Sequence[str]) -> list[str]:
+    """Return a line of a job as a command that ends with its stdin (follow_parent.py).
+
+    The first line of its stdin is the secret of a job that has one.
+    """
+    secret = [READS_SECRET] if job.signed else []
+    return [job.python, "-m", "lockstep.common.follow_parent", *secret, *line]
 
 
 def with_python(words: tuple[str, ...]) -> tuple[str, ...]:

@@ -39,8 +39,11 @@ class Cluster:
     secret: str = ""
 
 
-def check_cluster(job: Job, cluster: Cluster, run: str) -> None:
-    """Raise UsageError where a cluster would refuse the objects, or its nodes could not share the run folder."""
+def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
+    """Raise UsageError where a cluster would refuse the objects, or its nodes could not share the run folder.
+
+    `run` is None for a script, which alone knows it.
+    """
     problems = []
     longest = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
     if not _NAME.fullmatch(cluster.name) or len(longest) > _LONGEST_NAME:
@@ -50,7 +53,7 @@ def check_cluster(job: Job, cluster: Cluster, run: str) -> None:
         problems.append("--image: left out; name one that has Lockstep, such as registry.example/train:1")
     if not (cluster.claim and cluster.mount.startswith("/")):
         problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and where the nodes are to have it")
-    elif not run or not PurePosixPath(run).is_relative_to(cluster.mount):
+    elif run is not None and not PurePosixPath(run).is_relative_to(cluster.mount):
         problems.append(f"run.dir: {run or 'left out'}; all nodes write to it: name one in {cluster.mount}")
     if job.resources.gpus_per_node and not job.resources.gpus_per_node.isdecimal():
         problems.append(f"--gpus-per-node: expected a number such as 8, got {job.resources.gpus_per_node}")

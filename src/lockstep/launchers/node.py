@@ -1,6 +1,7 @@
-"""A node of several, on each of which a platform starts the same command: torchrun for its ranks.
+"""A node of several, on each of which a platform starts the same command, which starts the ranks of that node.
 
-The platform says in variables which node this is, of how many, and where the first one is.
+The platform says in variables which node this is, of how many, and where the first one is. It starts a node again by
+itself, or all of them, for which it wants the exit code of the ranks.
 """
 
 import socket
@@ -8,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers.agents import followed
+from lockstep.launchers import environment
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.job import Job
+from lockstep.launchers.job import Job, followed
 
+_STARTED: Final = "LOCKSTEP_NODE_STARTED"  # the number of the node that started this rank
+VARIABLES: Final = (_STARTED, *environment.VARIABLES)
 NODES: Final = "LOCKSTEP_NODES"
 FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
 
@@ -78,14 +82,13 @@ def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> J
     addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
     if not addresses:
         raise UsageError(f"--on node: {platform.first} is not set, and node {rank} cannot find the first one; set it")
-    first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
-    port = _number(env, platform.port) if platform.port in env else job.port
     processes = env.get(platform.processes, "")
     return replace(
         job,
         nodes=nodes,
         host=rank,
-        endpoint=f"{first}:{port}" if nodes > 1 else "",
+        first=addresses[0] if nodes > 1 else "",
+        port=_number(env, platform.port) if platform.port in env else job.port,
         processes_per_node=processes_per_node or (int(processes) if processes.isdecimal() else 0) or 1,
     )
 
@@ -97,4 +100,27 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-LAUNCHER: Final = Launcher("node", command=followed, per_host=True, starts_all=lambda job: job.nodes == 1, elastic=True)
+def detect(env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank that its node gave this process, or None."""
+    if _STARTED not in env:
+        return None
+    return replace(environment.from_variables(env, "node"), restarted_alone=True)
+
+
+def command(job: Job) -> list[str]:
+    """Return the line of one rank of this node, which ends with its stdin."""
+    if job.options:
+        raise UsageError(f"--on node: no launcher to give {' '.join(job.options)} to")
+    numbers = {
+        _STARTED: job.host,
+        "RANK": job.host * job.processes_per_node + job.local_rank,
+        "WORLD_SIZE": job.processes,
+        "LOCAL_RANK": job.local_rank,
+        "LOCAL_WORLD_SIZE": job.processes_per_node,
+        "MASTER_ADDR": job.first,
+        "MASTER_PORT": job.port,
+    }
+    return followed(job, ["env", *(f"{name}={value}" for name, value in numbers.items()), *job.program])
+
+
+LAUNCHER: Final = Launcher("node", detect, VARIABLES, command, per_process=True, starts_all=lambda _: False)

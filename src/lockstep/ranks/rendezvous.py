@@ -189,12 +189,20 @@ class Rendezvous:
         there = self.info.hosted and asked == "env://"
         own = not there and address.startswith("tcp://")  # rank 0's, and so a new one at each start
         self.serves = self.info.rank == 0 and own
-        with self._asking():
-            base = JobStore(_store(self, address), self.secret)
-            if self.info.rank == 0:
-                self._gather(base)
-            else:
-                self._follow(base, 0.0 if own else min(self.timing.late_s, self.timeout_s))
+        again_until = time.monotonic() + self.timeout_s if self.info.restarted_alone and not self.serves else 0.0
+        while True:
+            try:
+                with self._asking():
+                    base = JobStore(_store(self, address), self.secret)
+                    if self.info.rank == 0:
+                        self._gather(base)
+                    else:
+                        self._follow(base, 0.0 if own else min(self.timing.late_s, self.timeout_s))
+                return
+            except PeerLostError:  # the start before this one has ended, with its rank 0
+                if time.monotonic() >= again_until:
+                    raise
+                self.store = None
 
     def _gather(self, base: JobStore) -> None:
         name = uuid.uuid4().hex
@@ -229,7 +237,7 @@ class Rendezvous:
                 part = base.part(found)
                 over = part.has(_BEGIN) or self.first_failure(part) is not None  # without this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
-                    if not late_s:
+                    if not late_s and not self.info.restarted_alone:
                         raise UsageError(f"where the ranks meet another process has come as this rank; {_ANOTHER_RUN}")
                     old.add(found)
                     continue
@@ -426,7 +434,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
                 socket.create_connection((host, port), timeout=timing.name_missing_s).close()
             except socket.gaierror as error:
                 reason = str(error.strerror)
-                if time.monotonic() - known_at >= timing.unknown_host_s:
+                if time.monotonic() - known_at >= timing.unknown_host_s and not info.restarted_alone:
                     raise ports.unknown(host, port, error) from error
                 continue
             except OSError as error:
