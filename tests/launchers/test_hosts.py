@@ -16,6 +16,7 @@ from lockstep.launchers.hosts import Ended, run_on_hosts
 # What stands in for `ssh HOST python -m lockstep.common.follow_parent ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
 STAYS = ("sh", "-c", 'echo $$ > "$0"; trap "" TERM; for i in $(seq 500); do sleep 0.02; done')
+SAVES = ("sh", "-c", 'echo $$ > "$0"; trap "sleep 0.5; exit 75" TERM; while :; do sleep 0.02; done')
 # Ends with 3 once the command of host a has written its number; its own place is "b".
 FAILS_AFTER_A_BEGAN = ("sh", "-c", 'until [ -s "${0%b}a" ]; do sleep 0.01; done; exit 3')
 # Before the end of host a's command: until something was said.
@@ -26,8 +27,9 @@ PROGRAM = f"""
 import sys
 from lockstep.launchers.hosts import run_on_hosts
 stop_s, folder, kind = float(sys.argv[1]), sys.argv[2], sys.argv[3]
-command = {{"waits": {WAITS!r}, "stays": {STAYS!r}}}[kind]
-ended = run_on_hosts({{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}, print, stop_s)
+command = {{"waits": {WAITS!r}, "stays": {STAYS!r}, "saves": {SAVES!r}}}[kind]
+commands = {{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}
+ended = run_on_hosts(commands, print, stop_s, here=kind == "saves")
 sys.exit(ended.code)
 """
 
@@ -127,6 +129,16 @@ def test_a_signal_asks_all_to_end(start: Callable[..., subprocess.Popen[str]], t
     out, _ = process.communicate()
     assert process.returncode == 9  # what they ended with
     assert out.startswith(f"{signal.Signals(number).name}; ending a, b\n")
+    assert all(map(ended, pids))
+
+
+def test_a_rank_of_this_host_may_save_for_as_long_as_it_takes(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start(0.1, "saves")
+    pids = [pid(tmp_path / name) for name in "ab"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
     assert all(map(ended, pids))
 
 

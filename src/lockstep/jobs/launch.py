@@ -184,10 +184,10 @@ def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secr
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not found; install it, or choose another --on")
     before = _result(job) if launcher.elastic else {}
-    ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret)
-    code: Any = ended.code
+    ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret, here=launcher.per_process)
+    code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:
-        code = result.get("exit_code")
+        code = result.get("exit_code", code)
     if code in (EXIT_SAVED, EXIT_INTERRUPTED):
         return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
     return code if code in EXITS_AGAIN else ended.code

@@ -1,4 +1,4 @@
-"""Runs one command for each host and ends all of them when one ends: what holds several ssh together."""
+"""Runs one command for each host, or for each rank of one, and ends all of them when one ends."""
 
 import os
 import signal
@@ -29,10 +29,12 @@ def run_on_hosts(
     stop_s: float = STOP_S,
     needed: int | None = None,
     secret: str = "",
+    here: bool = False,
 ) -> Ended:
-    """Run `commands`, by their hosts' names, until all have ended; return the first end that is an error, if any.
+    """Run `commands`, by their names, until all have ended; return the first end that is an error, if any.
 
-    `secret`, if there is one, is the first line of each command's stdin.
+    `secret`, if there is one, is the first line of each command's stdin. Those that are `here`, and are no ssh, get the
+    signals themselves; how long they may take then decides who sent it.
 
     With `needed`, an error of one ends nobody as long as so many others are left, and is not returned if they end well.
 
@@ -67,6 +69,10 @@ def run_on_hosts(
                     continue
                 elif _stops(event) and running:
                     say(f"{_reason(event)}; ending {', '.join(running)}")
+                    if here and not isinstance(event, Ended):
+                        for process in running.values():
+                            process.send_signal(event)
+                        continue
                     _ask_to_end(running)
                 deadline = deadline or time.monotonic() + stop_s
         finally:
