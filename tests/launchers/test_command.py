@@ -112,18 +112,18 @@ def test_lines(command, job, line):
 
 
 def test_ssh_ties_what_it_starts_to_itself():
-    job = replace(JOB, host=1, options=("-p", "2222"))
-    words = ssh.command(replace(job, folder="/data/it's here"))
+    job = replace(JOB, options=("-p", "2222"))
+    words = ssh.commands(replace(job, folder="/data/it's here"))["b"]
     assert words[:1] == ["ssh"]
     assert words[-4:-1] == ["-p", "2222", "b"]
     folder, _, there = words[-1].partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/data/it's here"]
-    line = torchrun.command(replace(job, options=()))
+    line = torchrun.command(replace(job, host=1, options=()))
     assert shlex.split(there) == ["/opt/python", "-m", "lockstep.common.follow_parent", "--knows", "a", *line]
-    *_, there = ssh.command(replace(job, signed=True))
+    *_, there = ssh.commands(replace(job, signed=True))["b"]
     assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.common.follow_parent", "--secret", "--knows", "a", *line]
     alone = replace(HERE, hosts=("a",), options=())
-    *_, there = ssh.command(alone)
+    *_, there = ssh.commands(alone)["a"]
     assert "--knows" not in there
 
 

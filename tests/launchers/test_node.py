@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.jobs import launch
 from lockstep.launchers import detect
 from lockstep.launchers.job import PORT, Job
-from lockstep.launchers.node import command, place
+from lockstep.launchers.node import commands, place
 
 JOB = Job(("train", "digits"), "/opt/python")
 SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9\n"}
@@ -79,18 +79,19 @@ def test_what_does_not_say_it_is_refused(env: dict[str, str], told: str) -> None
 
 
 def test_a_rank_is_told_its_place_and_finds_it() -> None:
-    job = replace(place(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2), local_rank=1)
-    words = command(job)
+    job = place(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2)
+    assert [*commands(job)] == ["rank 2", "rank 3"]
+    words = commands(job)["rank 3"]
     assert words[:4] == ["/opt/python", "-m", "lockstep.common.follow_parent", "env"]
     assert words[-5:] == ["/opt/python", "-m", "lockstep", "train", "digits"]
     told = dict(word.split("=", 1) for word in words[4:-5])
     found = detect(KUBEFLOW | {"RANK": "7", "WORLD_SIZE": "8"} | told)  # what a job around it has set
     assert found == RankInfo(3, 6, 1, 2, "node", "fd00::7", PORT, restarted_alone=True)
     assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
-    assert READS_SECRET in command(replace(job, signed=True))
-    assert command(replace(job, words=("python", "loop.py", "a")))[-3:] == ["/opt/python", "loop.py", "a"]
+    assert READS_SECRET in commands(replace(job, signed=True))["rank 2"]
+    assert commands(replace(job, words=("python", "loop.py", "a")))["rank 2"][-3:] == ["/opt/python", "loop.py", "a"]
     with pytest.raises(UsageError, match=r"^--on node: no launcher to give --tee to$"):
-        command(replace(job, options=("--tee",)))
+        commands(replace(job, options=("--tee",)))
 
 
 def test_a_first_node_without_an_address_yet_is_waited_for(

@@ -31,7 +31,7 @@ _UP_S: Final = 600.0  # for the first of several nodes to be there
 
 def starters() -> dict[str, Launcher]:
     """Return the launchers that can start a job, by name."""
-    return {launcher.name: launcher for launcher in ORDER if launcher.command}
+    return {launcher.name: launcher for launcher in ORDER if launcher.command or launcher.commands}
 
 
 def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
@@ -47,14 +47,16 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
             "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
             "would begin a run of its own; name one, such as run.dir=runs/a"
         )
-    if dry_run or not (name == "local" or launcher.per_process):  # the ranks here would see it at once
+    if dry_run or name not in ("local", "node"):  # the ranks here would see it at once
         _check_work(job)
     # The user's own secret, else a new one where this command starts all ranks: others would not have it.
     own = os.fsdecode(job_secret(os.environ))
     secret = own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
-    lines = _lines(launcher, replace(job, signed=bool(secret)))
+    signed = replace(job, signed=bool(secret))
+    lines = launcher.commands(signed) if launcher.commands else {}
+    line = launcher.command(signed) if launcher.command else []
     if dry_run:
-        print("\n".join(map(shlex.join, lines.values())))
+        print("\n".join(map(shlex.join, lines.values() or [line])))
         return EXIT_DONE
     if name == "local" and job.is_script:
         from lockstep.run.script import start_script
@@ -62,11 +64,11 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         return start_script(job.words[1], job.words[2:], job.processes)
     if job.first:
         _wait_for(job.first)
-    if launcher.per_host or launcher.per_process:
+    if lines:
         return _together(launcher, lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
         raise UsageError(f"{problem}; {GIVE_ADDRESS}")
-    _become(lines[""], launcher, secret)
+    _become(line, launcher, secret)
     return EXIT_DONE
 
 
@@ -150,17 +152,6 @@ def _loaded(job: Job) -> Loaded:
     return load(*split(job.words[1:]))
 
 
-def _lines(launcher: Launcher, job: Job) -> dict[str, list[str]]:
-    """Return the lines to run, by the names of their hosts or ranks; the name is empty where one line starts all."""
-    assert launcher.command
-    if launcher.per_process:
-        first, each = job.host * job.processes_per_node, range(job.processes_per_node)
-        return {f"rank {first + local}": launcher.command(replace(job, local_rank=local)) for local in each}
-    if not (launcher.per_host and job.hosts):
-        return {"": launcher.command(job)}
-    return {host: launcher.command(replace(job, host=number)) for number, host in enumerate(job.hosts)}
-
-
 def _become(line: list[str], launcher: Launcher, secret: str) -> None:
     """Become the launcher, so that signals go where they should. What it starts has the secret in its environment."""
     env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
@@ -184,7 +175,7 @@ def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secr
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not found; install it, or choose another --on")
     before = _result(job) if launcher.elastic else {}
-    ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret, here=launcher.per_process)
+    ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret, here=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:
         code = result.get("exit_code", code)

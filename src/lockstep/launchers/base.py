@@ -18,11 +18,10 @@ class Launcher:
       processes, too, is no sign.
     - `variables` are those that `detect` reads, for `lockstep doctor launch`.
 
-    Fields of one that `lockstep launch --on` can start, which has a `command`:
+    Fields of one that `lockstep launch --on` can start, which has a `command` or `commands`:
 
-    - `command` returns the line that starts the job, or where `per_host` is true the part of it on host `job.host`, and
-      where `per_process` is true one process of that, `job.local_rank`. UsageError for a job that the launcher cannot
-      start.
+    - `command` returns the line that starts the job, and `commands` those that do so together, by the names of what
+      each starts. UsageError for a job that the launcher cannot start.
     - `starts_all`: whether one `lockstep launch` starts all ranks of the job. Where it does, it draws the secret of the
       job and the name of its rendezvous; else the user gives what all hosts must have in common.
     - `unused_port`: why the launcher has no use for --port; "" where it has.
@@ -36,8 +35,7 @@ class Launcher:
     detect: Callable[[Mapping[str, str]], RankInfo | None] | None = None
     variables: tuple[str, ...] = ()
     command: Callable[[Job], list[str]] | None = None
-    per_host: bool = False
-    per_process: bool = False
+    commands: Callable[[Job], dict[str, list[str]]] | None = None
     starts_all: Callable[[Job], bool] = lambda _: True
     unused_port: Callable[[Job], str] = lambda _: ""
     elastic: bool = False

@@ -51,12 +51,12 @@ class Job:
     """`words` is what stands after `lockstep`. `hosts` is empty where the launcher finds them by itself.
 
     `options` go to the launcher as they are. `host` is the number of the host that a command line is for, where each
-    host has one of its own, and `local_rank` that of the process there, where each process has. `first` is the address
-    of the first host, where a platform says it. With `fewest` the job goes on as long as so many of its `nodes` are
-    there. `restarts` is how often the processes are started again after one failed. `rendezvous` is how torchrun's
-    agents meet, chosen for the job where it is empty, `endpoint` where, as HOST:PORT, left out the first host's `port`,
-    and `id` tells their rendezvous from others at the same place. `signed`: the launcher brings the ranks a secret of
-    the job, in `SECRET`. `folder` is where each host starts, for launchers that must be given it.
+    host has one of its own. `first` is the address of the first host, where a platform says it. With `fewest` the job
+    goes on as long as so many of its `nodes` are there. `restarts` is how often the processes are started again after
+    one failed. `rendezvous` is how torchrun's agents meet, chosen for the job where it is empty, `endpoint` where, as
+    HOST:PORT, left out the first host's `port`, and `id` tells their rendezvous from others at the same place.
+    `signed`: the launcher brings the ranks a secret of the job, in `SECRET`. `folder` is where each host starts, for
+    launchers that must be given it.
     """
 
     words: tuple[str, ...]
@@ -67,7 +67,6 @@ class Job:
     port: int = PORT
     options: tuple[str, ...] = ()
     host: int = 0
-    local_rank: int = 0
     first: str = ""
     fewest: int | None = None
     restarts: int = 0

@@ -107,20 +107,24 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return replace(environment.from_variables(env, "node"), restarted_alone=True)
 
 
-def command(job: Job) -> list[str]:
-    """Return the line of one rank of this node, which ends with its stdin."""
+def commands(job: Job) -> dict[str, list[str]]:
+    """Return the line of each rank of this node, which ends with its stdin."""
     if job.options:
         raise UsageError(f"--on node: no launcher to give {' '.join(job.options)} to")
-    numbers = {
+    each = job.processes_per_node
+    shared = {
         _STARTED: job.host,
-        "RANK": job.host * job.processes_per_node + job.local_rank,
         "WORLD_SIZE": job.processes,
-        "LOCAL_RANK": job.local_rank,
-        "LOCAL_WORLD_SIZE": job.processes_per_node,
+        "LOCAL_WORLD_SIZE": each,
         "MASTER_ADDR": job.first,
         "MASTER_PORT": job.port,
     }
-    return followed(job, ["env", *(f"{name}={value}" for name, value in numbers.items()), *job.program])
+    lines = {}
+    for local, rank in enumerate(range(job.host * each, (job.host + 1) * each)):
+        place = shared | {"RANK": rank, "LOCAL_RANK": local}
+        line = ["env", *(f"{name}={value}" for name, value in place.items()), *job.program]
+        lines[f"rank {rank}"] = followed(job, line)
+    return lines
 
 
-LAUNCHER: Final = Launcher("node", detect, VARIABLES, command, per_process=True, starts_all=lambda _: False)
+LAUNCHER: Final = Launcher("node", detect, VARIABLES, commands=commands, starts_all=lambda _: False)
