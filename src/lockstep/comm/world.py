@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
@@ -210,8 +210,7 @@ class World:
             for member, taken in zip(members, shards[(place + distance) % len(shards)], strict=True):
                 numbers[taken] = self.number(member)
         info = RankInfo(numbers.index(self.number(self.rank)), self.size, self.local_rank, self.local_size, "part")
-        given = self._timeout, self._carry, self.backend, self._store, numbers, log, self._beside
-        return World(info, self.device, self._groups, *given)
+        return replace(self, info=info, _numbers=numbers, _log=log)
 
     def stream(self) -> CommStream:
         """Return a second stream for communication; close it after use."""
@@ -340,8 +339,7 @@ class World:
         if all(len(each) == 1 for each in groups):
             return World(info, self.device)
         group = self._own_group(groups)
-        given = self._timeout, self._carry, self.backend, None, self._order(ranks), None, self._beside
-        return World(info, self.device, (group, group), *given)
+        return replace(self, info=info, _groups=(group, group), _store=None, _numbers=self._order(ranks), _log=None)
 
     def close(self) -> None:
         """Leave the process group, or the groups that were made beside another's, unless a script has left all."""
