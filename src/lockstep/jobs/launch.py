@@ -175,6 +175,7 @@ def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secr
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not found; install it, or choose another --on")
     before = _result(job) if launcher.elastic else {}
+    # Without torchrun's agents they are ranks of this host, whose own codes these are.
     ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret, here=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:

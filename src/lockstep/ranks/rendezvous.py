@@ -181,7 +181,8 @@ class Rendezvous:
     def join(self, asked: str) -> None:
         """Find the others at `asked`: env://, tcp://HOST:PORT or file:///PATH. All call it, before all else.
 
-        Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError.
+        Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError. A rank whose
+        host may be started again alone waits until the start before it is over, and joins the next.
         """
         if self.info.size == 1:
             return
