@@ -53,8 +53,8 @@ def test_as_json_in_the_order_in_which_they_are_asked(free):
     assert found["level"] == "ok"
     assert found["facts"][0]["decides"] == "mpich"
     assert found["facts"][0]["rank"].items() >= {"rank": 1, "size": 2, "local_rank": 0, "local_size": 2}.items()
-    checks = ["torchrun", "environment", "horovodrun", "openmpi", "mpich", "slurm", "rank", "rendezvous", "device"]
-    assert [each["check"] for each in found["findings"]] == checks
+    launchers = ["node", "torchrun", "environment", "horovodrun", "openmpi", "mpich", "slurm"]
+    assert [each["check"] for each in found["findings"]] == [*launchers, "rank", "rendezvous", "device"]
     texts = {each["check"]: each["found"] for each in found["findings"]}
     assert texts["rank"] == "rank 1 of 2, local rank 0 of 2, started by mpich"
     assert texts["rendezvous"] == f"127.0.0.1:{free}, where rank 0 listens"
