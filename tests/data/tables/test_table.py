@@ -167,6 +167,8 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         ("x,y\n2,2020-01-01\n", {"target": "y"}, r"target: 'y' is of date32\[day\], neither numbers nor text; name"),
         ("x,y\n1,2\n3,4\nn/k,2\n", {"target": "y"}, r"column 'x' has numbers, but 'n/k' in row 2; leave such rows"),
         ("x,y\n1,2\n3,4\n5,?\n", {"target": "y"}, r"column 'y' has numbers, but '\?' in row 2; .*kind=classification"),
+        ('x,y\n"1,500",2\n"17,412",4\n', {"target": "y"}, r"'x' has numbers, but '1,500' in row 0; write digits alone"),
+        ("x,y\n1,2 €\n3,4 €\n", {"target": "y", "kind": "regression"}, r"'y' has numbers, but '2 €' in row 0; write d"),
         ("x,x,y\n1,2,3\n", {"target": "y"}, r"has several columns 'x'; rename them"),
         ("x,y\n,2\n,3\n", {"target": "y"}, r"column 'x' has 2 missing or infinite values, the first in row 0; leave"),
         (

@@ -1,5 +1,6 @@
 """Columns of a table as a model takes them; what is found in training holds for validation too."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
 
+_SIGNS: Final = re.compile(r"[\s,'%$€£¥]")  # in numbers as people and spreadsheets write them
 _MOST_VALUES: Final = 10_000  # of a category: they are facts, which ranks compare and checkpoints keep
 
 
@@ -89,16 +91,16 @@ def check_numbers(name: str, column: Any, means: bool) -> None:
 
 
 def refuse_mixed(name: str, column: Any, advice: str) -> None:
-    """Raise UsageError where a column has numbers, but is text because a few values are none: `n/k`, or `1,5`."""
+    """Raise UsageError where a column of numbers is text: a few values are none, such as `n/k`, or all have commas."""
     if kind_of(column) != "name":  # pyarrow finds no different values of lists
         return
     values = [each for each in column.unique().to_pylist() if isinstance(each, str)]
     strange = {each for each in values if not _is_number(each)}
-    if strange and 2 * len(strange) < len(values):
+    written = {each for each in strange if _is_number(_SIGNS.sub("", each))}
+    if strange and 2 * len(strange - written) < len(values):
         row, found = next((row, each) for row, each in enumerate(column.to_pylist()) if each in strange)
-        raise UsageError(
-            f"data set table: column '{name}' has numbers, but {found!r} in row {row:,}; leave such rows out, {advice}"
-        )
+        mend = "write digits alone, and a point for decimals" if found in written else "leave such rows out"
+        raise UsageError(f"data set table: column '{name}' has numbers, but {found!r} in row {row:,}; {mend}, {advice}")
 
 
 def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:

@@ -162,7 +162,7 @@ def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> 
         if column.null_count:
             first = column.is_null().to_pylist().index(True)
             raise UsageError(f"{problem} is missing in row {first:,}; leave such rows out")
-        if kind is None:
+        if kind != "classification":
             refuse_mixed(name, column, "or set options.kind=classification")
         if kind_of(column) == "other":
             raise UsageError(f"{problem} is of {column.type}, neither numbers nor text; name another column")
