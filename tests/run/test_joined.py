@@ -394,6 +394,39 @@ def test_a_layer_that_would_exchange_by_itself_is_refused():
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(
+    ("layer", "problem"),
+    [
+        (nn.Embedding(5, 3, sparse=True), "Sequential: 0 has sparse=True, .* leave sparse out"),
+        (nn.LazyLinear(3), "Sequential: 0.weight gets its shape only from the first inputs"),
+    ],
+)
+def test_a_layer_that_no_strategy_can_train_is_refused_on_one_process_too(layer, problem):
+    model = nn.Sequential(layer)
+    with joined() as run, pytest.raises(lockstep.UsageError, match=rf"model {problem}"):
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [("zer3", r"no strategy 'zer3' \(.*\); did you mean 'zero3'"), (None, "strategy is None .*; give its name, or a")],
+)
+def test_a_strategy_that_is_none_is_refused(strategy, problem):
+    with joined() as run, pytest.raises(lockstep.UsageError, match=f"run.place: {problem}"):
+        loops.placed(run, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", {"name": "hsdp", "replicate": 2}])
+def test_a_strategy_that_cuts_rows_is_single_on_one_process(strategy):
+    found = set()
+    for each in ("auto", strategy):
+        with joined() as run:
+            model, _ = loops.placed(run, each)
+            steps(run, model)
+            found.add(run.fingerprint())
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(("wrap", "kind"), [(nn.DataParallel, "DataParallel"), (torch.compile, "OptimizedModule")])
 def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
     model = nn.Sequential(wrap(nn.Linear(3, 3)))

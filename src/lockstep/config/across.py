@@ -34,7 +34,7 @@ def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
     shared = _processes(placement, recipe) if shares_steps else ()
-    for path, text in [*_recipe(recipe), *_strategy(placement), *shared]:
+    for path, text in [*_recipe(recipe), *strategy_problems(_name(placement)), *shared]:
         yield KeyProblem(locate(places, path), path, text)
 
 
@@ -44,8 +44,8 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
         yield (("recipe", name), text) if colon else (("recipe",), line)
 
 
-def _strategy(placement: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    name = _name(placement)
+def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
+    """Yield what is wrong with the name of a strategy, as a problem of its key."""
     valid = ["auto", FASTEST, *strategies(), *ALIASES]
     if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
         text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"

@@ -155,7 +155,17 @@ def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_weights(name: str, model: nn.Module) -> None:
-    """Raise UsageError unless the model has parameters that can be trained, all of them with a shape."""
+    """Raise UsageError unless the model has parameters that a task can train, all of them with a shape."""
+    check_layers(name, model)
+    for path, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UsageError(f"model {name}: {path} is of {parameter.dtype}; train its real and imaginary parts")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"model {name}: it has no parameter that is trained (requires_grad), so there is no run")
+
+
+def check_layers(name: str, model: nn.Module) -> None:
+    """Raise UsageError for what no strategy can train to the same bits: weights without a shape, some embeddings."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for path, tensor in tensors:
         if is_lazy(tensor):
@@ -166,8 +176,6 @@ def check_weights(name: str, model: nn.Module) -> None:
         if tensor.is_quantized or tensor.layout != torch.strided:
             raise UsageError(f"model {name}: {path} is of {tensor.dtype}, {tensor.layout}; use dense tensors")
     for path, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise UsageError(f"model {name}: {path} is of {parameter.dtype}; train its real and imaginary parts")
         if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
             raise UsageError(f"model {name}: elements of {path} share memory, as expand() makes them; clone it")
     for path, layer in model.named_modules():
@@ -183,8 +191,6 @@ def check_weights(name: str, model: nn.Module) -> None:
                 f"model {name}: {path} has sparse=True, and sparse gradients cannot be added in the one order that "
                 f"gives the same bits everywhere; leave sparse out"
             )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"model {name}: it has no parameter that is trained (requires_grad), so there is no run")
 
 
 def _trial(

@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
+from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
 from lockstep.errors import UsageError
+from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Engine
@@ -152,6 +154,7 @@ def spread(
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
+    check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
     numerics = Numerics(
@@ -188,8 +191,12 @@ def spread(
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
     """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
     size = member.rank.world.size
-    given = member.strategy or (asked if isinstance(asked, str) else dict(asked))
-    strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else given)
+    given = member.strategy or asked
+    if not isinstance(given, str | Mapping):
+        raise refusal(f"run.place: strategy is {given!r}", "give its name, or a mapping of its name and options")
+    strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else dict(given))
+    for _, text in strategy_problems(strategy.name):
+        raise UsageError(f"run.place: {text}")
     placement = member.settings.placement.model_copy(update={"strategy": strategy})
     name, chosen = find_strategy(placement, size)
     if name == "pipeline" or chosen.mesh(size).pipe > 1:
@@ -212,6 +219,8 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
             f"placement.audit_every: under strategy {name} no rank can repeat what the loop does on another one",
             "use ddp, zero1, zero2, zero3 or hsdp, or leave audit_every out",
         )
+    if size == 1 and chosen.traits.cuts_rows:  # one process has nobody to share with; a script is for any number
+        name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
     check_strategy(name, chosen, size, max(size, 2))
     return name, chosen
 
