@@ -289,6 +289,24 @@ def seeded() -> tuple[Seeded, Seeded]:
     return Seeded(40, 0.0), Seeded(12, 0.0)
 
 
+class Keeping(Seeded):
+    """The same, whose items keep the noise that they were fetched with first."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples, 0.0)
+        self._items: dict[int, tuple[Tensor, int]] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index not in self._items:
+            self._items[index] = super().__getitem__(index)
+        return self._items[index]
+
+
+def keeping() -> tuple[Keeping, Keeping]:
+    """Both parts of such a data set."""
+    return Keeping(40), Keeping(12)
+
+
 def spectral_by_hook(num_classes: int) -> nn.Module:
     """A layer whose weight torch's older spectral_norm divides by an estimate that each forward moves."""
     return nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(64, 32)), nn.Linear(32, num_classes))

@@ -11,6 +11,7 @@ import loops
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 from loop_ends import ended
 from torch import nn
@@ -111,6 +112,41 @@ def test_figures_that_each_rank_added_up_itself_are_warned_of_once() -> None:
     assert others == [""]
     assert worlds.run(2, logged, False) == [""] * 2
     assert worlds.run(1, logged, True) == [""]
+
+
+def evaluated(run: Any, add_up: Callable[[list[int]], object]) -> None:
+    model = trained(run)
+    for _ in range(2):
+        add_up([int((model(inputs).argmax(1) == targets).sum()) for inputs, targets in run.each(loops.data())])
+
+
+def warned_in_evaluation(world: World, by: str) -> str:
+    def loop(run: Any) -> None:
+        ways = {"itself": sum, "run": run.sum, "torch": lambda hits: dist.all_reduce(torch.tensor(sum(hits)))}
+        evaluated(run, ways[by])
+
+    with redirect_stderr(io.StringIO()) as printed:
+        ended(world, "ddp", loop)
+    return printed.getvalue()
+
+
+@pytest.mark.worlds
+def test_an_evaluation_that_no_rank_adds_up_with_others_is_warned_of_once() -> None:
+    found, *others = worlds.run(2, warned_in_evaluation, "itself")
+    assert found.count("warning: run.each: no run.sum added up what came of its batches: each rank has had a part") == 1
+    assert others == [""]
+    assert worlds.run(1, warned_in_evaluation, "itself") == [""]
+    assert [worlds.run(2, warned_in_evaluation, by) for by in ("run", "torch")] == [[""] * 2] * 2
+
+
+def written_past_torch(run: Any) -> None:
+    trained(run)[0].bias.detach().numpy()[0] += run.rank
+
+
+@pytest.mark.worlds
+def test_weights_that_are_a_ranks_own_have_no_fingerprint() -> None:
+    [found] = {*worlds.run(2, ended, "ddp", written_past_torch)}
+    assert re.match(r"the SHA-256 of the weights: rank 1 differs from rank 0: .*; something has written weights", found)
 
 
 def evaluations_side_by_side(run: Any) -> None:

@@ -54,6 +54,35 @@ def training(folder: str | None = None, epochs: int = 2) -> None:
                 run.save()
 
 
+def as_long_as_ranks() -> None:
+    """Go through the data once for each process."""
+    run = lockstep.join(seed=3)
+    model, _ = placed(run)
+    for step in computed(run, model, epochs=run.size):
+        step.update()
+
+
+class KeptNoise(TensorDataset):
+    """Adds noise to an item when it is fetched first, and keeps it."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept: dict[int, Any] = vars(self).get("kept", {})
+        if index not in self.kept:
+            inputs, target = super().__getitem__(index)
+            self.kept[index] = inputs + torch.randn(6), target
+        return self.kept[index]
+
+
+def with_noise_kept() -> None:
+    """Train on such data."""
+    run = lockstep.join(seed=3)
+    model, _ = placed(run)
+    for step in run.steps(KeptNoise(*data().tensors), batch=16, microbatches=4, epochs=2):
+        for batch in step:
+            step.backward(loss(model, batch))
+        step.update()
+
+
 PLAN = {"1.0": "whole", "1.1": "colwise", "1.4": "rowwise"}
 
 

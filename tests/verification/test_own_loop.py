@@ -72,7 +72,7 @@ def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other()
 def test_the_first_departure_is_named():
     told = (
         r"ddp on 2: differs: step 2: the loss is .*, not .*; likely cause: the loop reads the rank or the number of "
-        r"ranks \([^ ]*loops\.py:\d+\); compute the loss from its batch and the model alone"
+        r"ranks \([^ ]*loops\.py:\d+\); let the loop follow from its data and its model alone"
     )
     with pytest.raises(lockstep.VerificationError, match=told):
         lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))
@@ -110,6 +110,26 @@ def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
 def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
     [row] = check_placements(lambda: loops.training(epochs=1), (1,), (), 1)
     assert row.line.startswith("single on 1: identical, 1 step, with the same order of sets: give a function of a mod")
+
+
+def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
+    [row] = check_placements(loops.as_long_as_ranks, (2,), ("ddp",), 2)
+    assert re.match(
+        r"ddp on 2: differs: run.steps is asked for 6 steps in all, not 3; likely cause: the loop reads the rank or "
+        r"the number of ranks \(\S*loops\.py:\d+\)",
+        row.line,
+    )
+
+
+@pytest.mark.parametrize("processes", [(1, 2), (2,)])
+def test_data_that_changes_when_it_is_fetched_again_is_found_before_a_sample_comes_twice(processes):
+    first, other = check_placements(loops.with_noise_kept, processes, ("ddp",), 2)
+    assert re.match(
+        r"single on 1: differs: item 0 of the training data set \(\S*loops\.py:\d+\) changes when it is fetched again: "
+        r"it has other random draws \(2 of the items tried do\)",
+        first.line,
+    )
+    assert other.line == "ddp on 2: identical, 2 steps"
 
 
 # What the guard refuses, which is off here: the comparison must find it by itself. The placements are those that

@@ -32,6 +32,7 @@ from lockstep.errors import EXIT_DONE, CorruptionError, LockstepError, UsageErro
 from lockstep.parallel.audited import Part
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
+from lockstep.reporting.verification import CodeFinding
 from lockstep.run import own_sums
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.data_facts import digest_ends
@@ -46,9 +47,10 @@ from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import Step, seed_all
 from lockstep.run.placing import check_pair, hand_over
+from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
-from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped
+from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
@@ -63,6 +65,11 @@ _PLACES: Final = (
     "run.save",
     "run.fingerprint",
     "the end of the run",
+)
+
+_WRITTEN: Final = (
+    "something has written weights past torch, such as NumPy, or a device computes wrongly; leave weights to the "
+    "optimizer, and see audits (docs/failures.md)"
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -93,7 +100,7 @@ class Run:
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
-        self._ended = self._figures_compared = False
+        self._ended = self._figures_compared = self._parts_told = False
         self._logged: dict[str, str] = {}  # figures, in full
         self._modules_checked = 0  # updates of a step
         # Its threads keep the run, until it is closed.
@@ -140,11 +147,11 @@ class Run:
 
         Returns both: the model to call within micro-batches, and the optimizer, whose settings may be read and changed.
         `strategy` is a name (docs/strategies.md), or a mapping of `name` and its options; auto is single on one process
-        and ddp on more. A pipeline needs a recipe. A `scheduler` of this optimizer, which the loop steps itself, sets
-        the rates of updates that are given none; checkpoints keep its state. With `ema`, a decay such as 0.999, an
-        average of the weights moves with each update; `run.each` evaluates with it, and `lockstep.load` returns it.
-        `chunks` and `plan` are those of a recipe's model (docs/model-parallel.md), for tensor, expert and mesh: they
-        decide the bits, under any strategy.
+        and ddp on more; one that cuts rows is single on one, too. A pipeline needs a recipe. A `scheduler` of this
+        optimizer, which the loop steps itself, sets the rates of updates that are given none; checkpoints keep its
+        state. With `ema`, a decay such as 0.999, an average of the weights moves with each update; `run.each` evaluates
+        with it, and `lockstep.load` returns it. `chunks` and `plan` are those of a recipe's model
+        (docs/model-parallel.md), for tensor, expert and mesh: they decide the bits, under any strategy.
 
         Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.
         UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
@@ -216,6 +223,9 @@ class Run:
         if (before := self._loop or self._resumed) is not None:
             refuse_other(self._member.checkpoint or "run.steps", before, loop)
         with generators_kept():  # fetched by one rank alone too: a dataset may count how often it is asked
+            # First, since a dataset may keep what it gave.
+            looks = self._member.checkpoint is None and not items.in_memory
+            faults = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
             asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": digest_ends(plan.items)}
         try:
             self._world.compare({f"run.steps: {name}": value for name, value in asked.items()})
@@ -225,7 +235,7 @@ class Run:
         self._loop, self._evaluated = loop, plan.largest
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
-        self._steps = self._run(placed, plan, loader, audits)
+        self._steps = self._run(placed, plan, loader, audits, faults)
         return self._steps
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
@@ -248,6 +258,7 @@ class Run:
 
     def _batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
         self._refuse_within_batch("run.each")  # their ends would leave gradients off where they overlap
+        self._end_pass()
         self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, self.step, random.EVALUATION)
         try:
@@ -256,6 +267,7 @@ class Run:
                 guard.mark(moved=True)  # averaged weights are in the places of the trained ones
                 for number, each, _ in loader.validation(samples):
                     self._pass.numbers.append(number)
+                    self._gate.exchanged = False
                     seed_all(self._world, random.extend_key(draws, number or 0))
                     self._gate.open = True
                     guard.mark(modes=True)
@@ -300,7 +312,9 @@ class Run:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the weights, which checkpoints record; it is the same on every rank and placement."""
-        return store.weights_sha256(self._ready("run.fingerprint").weights())
+        sha256 = store.weights_sha256(self._ready("run.fingerprint").weights())
+        self._world.compare({"the SHA-256 of the weights": sha256}, _WRITTEN)
+        return sha256
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: wait until checkpoints are written, and leave the other ranks. A script's end does so, too.
@@ -321,6 +335,7 @@ class Run:
         except LockstepError as found:
             error = found
         if error is None:
+            self._end_pass()
             self._rank.enter("ending")
             for saved in self._checkpoints.wait() if self._checkpoints else []:
                 self._rank.write(saved)
@@ -367,9 +382,18 @@ class Run:
         finally:  # of a save that failed
             self._member.close(None)
 
-    def _run(self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None) -> Generator[Step]:
+    def _run(
+        self,
+        placed: Placed,
+        plan: OwnPlan,
+        loader: Loader,
+        audits: AuditSchedule | None,
+        faults: Sequence[CodeFinding],
+    ) -> Generator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
         self._rank.write(self._start_event(placed, plan))
+        for fault in faults:
+            self._rank.write(Warned(**self._rank.progress.at, culprit=fault.culprit, text=fault.text))
         if self._rank.progress.step >= plan.steps.total:
             return self._finish(placed)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
@@ -410,6 +434,7 @@ class Run:
             placed.check_structure()
         self._rank.phase = "training"
         self._compare_figures()
+        self._end_pass()
         self._report = turn.report
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
         placed.guard.mark()
@@ -506,6 +531,16 @@ class Run:
             self._rank.warn(
                 f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up "
                 "of its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
+            )
+
+    def _end_pass(self) -> None:
+        """Warn, once, of a pass over `run.each` of which nothing was added up over several ranks."""
+        left, self._pass = self._pass, own_sums.Pass()
+        if left.numbers and not left.summed and not self._gate.exchanged and self.size > 1 and not self._parts_told:
+            self._parts_told = True
+            self._rank.warn(
+                "run.each: no run.sum added up what came of its batches: each rank has had a part of them, and rank 0 "
+                "prints that of its own; give run.sum one value for each batch"
             )
 
     def _ready(self, what: str) -> Placed:

@@ -126,7 +126,9 @@ class Member:
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded
-            if not world.rank and observe is None:  # who compares placements reads nothing
+            if context is not None and observe is not None:  # who compares placements reads no terminal
+                rank.sinks = list(context.sinks)
+            elif not world.rank:
                 rank.sinks = held.enter_context(_sinks(kept, decided, where, streams))
                 if where is not None:
                     sources = source | source_digests(own_paths(kept))

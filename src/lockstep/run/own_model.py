@@ -41,6 +41,7 @@ class Gate:
     returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
     alike: AlikeCalls | None = None  # where ranks exchange parts of the model, or what it is given, in its calls
     ended_at: Place = "", 0  # the line of the last step.backward
+    exchanged: bool = False  # the loop, by itself, since the last batch of `run.each`
 
     @property
     def at(self) -> str:
@@ -58,7 +59,8 @@ class Gate:
         return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
-        """Raise UsageError for an exchange of the user's own within a step."""
+        """Take note of an exchange of the user's own; UsageError within a step."""
+        self.exchanged = True
         if self.step and name == exchanges.OF_ROWS:
             raise refusal(
                 f"step {self.step}: weights that are in rows are read within the step, which takes an exchange that "

@@ -22,6 +22,7 @@ class Pass:
 
     batches: int = 0  # of all ranks
     numbers: list[int | None] = field(default_factory=list)
+    summed: bool = False
 
 
 def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
@@ -38,7 +39,7 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
             f"run.sum: {len(rows)} values, but run.each gave {len(at.numbers)} batches",
             "give one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
-    added = NamedSums()
+    at.summed, added = True, NamedSums()
     for number, row in zip(at.numbers, rows, strict=True):
         if number is not None:
             added.add(number, row)

@@ -1,6 +1,6 @@
 """The context of a worker process in which Lockstep calls a user's function: its ranks, and settings it overrides."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 from torch import nn
 
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.reporting.sink import Sink
 
 # Given a step's number from 1, its loss, and a digest of each of the model's tensors after it.
 Observe = Callable[[int, float, Mapping[str, str]], None]
@@ -44,6 +45,7 @@ class WorkerContext:
     strategy: str | dict[str, Any] | None = None
     folder: Path | None = None
     observe: Observe | None = None
+    sinks: Sequence[Sink] = ()  # of one that observes
     guarded: bool = True
     runs: list[OpenRun] = field(default_factory=list)
 

@@ -25,6 +25,7 @@ from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.verification import Verdict, against
 from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.run.script import run_script
@@ -42,7 +43,22 @@ _SHOWN: Final = 3  # tensors
 _STEPS: Final = 4  # of a recipe, as the command compares
 
 Asked = str | Mapping[str, Any]  # a strategy: its name, or that and its options
-Trace = tuple[int, str, dict[str, str]]  # a step's number, its loss, and the digests of all tensors
+Step = tuple[int, str, dict[str, str]]  # its number, its loss, and the digests of all tensors
+_PLAN: Final = {
+    "train_samples": "samples",
+    "batch": "samples in a step",
+    "microbatches": "micro-batches in a step",
+    "steps": "steps in all",
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What rank 0 saw: the steps that were compared, what each call of run.steps asked for, what was warned of."""
+
+    steps: list[Step]
+    plans: list[dict[str, int]]
+    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,10 @@ def check_placements(
             kind = UsageError if code == EXIT_USAGE else VerificationError
             raise kind(f"the reference, one process: {message}")
         reference = loop.trace("reference")
-        for number, (strategy, count) in enumerate(_places(processes, strategies)):
+        places = _places(processes, strategies)
+        if reference.warnings and 1 not in processes:
+            places = [("single", 1), *places]
+        for number, (strategy, count) in enumerate(places):
             if count == 1:
                 yield _again(loop, reference, can_be_spawned(function))
                 continue
@@ -149,11 +168,16 @@ def check_placements(
             departure = _mismatch(reference, found)
             if departure:
                 departure += _likely_cause(*loop.witnessed(strategy, count, f"{number}-witnessed"))
-            yield Checked(label, count, "differs" if departure else "identical", len(found), departure)
+            yield Checked(label, count, "differs" if departure else "identical", len(found.steps), departure)
 
 
-def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> Checked:
-    """Run the reference a second time, with another order of sets where the function can be sent to a new process."""
+def _again(loop: _Loop, reference: Trace, spawned: bool) -> Checked:
+    """Run the reference a second time, with another order of sets where the function can be sent to a new process.
+
+    Where its data is at fault that need not show in a few steps, which see each sample once.
+    """
+    if reference.warnings:
+        return Checked("single", 1, "differs", reason=reference.warnings[0])
     hashes = other_seed() if spawned else None
     code, message = loop.run("single", 1, "again", hashes)
     if code != EXIT_DONE:
@@ -162,10 +186,10 @@ def _again(loop: _Loop, reference: Sequence[Trace], spawned: bool) -> Checked:
     departure = _mismatch(reference, found)
     if not departure:
         note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
-        return Checked("single", 1, "identical", len(found), note)
+        return Checked("single", 1, "identical", len(found.steps), note)
     if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
         departure += f"; likely cause: {of_hashes()}"
-    return Checked("single", 1, "differs", len(found), departure)
+    return Checked("single", 1, "differs", len(found.steps), departure)
 
 
 def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
@@ -174,7 +198,7 @@ def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
     if kept:
         names = [f"{name} ({change})" for name, change in kept.items()]
         found += f"{', and ' if found else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
-    return f"; likely cause: {found}; compute the loss from its batch and the model alone" if found else ""
+    return f"; likely cause: {found}; let the loop follow from its data and its model alone" if found else ""
 
 
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
@@ -209,13 +233,16 @@ class _Loop:
         code, text = in_workers_silently(work, None, Placement(), count, hashes)
         return code, text.partition("error: ")[2] or text
 
-    def trace(self, name: str) -> list[Trace]:
+    def trace(self, name: str) -> Trace:
         """Return what rank 0 saw; UsageError where it made no step."""
         path = self.folder / name / _TRACE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
             raise UsageError("the function made no step: go through run.steps(...) in it")
-        return [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
+        steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
+        events = [*read(self.folder / name / EVENTS)]
+        plans = [{key: each[key] for key in _PLAN} for each in events if each["event"] == "started"]
+        return Trace(steps, plans, [each["text"] for each in events if each["event"] == "warning"])
 
     def witnessed(self, strategy: str | Mapping[str, Any], count: int, name: str) -> tuple[dict[str, str], ...]:
         """Run the function again; return what it reads besides its batches, and in which line, and what it keeps."""
@@ -243,7 +270,8 @@ class _Loop:
             if self.steps is not None and number >= self.steps:
                 raise _Enough
 
-        ambient = WorkerContext(rendezvous, strategy, folder / "run", observe, self.guarded)
+        sinks = [JsonLines(folder / EVENTS)] if rank == 0 else []
+        ambient = WorkerContext(rendezvous, strategy, folder / "run", observe, sinks, self.guarded)
         WORKER_CONTEXT.set(ambient)
         reads: dict[str, str] = {}
         kept: dict[str, str] = {}
@@ -293,9 +321,12 @@ def _kept(ambient: WorkerContext) -> Kept:
     return Kept([run._model for run in ambient.runs if run._model is not None])
 
 
-def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:
+def _mismatch(reference: Trace, found: Trace) -> str:
     """Say what differs first, "" where nothing does."""
-    for (number, loss, digests), (other, other_loss, others) in zip(reference, found, strict=False):
+    for plan, other_plan in zip(reference.plans, found.plans, strict=False):
+        if wrong := next((key for key in _PLAN if plan[key] != other_plan[key]), None):
+            return f"run.steps is asked for {other_plan[wrong]:,} {_PLAN[wrong]}, not {plan[wrong]:,}"
+    for (number, loss, digests), (other, other_loss, others) in zip(reference.steps, found.steps, strict=False):
         if number != other:
             return f"step {other} where the reference has step {number}"
         if loss != other_loss:
@@ -303,6 +334,6 @@ def _mismatch(reference: Sequence[Trace], found: Sequence[Trace]) -> str:
         names = [name for name in digests if digests[name] != others.get(name)]
         if names:
             return f"step {number}: after the same loss other weights: {list_some(names, _SHOWN)}"
-    if len(reference) != len(found):
-        return f"{len(found)} steps, not {len(reference)}"
+    if len(reference.steps) != len(found.steps):
+        return f"{len(found.steps)} steps, not {len(reference.steps)}"
     return ""

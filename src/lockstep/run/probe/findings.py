@@ -38,7 +38,7 @@ _CLOSE: Final = 1e-3  # sums of a loss over a micro-batch agree much better, and
 
 
 class RandomSample(NamedTuple):
-    """A sample that was not the same when fetched again, or `by_rank` as another rank; `what` is inputs or targets."""
+    """A sample that was not the same when fetched again, or `by_rank` as another rank; `what` of it, in words."""
 
     part: str
     number: int
@@ -117,9 +117,9 @@ def _of_data(probed: ProbeResult) -> Iterator[CodeFinding]:
         part, number, what, _ = by_call[0]
         text = (
             f"item {number} of the {part} data set{probed.at(part, 'data')} changes when it is fetched again: it has "
-            f"other {what} ({len(by_call)} of the items tried do); change nothing in place, and draw from Python's, "
-            f"NumPy's or torch's default generators in __getitem__, which are seeded for each item, not from a "
-            f"generator of its own, the clock or the system"
+            f"other {what} ({len(by_call)} of the items tried do); change nothing in place, keep nothing of what was "
+            f"drawn, and draw from Python's, NumPy's or torch's default generators in __getitem__, which are seeded "
+            f"for each item, not from a generator of its own, the clock or the system"
         )
         yield CodeFinding(RANDOM_DATA, True, text, _samples(by_call))
     if by_rank:

@@ -30,12 +30,13 @@ from lockstep.data.base import Split
 from lockstep.data.items import ImportedSplit, OwnSplit
 from lockstep.device.fake_rank_env import as_rank
 from lockstep.device.precision import autocast
-from lockstep.errors import OwnCodeError
+from lockstep.errors import OwnCodeError, TrainingError
 from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in
+from lockstep.reporting.verification import CodeFinding
 from lockstep.run import user_code
 from lockstep.run.build import Setup, numerics_of
-from lockstep.run.probe.findings import LossFact, ProbeResult, RandomSample
+from lockstep.run.probe.findings import LossFact, ProbeResult, RandomSample, findings
 from lockstep.run.probe.state import CACHE, Globals, ModelState, digest, streams, weights
 from lockstep.run.probe.witness import CLOCK, RANK, record_reads
 from lockstep.tasks.base import MicroBatch
@@ -44,6 +45,7 @@ _SAMPLES: Final = 8  # fetched twice, of each part
 _FEW: Final = 4  # the same, and of a micro-batch, for a quick look
 _LARGE: Final = 1 << 14  # numbers in a sample, of which fewer are computed
 _LOSS_SAMPLES: Final = 32  # whose loss is taken one by one
+_DRAWN: Final = "random draws"
 _NO_KERNEL: Final = "does not have a deterministic implementation"
 
 T = TypeVar("T")
@@ -100,13 +102,22 @@ def random_samples(ready: Setup, count: int) -> list[RandomSample]:
     return [each for part, split, indices, draw in parts for each in _random(part, split, indices, draw)]
 
 
-def _random(part: str, split: Split, indices: Sequence[int], draw: int | None) -> Iterator[RandomSample]:
-    def fetch() -> list[dict[str, str]]:
-        return [_sample_digests(split, index, draw) for index in indices]
+def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
+    """Fetch the first and the last item of a loop's dataset twice; return how its method `fetching` is at fault."""
+    try:
+        changing = [*_random("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
+    except TrainingError:  # a file that cannot be read: training says so, if it ever comes to it
+        return []
+    return findings(ProbeResult(random_samples=changing, places={"data": user_code.place_of(fetching)}))
 
-    first, again = fetch(), [_sample_digests(split, index, draw) for index in reversed(indices)][::-1]
-    by_rank = first == again
-    others = _as_another_rank(fetch, first) if by_rank else again
+
+def _random(
+    part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
+) -> Iterator[RandomSample]:
+    first = _digests_of(split, indices, draw)
+    again = _digests_of(split, indices[::-1], draw)[::-1]
+    by_rank = among_ranks and first == again
+    others = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if by_rank else again
     for index, one, other in zip(indices, first, others, strict=True):
         if what := _what_differs(one, other):
             yield RandomSample(part, index, what, by_rank)
@@ -313,15 +324,20 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: place for name, place in found.items() if place}
 
 
-def _sample_digests(split: Split, index: int, draw: int | None) -> dict[str, str]:
-    """Return a digest of each tensor of a sample, by where it stands."""
-    leaves = with_paths(split.fetch(np.array([index]), draw))
-    return {path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)}
+def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
+    """Return a digest of each tensor of these samples, by where it stands in one, and of what fetching it drew."""
+    found = []
+    for index in indices:
+        leaves = with_paths(split.fetch(np.array([index]), draw))
+        found.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
+        # An item that a dataset keeps once it is augmented has the values of the first time, but draws no more.
+        found[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
+    return found
 
 
 def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return what differs first of two samples, in words."""
-    names = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(one) <= 2 else {}
+    names = {_DRAWN: _DRAWN} | ({"": "values", "[0]": "inputs", "[1]": "targets"} if len(one) <= 3 else {})
     paths = [path for path in (*one, *other) if one.get(path) != other.get(path)]
     return names.get(paths[0], f"values at {paths[0]}") if paths else ""
 
