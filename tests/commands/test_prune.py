@@ -67,19 +67,21 @@ def test_all_runs_of_a_folder_and_what_killed_saves_left(runs: Path) -> None:
     assert (steps(runs / "a"), steps(runs / "b"), left.exists()) == ([2, 4], [4], False)
 
 
-@pytest.mark.parametrize("what", ["live", "damaged", "no run", "absent"])
-def test_refused_before_anything_is_removed(runs: Path, what: str) -> None:
-    names = {"live": "runs/b", "damaged": "runs/b", "no run": "empty", "absent": "no/folder"}
+@pytest.mark.parametrize("absent", ["empty", "no/folder"])
+def test_refused_before_anything_is_removed(runs: Path, absent: str) -> None:
     (runs.parent / "empty").mkdir()
-    if what == "damaged":
-        (runs / "b" / store.FOLDER / "step-00000004" / store.MODEL).write_bytes(b"cut off")
-    told = {
-        "live": "runs/b: in use by process",
-        "damaged": "step-00000004/model.safetensors: damaged after it was written",
-        "no run": "empty: no run, and none in it",
-        "absent": "no/folder: no such folder",
-    }
-    with lock(runs / "b") if what == "live" else nullcontext():
-        refused = invoke("prune", "runs/a", names[what], code=1 if what == "damaged" else 2)
-    assert told[what] in refused.output
-    assert steps(runs / "a") == steps(runs / "b") == [1, 2, 3, 4]
+    told = {"empty": "empty: no run, and none in it", "no/folder": "no/folder: no such folder"}
+    assert told[absent] in invoke("prune", "runs/a", absent, code=2).output
+    assert steps(runs / "a") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("code", "why"), [(2, "runs/a: in use by process"), (1, "runs/a keeps all: remove that")])
+def test_a_run_that_trains_or_is_damaged_keeps_all_and_the_others_are_pruned(runs: Path, code: int, why: str) -> None:
+    if code == 1:
+        (runs / "a" / store.FOLDER / "step-00000004" / store.MODEL).write_bytes(b"cut off")
+    with lock(runs / "a") if code == 2 else nullcontext():
+        pruned = invoke("prune", "runs", code=code)
+    assert pruned.stdout == "runs/b: freed 3 MiB: step-00000003, step-00000002, step-00000001\n"
+    assert pruned.stderr.startswith("error: runs/a")
+    assert why in pruned.stderr
+    assert (steps(runs / "a"), steps(runs / "b")) == ([1, 2, 3, 4], [4])

@@ -1,6 +1,6 @@
 """Remove older checkpoints of runs; the newest ones and the best one stay.
 
-A run that trains is refused, and so is one whose newest checkpoint is damaged: an older one may be all that is left.
+A run that trains keeps all it has, and so does one whose newest checkpoint is damaged: an older one may be needed.
 """
 
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.common.text import printable_line, size
-from lockstep.errors import UsageError
+from lockstep.errors import DataError, LockstepError, UsageError
 
 
 @click.command("prune")
@@ -20,7 +20,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     """Remove checkpoints of each RUN, a run folder or a folder that holds some, to free the disk.
 
     The newest --keep stay, and always those that `latest` and `best` point to; of what is left a run resumes, is
-    evaluated and predicts. All RUNs are looked at before anything is removed.
+    evaluated and predicts. A run that trains, or whose newest checkpoint is damaged, keeps all it has.
     """
     from lockstep.run.runs import run_folders
     from lockstep.training.checkpoint import store
@@ -29,10 +29,17 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     for folder in folders:
         if next(run_folders(folder), None) is None:
             raise UsageError(f"{folder}: no run, and none in it; name a run folder, or a folder that holds some")
+    surplus: dict[Path, list[Path]] = {}
+    kept: list[LockstepError] = []
     with ExitStack() as held:
-        for run in (runs := [*run_folders(*folders)]):
-            held.enter_context(lock(run))
-        surplus = {run: store.surplus(run / store.FOLDER, keep) for run in runs}
+        for run in run_folders(*folders):
+            try:
+                held.enter_context(lock(run))
+                surplus[run] = store.surplus(run / store.FOLDER, keep)
+            except UsageError as error:
+                kept.append(error)
+            except DataError as error:
+                kept.append(DataError(f"{error}; {run} keeps all: remove that checkpoint if an older one will do"))
         freed, verb = 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
             freed += (count := sum(map(store.size, paths)))
@@ -42,3 +49,5 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
                 store.remove(path)
     if len(surplus) > 1:
         click.echo(f"{verb} {size(freed)} in all")
+    if kept:
+        raise type(kept[0])("\n".join(map(str, kept)))
