@@ -15,7 +15,7 @@ from lockstep.config.base import values
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
 from lockstep.data.images.pictures import CropSettings, as_sample, part
-from lockstep.data.images.scan import images
+from lockstep.data.images.scan import IMAGE_SUFFIXES, pictures_below
 from lockstep.errors import UsageError, error_as, os_error_as
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
@@ -82,9 +82,9 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
     """Return the pictures among files and folders, those of a folder at any depth, in the order of their names."""
     found: list[Path] = []
     for name in inputs:
-        below = [Path(each) for each in images(name)] if os.path.isdir(name) else [Path(name)]
+        below = [Path(each) for each in pictures_below(name)] if os.path.isdir(name) else [Path(name)]
         if not below:
-            raise UsageError(f"{name}: a folder without pictures; they end in .jpg, .png, ...")
+            raise UsageError(f"{name}: a folder without pictures; they end in {', '.join(IMAGE_SUFFIXES)}")
         found += below
     missing = next((file for file in found if not file.exists()), None)
     if missing is not None:

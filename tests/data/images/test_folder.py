@@ -123,12 +123,13 @@ def _broken() -> dict[str, bytes]:
 
 def test_files_that_are_no_images_are_a_warning(root: Path) -> None:
     assert _open(root).warnings == ()
-    for name in ("Thumbs.db", "a\nb.txt", "notes.txt", "cat/x"):
+    for name in ("Thumbs.db", "1.a\nb", "1.gif", "cat/2.GIF", "cat/x", "._1.jpg", "3.jpg", "1.txt", "2.txt", "cat/3"):
         (root / "train" / name).touch()
-    named = r"Thumbs.db, a\nb.txt, notes.txt and 1 more"
-    assert _open(root).warnings == (
-        f"data set folder: files ignored: 4 ({named}), no images by their names or in no class's folder",
+    (told,) = _open(root).warnings
+    assert told.startswith(
+        r"data set folder: files ignored: 10 (2 .gif, 2 .txt, 2 without an ending, 1 .a\nb, 1 .db, 2 others); "
     )
+    assert told.endswith(" end in .bmp, .jpeg, .jpg, .pgm, .png, .ppm, .tif, .tiff, .webp, in the folder of a class")
 
 
 @pytest.mark.parametrize("kind", _broken())

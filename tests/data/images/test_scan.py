@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.images.scan import scan
+from lockstep.data.images.scan import pictures_below, scan
 from lockstep.data.sources import training_samples
 from lockstep.errors import UsageError
 
@@ -48,8 +48,9 @@ def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
     root = _touch(
         tmp_path,
         *("train/a/1.jpg", "train/a/._1.jpg", "train/a/notes.txt", "train/a/.cache/2.jpg"),
-        *("train/.trash/3.jpg", "train/4.jpg", "val/a/5.jpg", "train/__MACOSX/a/._1.jpg"),
+        *("train/.trash/3.jpg", "train/4.jpg", "val/a/5.jpg", "train/__MACOSX/a/._1.jpg", "train/a/6.gif"),
     )
+    assert [*pictures_below(f"{root}/train/a")] == [f"{root}/train/a/1.jpg", f"{root}/train/a/6.gif"]
     found = scan(root)
     assert [file for file, _ in found.train] == [f"{root}/train/a/1.jpg"]
     assert training_samples("folder", root, {}) == 1
@@ -101,7 +102,10 @@ def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path)
             ["train/a/1.txt", "train/b/2", "val/a/1.jpg"],
             r"no images in the 2 folders of .*/train; images end in .*\.jpeg",
         ),
-        (["train/a/1.jpg", "train/b/no", "val/a/1.jpg", "val/b/1.jpg"], r"no images in class 'b' of .*/train; "),
+        (
+            ["train/a/1.jpg", "train/b/no", "val/a/1.jpg", "val/b/1.jpg"],
+            r"no images in class 'b' of .*/train; add some",
+        ),
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"class 'b' of .*/train is missing in .*/val; "),
         (["train/a/1.jpg", "val/a/1.jpg", "val/b/1.jpg"], r"class 'b' of .*/val is missing in .*/train; "),
     ],

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,16 +12,15 @@ import numpy as np
 import torch
 
 from lockstep.common import plainfile
-from lockstep.common.patterns import list_some
 from lockstep.common.text import printable_line
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import pictures
-from lockstep.data.images.scan import scan
+from lockstep.data.images.scan import IMAGE_SUFFIXES, OTHER_PICTURES, is_hidden, scan
 from lockstep.data.options import Share
 from lockstep.data.request import DataRequest
 from lockstep.errors import DataError
 
-_SHOWN: Final = 3
+_SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,18 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 def _warnings(ignored: Sequence[str]) -> Iterator[str]:
     if ignored:
-        names = list_some(sorted({printable_line(os.path.basename(each)) for each in ignored}), _SHOWN)
+        kinds = Counter(_kind(os.path.basename(each)) for each in ignored)
+        shown = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_SHOWN]
+        others = len(ignored) - sum(kinds[kind] for kind in shown)
+        named = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in shown] + [f"{others:,} others"] * (others > 0)
         yield (
-            f"data set folder: files ignored: {len(ignored):,} ({names}), no images by their names or in no class's "
-            f"folder"
+            f"data set folder: files ignored: {len(ignored):,} ({', '.join(named)}); images end in "
+            f"{', '.join(IMAGE_SUFFIXES)}, in the folder of a class"
         )
+
+
+def _kind(name: str) -> str:
+    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without an ending"
 
 
 @final

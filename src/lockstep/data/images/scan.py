@@ -10,7 +10,9 @@ from lockstep.common.patterns import list_some
 from lockstep.data.shares import in_share, take_share
 from lockstep.errors import UsageError
 
-IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"})
+IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# Predicted if Pillow can. Of no data set, as in torchvision's ImageFolder: it would have other samples from then on.
+OTHER_PICTURES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
 VALIDATION_PER_CLASS: Final = 0.1  # where the folders of the classes lie in the root, and nothing else is asked
 _SHOWN: Final = 5
 _LIKE_A_SPLIT: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
@@ -147,11 +149,11 @@ def _look_into(root: str, split: str) -> _Found:
     ignored = sorted(str(folder / name) for name, is_folder in listed if not is_folder)
     for name in names:
         for file in _files(str(folder / name)):
-            (found[name] if is_image(file) else ignored).append(file)
+            (found[name] if _is_image(file, IMAGE_SUFFIXES) else ignored).append(file)
     if not any(found.values()):
         raise UsageError(
-            f"data set folder: no images in the {len(names)} folders of {folder}; "
-            f"images end in {', '.join(sorted(IMAGE_SUFFIXES))}"
+            f"data set folder: no images in the {len(names)} folders of {folder}; images end in "
+            f"{', '.join(IMAGE_SUFFIXES)}"
         )
     return _Found(found, ignored)
 
@@ -168,7 +170,8 @@ def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[s
 def _empty(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     for split, found in splits.items():
         if empty := [name for name, files in found.items() if not files]:
-            yield f"no images in {_format_classes(empty)} of {Path(root) / split}; add some, or remove the folder"
+            where = f"{_format_classes(empty)} of {Path(root) / split}"
+            yield f"no images in {where}; add some, which end in {', '.join(IMAGE_SUFFIXES)}, or remove the folder"
 
 
 def _format_classes(names: list[str]) -> str:
@@ -180,14 +183,13 @@ def _label_files(found: dict[str, list[str]], classes: list[str]) -> list[tuple[
     return [(file, number) for number, name in enumerate(classes) for file in found[name]]
 
 
-def images(folder: str) -> Iterator[str]:
-    """Yield the images below `folder` in order, by their names alone; passes over what is hidden."""
-    return filter(is_image, _files(folder))
+def pictures_below(folder: str) -> Iterator[str]:
+    """Yield the pictures below `folder` in order, of any format, by their names alone; passes over what is hidden."""
+    return (file for file in _files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_PICTURES))
 
 
-def is_image(file: str) -> bool:
-    """Say whether a file is an image by its name."""
-    return os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES and not is_hidden(os.path.basename(file))
+def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
+    return file.lower().endswith(suffixes) and not is_hidden(os.path.basename(file))
 
 
 def _files(folder: str) -> Iterator[str]:

@@ -91,9 +91,7 @@ def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
         spans.append((picture.offset_data, picture.size))
         targets.append(_target(archive, f"{file}: {name}", parts, label))
     if not names:
-        raise UsageError(
-            f"data set webdataset: {file} has no pictures; they end in {', '.join(sorted(IMAGE_SUFFIXES))}"
-        )
+        raise UsageError(f"data set webdataset: {file} has no pictures; they end in {', '.join(IMAGE_SUFFIXES)}")
     return TarIndex(str(file), np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
 
 
