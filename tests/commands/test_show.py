@@ -67,6 +67,15 @@ def test_without_warm_up_only_the_first_and_the_last_rate_are_given():
     assert follows("cifar10-resnet18")["rates"] == "0.01 at the start, 0.01 at the last step"
 
 
+def test_a_warm_up_that_outlasts_the_run_is_told():
+    assert follows("digits", "recipe.epochs=1")["rates"].endswith(" at the last step, which is still in warm-up")
+
+
+def test_the_rates_of_a_function_of_ones_own():
+    words = ("recipe.schedule={name: 'own_schedules:one_cycle', warmup_epochs: 0}", "recipe.optimizer.lr=0.5")
+    assert follows("digits", *words)["rates"] == "0 at the start, 0.000576598 at the last step"
+
+
 def test_a_batch_that_its_micro_batches_do_not_divide():
     assert follows("digits", "recipe.microbatches=3")["micro-batches"] == "1 of 22, 2 of 21 samples"
 

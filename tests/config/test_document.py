@@ -130,7 +130,10 @@ def test_broken_syntax_has_its_place(text, place):
 
 
 def test_a_character_that_yaml_forbids_has_its_place():
-    assert problems("a: 1\nb: x\x00y") == ["r.yaml:2:5  character 0x00 is not allowed in YAML"]
+    assert problems("a: 1\nb: x\x00y") == [
+        "r.yaml:2:5  character 0x00 is not allowed in YAML; save the file as plain text in UTF-8"
+    ]
+    assert problems("a:\n\tb: 1") == ["r.yaml:2:1  not valid YAML: a tab, where YAML has spaces"]
 
 
 def test_a_second_document_is_refused():

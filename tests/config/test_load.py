@@ -129,7 +129,7 @@ def test_a_file_is_loaded_under_its_name(recipe):
 
 
 def test_lists_become_tuples(recipe):
-    config = load(recipe(), ["recipe.schedule.milestones=[30, 60.5]", "recipe.topk=[1]"]).config
+    config = load(recipe(), ["recipe.schedule={name: steps, milestones: [30, 60.5]}", "recipe.topk=[1]"]).config
     assert config.recipe.schedule.milestones == (30.0, 60.5)
     assert config.recipe.topk == (1,)
 
@@ -253,6 +253,31 @@ recipe:
         (
             "recipe.loss_scale={static: 8, initial: 2}",
             "recipe.loss_scale.static: it does not move, so initial and growth_interval mean nothing; leave them out",
+        ),
+        (
+            "recipe.loss_scale=8",
+            "recipe.loss_scale: only fp16, fp16-compute, fp16-true scale the loss; leave it out",
+        ),
+        (
+            "recipe.schedule.milestones=[1]",
+            "recipe.schedule.milestones: only the schedule steps has it, and this one is cosine; leave it out",
+        ),
+        (
+            "recipe.schedule={name: steps, power: 2}",
+            "recipe.schedule.power: only the schedule polynomial has it, and this one is steps; leave it out",
+        ),
+        (
+            "recipe.schedule={name: steps, gamma: 0.5}",
+            "recipe.schedule.milestones: at these epochs alone the schedule steps changes the rate; give some",
+        ),
+        ("recipe.epochs=", "recipe: give either epochs or steps, one of the two; neither is given"),
+        (
+            "recipe.clip_norm=0,1",
+            "recipe.clip_norm: expected a number; got '0,1'; a number has a point, as in 0.1, and no comma",
+        ),
+        (
+            "recipe.optimizer={lr: 1,5}",
+            "recipe.optimizer.5: unknown key; a number has a point, as in 0.1, and no comma",
         ),
         (
             "recipe.loss_scale=static",
@@ -492,7 +517,10 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
             "recipe.optimizer.lr.value": st.floats(1e-300, 1e300),
             "recipe.schedule.warmup_epochs": st.integers(0, 10**30) | st.floats(0, 1e30),
             "recipe.seed": st.integers(0, 2**63 - 1),
-            "recipe.schedule.milestones": st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+            "recipe.schedule.name": st.just("steps"),
+            "recipe.schedule.milestones": st.lists(
+                st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=3
+            ),
         }
     ),
     word=words.filter(bool),

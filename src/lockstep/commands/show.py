@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.config.plan import rate, rule, steps, warm_up_steps
+from lockstep.config.plan import rule, steps, warm_up_steps
 from lockstep.config.recipe import Recipe
 from lockstep.core.epochs import in_words
 from lockstep.core.order import Steps, cut
 from lockstep.data.sources import training_samples
+from lockstep.run.schedule import find_rate
 
 
 @click.command("show")
@@ -82,10 +83,11 @@ def _sizes(parts: list[range]) -> str:
 
 def _rates(recipe: Recipe, run: Steps) -> str:
     """Return the rate of the first update, of the first one after warm-up, and of the last."""
-    at = rate(recipe, run).at
+    at = find_rate(recipe, run).at
     last = run[run.total - 1].samples_seen
     warm = run[warm_up_steps(recipe, run)].samples_seen
     marks = {"at the start": 0, "after warm-up": warm, "at the last step": last}
     if not 0 < warm < last:
         del marks["after warm-up"]
-    return ", ".join(f"{at(seen):.6g} {when}" for when, seen in marks.items())
+    rates = ", ".join(f"{at(seen):.6g} {when}" for when, seen in marks.items())
+    return rates if warm <= last else f"{rates}, which is still in warm-up"

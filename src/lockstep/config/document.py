@@ -100,14 +100,16 @@ def parse(text: str, source: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = reader.place(mark) if mark else SourcePosition(source)
-        values, text = UNREADABLE, f"not valid YAML: {error.problem or error.context}"
+        tab = "a tab, where YAML has spaces" if r"'\t'" in f"{error.problem}" else ""
+        values, text = UNREADABLE, f"not valid YAML: {tab or error.problem or error.context}"
         reader.problems.append(KeyProblem(place, (), text))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
         place = SourcePosition(source, line, column)
         values = UNREADABLE
-        reader.problems.append(KeyProblem(place, (), f"character {error.character:#04x} is not allowed in YAML"))
+        text = f"character {error.character:#04x} is not allowed in YAML; save the file as plain text in UTF-8"
+        reader.problems.append(KeyProblem(place, (), text))
     return Document(values, reader.places, reader.problems)
 
 

@@ -28,7 +28,7 @@ from lockstep.config.base import (
     as_tuple,
     shorthand,
 )
-from lockstep.core.precision import Precision, default_static_scale, translate_precision
+from lockstep.core.precision import SCALED, Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
@@ -171,6 +171,9 @@ def _schedule(name: str) -> str:
     )
 
 
+_OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
+
+
 class ScheduleConfig(Section):
     """The learning rate schedule (core/rate.py), or `package.module:function`: a factor of the base rate."""
 
@@ -190,9 +193,14 @@ class ScheduleConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _only_of_an_own_one(self) -> Self:
+    def _only_of_its_name(self) -> Self:
         if self.options and ":" not in self.name:
             raise ValueError(f"options: they are for a function of your own, and {self.name} is none")
+        for key, curve in _OF_A_CURVE.items():
+            if self.name != curve and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: only the schedule {curve} has it, and this one is {self.name}; leave it out")
+        if self.name == "steps" and not self.milestones:
+            raise ValueError("milestones: at these epochs alone the schedule steps changes the rate; give some")
         return self
 
     @model_validator(mode="after")
@@ -312,6 +320,8 @@ class Recipe(Section):
     def _consistent(self) -> Self:
         if found := contradictions(dict(self)):
             raise ValueError("\n".join(found))
+        if self.precision not in SCALED and self.loss_scale != default_loss_scale(self.precision):
+            raise ValueError(f"loss_scale: only {', '.join(sorted(SCALED))} scale the loss; leave it out")
         return self
 
 
@@ -319,7 +329,8 @@ def contradictions(given: Mapping[str, object]) -> list[str]:
     """Return what cannot be true together among the keys of a recipe, each of them valid or not."""
     found = []
     if (given.get("epochs") is None) == (given.get("steps") is None):
-        found.append("give either epochs or steps, one of the two; the override recipe.epochs= unsets it")
+        why = "neither is given" if given.get("steps") is None else "the override recipe.epochs= unsets the former"
+        found.append(f"give either epochs or steps, one of the two; {why}")
     batch, count = given.get("batch"), given.get("microbatches")
     if type(batch) is int and type(count) is int and count > batch > 0:  # neither true nor false
         found.append(

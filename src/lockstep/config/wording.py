@@ -33,6 +33,7 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
+_COMMA: Final = "a number has a point, as in 0.1, and no comma"
 # Texts that are another type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
@@ -109,13 +110,15 @@ def _text(found: ErrorDetails) -> str:
         case known if known in _EXPECTED:
             field = field_at(found["loc"])  # whose description is what its type does not say by itself
             expected = (field and field.description) or _EXPECTED[known].format(**_limits(found))
-            return f"expected {expected}; got {format_value(found['input'])}{_quotes_hint(found)}"
+            return f"expected {expected}; got {format_value(found['input'])}{_hint(found)}"
     return f"{found['msg']}; got {format_value(found['input'])}"
 
 
-def _quotes_hint(found: ErrorDetails) -> str:
-    """Return what to do where a text would be right without its quotes."""
+def _hint(found: ErrorDetails) -> str:
+    """Return what to do where a text would be right without its quotes, or with a point."""
     text, kind = found["input"], found["type"].partition("_")[0]
+    if isinstance(text, str) and re.fullmatch(r"[-+]?\d+,\d+", text):
+        return f"; {_COMMA}"
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""
     return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
@@ -135,6 +138,8 @@ def _limits(found: ErrorDetails) -> dict[str, Any]:
 def _unknown(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid = str(path[-1]), list(section.model_fields) if section else []
+    if name.isdecimal():  # {lr: 0,1}
+        return f"unknown key; {_COMMA}"
     # A model's own options, such as dropout, rather than what some section below it has of that name.
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
