@@ -133,6 +133,7 @@ class TestData:
         (images / "train/cat/3.jpg").write_bytes(b"no picture")
         (images / "train/dog/5.jpg").write_bytes(whole[: len(whole) // 2])
         (images / "val/dog/0.jpg").write_bytes(b"")
+        (images / "train/dog/6.gif").touch()
         found = run("doctor", "data", *FOLDER, "recipe.data.on_error=skip", code=1)
         *damaged, last = found.out.splitlines()
         assert [line.partition(": cannot be read as an image: ")[0] for line in damaged] == [
@@ -140,7 +141,9 @@ class TestData:
             "images/train/dog/5.jpg",
             "images/val/dog/0.jpg",
         ]
+        assert all(line.endswith("; convert or remove it, or set recipe.data.on_error=skip") for line in damaged)
         assert last == "3 of 20 samples cannot be read"
+        assert "warning: data set folder: files ignored: 1 (1 .gif); images end in" in found.err
         assert found.err.splitlines()[-1] == "20 of 20 samples read"
 
     def test_data_that_is_whole(self, run, images):

@@ -173,6 +173,7 @@ def data(words: tuple[str, ...]) -> None:
     error: against that only hashes help, taken when the files were known to be good.
     """
     from lockstep.config.load import load, split
+    from lockstep.data.images.pictures import FINDS_ALL
     from lockstep.data.loader import damages
     from lockstep.data.mixture import parts
     from lockstep.run.build import open_recipe_data
@@ -180,12 +181,14 @@ def data(words: tuple[str, ...]) -> None:
     recipe = load(*split(words)).config.recipe
     strict = recipe.data.model_copy(update={"on_error": "raise"})
     opened = open_recipe_data(recipe.model_copy(update={"data": strict}))
+    for warning in opened.warnings:
+        click.echo(f"warning: {warning}", err=True)
     read = [part for split in (opened.train, opened.validation) if split is not None for part in parts(split)]
     total, damaged = sum(map(len, read)), 0
     for number, damage in enumerate(chain(*(damages(part, usable_cores()) for part in read)), 1):
         if damage:
             damaged += 1
-            click.echo(printable_line(damage))
+            click.echo(printable_line(damage.removesuffix(FINDS_ALL)))
         _recipe.tell_tenth(number, total, f"{number:,} of {total:,} samples read")
     click.echo(f"{damaged:,} of {total:,} samples cannot be read")
     raise SystemExit(EXIT_FAILED if damaged else EXIT_DONE)

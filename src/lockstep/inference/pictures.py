@@ -55,7 +55,7 @@ class ImagePreprocessing:
         wrong = os_error_as(UsageError, f"{file}: cannot be read", "; give a picture, or a folder of them")
         with wrong, plainfile.reader(file, links=True) as stream:
             content = bytearray(stream.read())
-        with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; leave it out"):
+        with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
             pixels = decode(content, self.exif)
         size = (pixels.shape[1], pixels.shape[2])
         return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size

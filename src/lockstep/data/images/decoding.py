@@ -86,7 +86,7 @@ def _jpeg(content: bytearray, image: Image.Image) -> Tensor:
 
 def _pixels(image: Image.Image) -> Tensor:
     if image.mode.startswith(("I", "F")):  # Pillow would cut off what is above 255: a 16-bit picture becomes white
-        raise ValueError(f"its values do not fit into 8 bits (Pillow's mode {image.mode}); convert it to 8 bits")
+        raise ValueError(f"its values do not fit into 8 bits (Pillow's mode {image.mode})")
     # Palettes by way of RGBA, because Pillow warns of those that hold transparency.
     plain = image.convert("RGBA") if image.mode == "P" else image
     return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)

@@ -19,6 +19,7 @@ from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, skip_mask
 from lockstep.tasks.facts import facts
 
+FINDS_ALL: Final = "; lockstep doctor data finds all such files"  # which that command leaves out
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)
 
@@ -108,8 +109,8 @@ class PictureSplit:
             if self._cut.skips:
                 return None
             raise DataError(
-                f"{self._source.name(index)}: cannot be read as an image: {error}; remove it, or set "
-                f"recipe.data.on_error=skip; lockstep doctor data finds all such files"
+                f"{self._source.name(index)}: cannot be read as an image: {error}; convert or remove it, or set "
+                f"recipe.data.on_error=skip{FINDS_ALL}"
             ) from error
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
