@@ -109,6 +109,12 @@ def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken
         run_folder.claim_own(folder, None)
 
 
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"events\.jsonl: not a file, as a run writes it; move it away, or choose"):
+        run_folder.claim_own(tmp_path, None)
+
+
 def test_a_run_of_another_kind_in_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(

@@ -1,7 +1,7 @@
 """The run folder: which one, whether a run in it goes on, and what is written there before the first step.
 
 runs/<recipe>-<model>-<time>/
-├── config.yaml         the resolved configuration, with where each value came from
+├── config.yaml         the resolved configuration, with where each value came from; an own loop has none
 ├── environment.json    versions, devices, commit, hashes of the user's source files
 ├── deepspeed.json      what DeepSpeed was given, where the strategy is of that name
 ├── events.jsonl        everything that happened: the source of truth
@@ -129,7 +129,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     `begin` returns the checkpoint to go on from, if any, and notes for the user.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
-    _refuse_links(folder)
+    _refuse_foreign(folder)
     with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose another run.dir"):
         held = lock(folder)
     try:
@@ -308,8 +308,8 @@ def _read_recipe(config: Path) -> Recipe:
         ) from error
 
 
-def _refuse_links(folder: Path) -> None:
-    """Raise UsageError where a link among the files of a run leads out of its folder: they are written to.
+def _refuse_foreign(folder: Path) -> None:
+    """Raise UsageError where what has the name of a run's file is none, or a link that leads out of the run's folder.
 
     The folder itself may be a link, which the user named.
     """
@@ -317,6 +317,8 @@ def _refuse_links(folder: Path) -> None:
     folders = [folder / name for name in (LOGS, TENSORBOARD, store.FOLDER, "mlflow", "wandb")]
     folders += (folder / store.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]
+    if strange := next((path for path in paths if path.exists() and not path.is_file()), None):
+        raise UsageError(f"{strange}: not a file, as a run writes it; move it away, or choose another run.dir")
     paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
     for path in paths:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
