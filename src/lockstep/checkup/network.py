@@ -122,7 +122,7 @@ def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks whose gloo would listen at loopback, though there are others hosts."""
+    """Return the ranks whose gloo would listen at loopback, though there are other hosts."""
     loops = [rank for rank, each in enumerate(facts) if each.get("network", {}).get("gloo") in ("lo", "lo0")]
     return loops if len(set(hosts)) > 1 else []
 

@@ -165,7 +165,7 @@ def _end_after(parent: int) -> None:
 
 
 def die_with_launcher(launcher: str) -> None:
-    """Let this process end with the launcher that started it; where that is gone already, raise TrainingError.
+    """Let this process end with the launcher that started it; where that is gone already, raise TransientError.
 
     It is the first thing to do: only then is it the launcher that is the parent.
     """

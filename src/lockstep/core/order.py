@@ -57,7 +57,6 @@ class Steps:
     """All steps of a run, addressed by number in O(1).
 
     `length` is the number of training samples, `batch` the global batch. Either `epochs` or `steps` ends the run.
-    `order` names how the samples of an epoch are shuffled.
     """
 
     length: int

@@ -40,7 +40,7 @@ class Chunked(NamedTuple):
         return moved.reshape(-1) if self.flat else moved.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
-        """Return what `rearranged` was given."""
+        """Return what `to_rows` was given."""
         first = self.view[self.dim]
         others = [length for dim, length in enumerate(self.view) if dim != self.dim]
         return tensor.reshape(first, *others).movedim(0, self.dim).reshape(self.shape)
