@@ -91,7 +91,6 @@ TOGETHER: Final[dict[str, str]] = {
     "test_library.py": "run: background load",
     "training/test_loop.py": "training: events",
     "verification/test_compare.py": "verification: trace",
-    "verification/test_own_loop.py": "run: script",
 }
 
 

@@ -43,6 +43,7 @@ from lockstep.run.completed import completion_notice
 from lockstep.run.digest_file import DIGESTS
 from lockstep.run.resume import check_recipe, checkpoint_recipe, signing_key
 from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
+from lockstep.run.worker_context import WORKER_CONTEXT
 from lockstep.tasks.base import Report
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.lock import LOCK, Lock, lock
@@ -107,6 +108,8 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
         done = rendezvous.tell(claim.done if claim else "")
         if claim:
             rendezvous.keep_failure = partial(keep_failure, claim.folder)
+            if (context := WORKER_CONTEXT.get()) is not None:
+                context.claimed(claim.folder)
         yield RunStart(Path(folder), Path(path) if path else None, done)
 
 

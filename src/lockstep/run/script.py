@@ -1,15 +1,20 @@
 """A script of the user's own, which joins a run, in processes that Lockstep starts."""
 
+import multiprocessing
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.folder import settle
 from lockstep.run.start import on_ranks
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
@@ -18,7 +23,14 @@ def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     """Run a script in `count` processes of this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
-    return on_ranks(partial(_work, path, [path, *arguments]), None, Placement(), count, in_subprocess=True)
+    failures: list[Failure] = []
+    folders, claims = multiprocessing.Pipe(duplex=False)
+    os.set_blocking(claims.fileno(), False)  # a script that joins thousands of runs is not to wait
+    work = partial(_work, path, [path, *arguments], claims)
+    code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
+    while folders.poll():
+        settle(Path(os.fsdecode(folders.recv_bytes())), code, *failures[-1:])
+    return code
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:
@@ -28,8 +40,12 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _work(path: str, argv: Sequence[str], _ready: None, rendezvous: Rendezvous) -> int:
-    context = WorkerContext(rendezvous)
+def _work(path: str, argv: Sequence[str], claims: Connection, _ready: None, rendezvous: Rendezvous) -> int:
+    def claimed(folder: Path) -> None:
+        with suppress(BlockingIOError):
+            claims.send_bytes(os.fsencode(folder.absolute()))
+
+    context = WorkerContext(rendezvous, claimed=claimed)
     WORKER_CONTEXT.set(context)
     code = EXIT_DONE
     try:

@@ -47,6 +47,7 @@ class WorkerContext:
     observe: Observe | None = None
     sinks: Sequence[Sink] = ()  # of one that observes
     guarded: bool = True
+    claimed: Callable[[Path], object] = str  # called with each run folder
     runs: list[OpenRun] = field(default_factory=list)
 
 
