@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
 VALUES = [1e16, 1.0, -1e16, 3.0, 0.1]
 
 
@@ -24,7 +25,6 @@ def total(world: World, count: int) -> dict[str, Tensor]:
     return sums.total(world, count)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [2, 5])
 def test_all_ranks_get_the_same(size: int, count: int) -> None:
@@ -35,6 +35,5 @@ def test_all_ranks_get_the_same(size: int, count: int) -> None:
         assert found["whole"].dtype == torch.int64
 
 
-@pytest.mark.worlds
 def test_nothing_to_add_is_nothing() -> None:
     assert worlds.run(2, total, 0) == [{}, {}]

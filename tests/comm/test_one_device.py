@@ -11,6 +11,8 @@ import worlds
 from lockstep.comm.world import World, _sharing
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.worlds
+
 
 def found(
     world: World, names: list[str], backend: Literal["nccl", "gloo"], hosts: tuple[str, ...] = ()
@@ -29,25 +31,21 @@ def found(
             world.backend = before
 
 
-@pytest.mark.worlds
 def test_two_ranks_on_one_device_are_refused_on_all_ranks() -> None:
     [said] = set(worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "nccl"))
     assert said.startswith("placement.device: ranks 0, 2 have one CUDA device between them; let the launcher show")
     assert said.endswith("or use placement.backend=gloo, which lets processes share a device")
 
 
-@pytest.mark.worlds
 def test_gloo_lets_them_share_and_names_them() -> None:
     assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "gloo") == [[[0, 2]]] * 3
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_ranks_with_devices_of_their_own_do_not(backend: str) -> None:
     assert worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-c"], backend) == [[]] * 3
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     ("hosts", "refused"), [(("x", "y", "z"), False), (("x", "x", "x"), True), (("x", "y", "x"), True)]
 )

@@ -13,6 +13,8 @@ from torch.futures import Future
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
+
 
 def double(tensor: Tensor) -> Tensor:
     return 2 * tensor
@@ -50,7 +52,6 @@ def asked(world: World) -> tuple[float, float, str]:
     return found, given, "nothing"
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("again", [False, True])
 def test_rank_0_answers(again: bool) -> None:
     """Again in the same processes: what is closed leaves nothing behind."""
@@ -72,7 +73,6 @@ def listeners() -> set[tuple[str, int]]:
     return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.worlds
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
 def test_calls_listen_at_the_loopback_interface_alone_and_not_for_ever() -> None:
     for addresses, closed in worlds.run(2, listening):

@@ -6,6 +6,8 @@ import worlds
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.worlds
+
 
 def noted(world: World) -> str:
     world.note({"lr": 7})
@@ -59,7 +61,6 @@ def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
     return found
 
 
-@pytest.mark.worlds
 def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
     [found] = {*worlds.run(2, noted)}
     assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8; make it a function of step.number")
@@ -67,14 +68,12 @@ def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
     assert found.startswith("clip: rank 2 differs from rank 0: null, not 7; ")
 
 
-@pytest.mark.worlds
 def test_ranks_that_are_not_at_one_place_learn_who_is_elsewhere() -> None:
     assert worlds.run(3, met, [5, 5, 5]) == [None] * 3
     assert worlds.run(3, met, [5, 5, 2]) == [(2, 2), (2, 2), (5, 1)]
     assert worlds.run(3, met, [2, 5, 5]) == [(5, 2), (2, 0), (2, 0)]
 
 
-@pytest.mark.worlds
 def test_a_rank_that_went_on_to_its_next_step_is_met() -> None:
     assert worlds.run(2, stayed_behind) == [
         "rank 1 did not go on to its next step when this rank did; let all ranks do the same between two steps",
@@ -82,7 +81,6 @@ def test_a_rank_that_went_on_to_its_next_step_is_met() -> None:
     ]
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("meets", [True, False])
 def test_figures_that_differ_between_the_ranks_that_have_some_are_noticed(meets: bool) -> None:
     assert worlds.run(3, said, [{"hits": 1.0}, {"hits": 2.0}, {}], meets) == [True] * 3
@@ -91,7 +89,6 @@ def test_figures_that_differ_between_the_ranks_that_have_some_are_noticed(meets:
     assert worlds.run(3, said, [{}] * 3, meets) == [False] * 3
 
 
-@pytest.mark.worlds
 def test_one_process_is_everywhere() -> None:
     assert worlds.run(1, World.meet, 5) == [None]
     assert worlds.run(1, said, [{"hits": 1.0}], True) == [False]

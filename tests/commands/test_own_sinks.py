@@ -10,6 +10,7 @@ from component import require_package
 from forked import Command
 from test_sinks import SINK
 
+pytestmark = pytest.mark.worlds
 SCRIPT = """
 import sys
 import torch
@@ -55,7 +56,6 @@ def rows(command: Command, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.worlds
 def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None:
     sinks = "['csv', 'mine:Sink']"
     killed = start(*on(1, sinks))
@@ -79,7 +79,6 @@ def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None
     assert run(*on(1, "[]")).sha256 == resumed.sha256
 
 
-@pytest.mark.worlds
 def test_one_that_does_not_open_ends_the_start_and_one_that_fails_later_is_off(run) -> None:
     refused = run(*on(2, "[{'name': 'mine:Sink', 'fails_at': 'opening'}]"), code=2)
     assert "sink mine:Sink: RuntimeError: no room (mine.py:8)" in refused.err
@@ -88,7 +87,6 @@ def test_one_that_does_not_open_ends_the_start_and_one_that_fails_later_is_off(r
     assert "sink mine:Sink: RuntimeError: no more (mine.py:12); mend it there; the sink is off" in warned.err
 
 
-@pytest.mark.worlds
 def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
     refused = run(*on(2, "['cvs']", "fp23"), code=2)
     assert refused.err.count("loop.py:11  run.sinks.0.name: no such sink; did you mean 'csv'?") == 1
@@ -97,7 +95,6 @@ def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
     assert not (refused.folder / "run").exists()
 
 
-@pytest.mark.worlds
 def test_a_service_has_one_run_of_a_killed_and_resumed_loop(start, run, monkeypatch) -> None:
     """That of mlflow is resumed in reporting/test_outside.py."""
     name = "wandb"

@@ -9,6 +9,7 @@ from same_bits import Placed, assert_resumed_bits, assert_same_bits
 from sequences import TRANSFORMERS
 from tokens import Case
 
+pytestmark = pytest.mark.worlds
 CASES = {
     "gpt, tied, dropout": Case(ema=True),
     "gpt, rotary, untied": Case("rotary", optimizer="sgd"),
@@ -43,7 +44,6 @@ def check(name: str, placed: Placed, **changes: Any) -> None:
 
 
 @pytest.mark.imports(TRANSFORMERS)
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
     [
@@ -58,7 +58,6 @@ def test_the_bits_are_those_of_one_process(name: str, placed: Placed) -> None:
     check(name, placed)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("name", ["gpt, tied, dropout", "llama, tied, padded"])
 def test_recomputation_changes_no_bit(name: str) -> None:
     """Blocks of transformers are called with keywords."""
@@ -66,7 +65,6 @@ def test_recomputation_changes_no_bit(name: str) -> None:
     check(name, ("zero3", 2, ()), recompute=1)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("ways", [("pipeline", "zero3"), ("ddp", "pipeline")])
 def test_going_on_under_another_strategy_gives_the_same_bits(ways: tuple[str, str]) -> None:
     assert_resumed_bits(Case(ema=True), (ways[0], 2, ()), (ways[1], 3, ()), at=2, module=tokens)

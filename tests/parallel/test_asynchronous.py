@@ -12,6 +12,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
 
+pytestmark = pytest.mark.worlds
 ASYNCHRONOUS = {"strategy": "parameter_server", "options": (("asynchronous", 1),)}
 CASES = {
     "sgd": Case(),
@@ -22,7 +23,6 @@ CASES = {
 }
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_has_its_usual_bits(name: str) -> None:
     [alone] = worlds.run(1, toys.whole_trace, CASES[name])
@@ -43,7 +43,6 @@ def ends(world: World, case: Case, first: int, state: State | None) -> tuple[Sta
     return toys.as_from_disk(end), toys.as_from_disk(again)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["adamw, clipped, averaged", "bf16-compute"])
 def test_all_ranks_end_with_the_weights_of_rank_0(name: str, size: int) -> None:
@@ -68,7 +67,6 @@ def updates(world: World, case: Case) -> tuple[int, float]:
     return max(steps, default=0), moved
 
 
-@pytest.mark.worlds
 def test_every_rank_that_had_work_updates_the_weights_by_itself() -> None:
     case = replace(Case(optimizer="adamw", samples=(12, 12, 12, 2)), **ASYNCHRONOUS)
     (steps, moved), *_ = worlds.run(3, updates, case)
@@ -76,7 +74,6 @@ def test_every_rank_that_had_work_updates_the_weights_by_itself() -> None:
     assert moved > 0
 
 
-@pytest.mark.worlds
 def test_a_loss_that_is_not_finite_ends_the_rank() -> None:
     """Not as elsewhere with the next report, for which the ranks meet: by then it might be the others' too."""
     with pytest.raises(worlds.WorldError, match=r"loss is nan at step 2 \(epoch 1\), on rank"):

@@ -20,6 +20,7 @@ from lockstep.core.order import Step, part
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
+pytestmark = pytest.mark.worlds
 PLACED: list[Placed] = [
     ("single", 1, ()),
     ("ddp", 2, ()),
@@ -40,7 +41,6 @@ CASES = {
 }
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
     [
@@ -67,7 +67,6 @@ class Moving(toys.Plain):
         return super().forward(images) * self.moved
 
 
-@pytest.mark.worlds
 def test_a_buffer_that_moves_in_the_forward_is_as_it_was() -> None:
     case = Case(4, samples=(12, 12), model=Moving, guarded=False)
     assert worlds.run(1, toys.whole_trace, replace(case, audit_every=2)) == worlds.run(1, toys.whole_trace, case)
@@ -239,14 +238,12 @@ def changed(what: str, rank: int = 1) -> Pattern[str]:
     return re.compile(f"audit at step 3: {of} changed after the update of step 2, when nothing writes there")
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("fault", KEPT, ids=lambda fault: fault.__name__)
 def test_what_a_rank_does_not_keep_is_named_by_itself(fault: Callable[[Any], None]) -> None:
     assert changed(KEPT[fault], 0).search(found("single", 1, fault))
     assert changed(KEPT[fault]).search(found("ddp", 3, fault))
 
 
-@pytest.mark.worlds
 def test_the_first_step_looks_at_what_was_there_at_the_start() -> None:
     case = replace(RUN, audit_every=1, strategy="zero3")
     [text, *_] = worlds.run(3, audited, case, rows_of_weight, 0)
@@ -254,7 +251,6 @@ def test_the_first_step_looks_at_what_was_there_at_the_start() -> None:
     assert f"audit at step 1: {what} of rank 1 (host) changed after the start, when nothing" in text
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("fault", [weight, momentum, average], ids=lambda fault: fault.__name__)
 def test_what_changed_before_is_found_where_several_ranks_hold_it(fault: Callable[[Any], None]) -> None:
     held = "the averaged weights (head.weight" if fault is average else "the weights (stem.weight"
@@ -263,21 +259,18 @@ def test_what_changed_before_is_found_where_several_ranks_hold_it(fault: Callabl
     assert found("single", 1, fault, EARLIER) == ""
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("fault", LASTING, ids=lambda fault: fault.__name__)
 def test_a_fault_that_lasts_is_found_by_two_ranks_and_named_by_three(fault: Callable[[Any], None]) -> None:
     assert f"{NOBODY}{LASTING[fault]}" in found("ddp", 2, fault)
     assert f"{NAMED}{LASTING[fault]}" in found("ddp", 3, fault)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: fault.__name__)
 def test_a_fault_that_passes_is_named_by_two_ranks(fault: Callable[[Any], None]) -> None:
     assert f"{NAMED}{PASSING[fault]}" in found("ddp", 2, fault)
     assert f"{NAMED}{PASSING[fault]}".replace("batch 3", "batch 2") in found("ddp", 3, fault)
 
 
-@pytest.mark.worlds
 def test_one_rank_finds_what_differs_from_one_time_to_the_next_and_nothing_else() -> None:
     for passing in (activation, gradient_of_activation, gradient):
         assert "rank 0 (host) got micro-batch 0 (" in found("single", 1, passing)
@@ -285,19 +278,16 @@ def test_one_rank_finds_what_differs_from_one_time_to_the_next_and_nothing_else(
         assert found("single", 1, hidden) == ""
 
 
-@pytest.mark.worlds
 def test_what_comes_after_the_check_is_not_seen() -> None:
     """Not by this audit: the weights that it spoils are seen by the next one, or at a save."""
     assert found("ddp", 2, after_the_check) == ""
 
 
-@pytest.mark.worlds
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     for strategy, size, options in PLACED:
         assert found(strategy, size, None, **dict(options)) == ""
 
 
-@pytest.mark.worlds
 def test_cut_tensors_are_compared_where_others_hold_the_same_rows() -> None:
     for size in (2, 3):
         assert f"{NAMED}the sum of the gradients (" in found("zero1", size, sum_of_gradients)
@@ -335,7 +325,6 @@ class Forgetful(toys.Plain):
         return super().forward(images) * self.forwards
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_model_that_keeps_something_beside_its_weights_is_not_blamed_on_a_host(size: int) -> None:
     [text, *_] = worlds.run(size, audited, replace(RUN, model=Forgetful, ema=False), None)
@@ -343,7 +332,6 @@ def test_a_model_that_keeps_something_beside_its_weights_is_not_blamed_on_a_host
     assert "If `lockstep verify` finds no fault in the recipe, use other hosts" in text
 
 
-@pytest.mark.worlds
 def test_the_whole_message() -> None:
     [text, *_] = worlds.run(3, audited, RUN, gradient)
     assert text == (

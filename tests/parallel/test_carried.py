@@ -17,6 +17,7 @@ from lockstep.comm.carrier import Addressed, Carrier, direct, staged
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE, RankInfo
 
+pytestmark = pytest.mark.worlds
 CPU = torch.device("cpu")
 LOCAL = [
     ("ddp", 2, ()),
@@ -87,7 +88,6 @@ def staged_trace(world: World, case: toys.Case) -> toys.Trace:
     return toys.whole_trace(carried(world, staged), case)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("strategy", "size", "options"), LOCAL)
 def test_by_way_of_the_host_the_bits_are_those_of_one_process(strategy: str, size: int, options: Any) -> None:
     expected = alone(toys.Case(6, clip=0.1, optimizer="adamw"))
@@ -123,13 +123,11 @@ BEYOND = pytest.mark.extended("in the gate go pipelines of each kind by Rendezvo
 BY_HOST = [pytest.param(*placed, marks=() if placed[1]["schedule"] == "1f1b" else BEYOND) for placed in PIPELINES]
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("size", "options"), BY_HOST)
 def test_a_pipeline_by_way_of_the_host_has_the_bits_of_one_process(size: int, options: dict[str, Any]) -> None:
     assert_same(size, staged_pipeline, options)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("size", "options"), PIPELINES)
 def test_a_pipeline_does_not_wait_for_itself_where_sends_wait_for_receivers(size: int, options: dict[str, Any]) -> None:
     assert_same(size, nccl_pipeline, options)
@@ -153,12 +151,10 @@ def crossing(world: World, one_way: bool) -> float:
     return received[0].item()
 
 
-@pytest.mark.worlds
 def test_two_ranks_that_send_first_need_a_group_for_each_direction() -> None:
     assert worlds.run(2, crossing, True) == [1.0, 0.0]
 
 
-@pytest.mark.worlds
 def test_and_wait_for_ever_in_one() -> None:
     """Otherwise the tests above could not fail."""
     assert worlds.run(2, crossing, False) == [-1.0, -1.0]

@@ -12,6 +12,7 @@ from toys import Case
 from lockstep.core.shard import local_tensor
 from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
 
+pytestmark = pytest.mark.worlds
 CASES = {
     "accumulated, clipped, averaged": Case(6, clip=0.1, ema=True),
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20),
@@ -25,7 +26,6 @@ def _compressed(case: Case, compress: str) -> Case:
     return replace(case, strategy="ddp", options=(("compress", compress),))
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("compress", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_agree_and_are_near_one_process(name: str, compress: str) -> None:
@@ -47,7 +47,6 @@ def _pair(one: Any, other: Any, name: str) -> tuple[Any, Any]:
     return local_tensor(one.model[name]).double(), local_tensor(other.model[name]).double()
 
 
-@pytest.mark.worlds
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one() -> None:
     whole = _compressed(replace(CASES["accumulated, clipped, averaged"], samples=(12, 12, 7, 3)), "bf16")
     half = replace(whole, samples=whole.samples[:2])

@@ -18,6 +18,7 @@ from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
 from lockstep.parallel.layouts.base import gather_whole
 
+pytestmark = pytest.mark.worlds
 # Relative to a tensor's largest magnitude. Rounding: in fp32 u = 6e-8; sums of 12 samples x 36 places and of 72
 # products have a likely error of about 20 u, and five layers, forward and back, in four steps add up some 40 of them:
 # 5e-5 at worst. Clipping: DeepSpeed adds 1e-6 to a norm, which is near 1 here.
@@ -82,7 +83,6 @@ OTHERS: Final = [each for each in ALL if each not in ONE_EACH[1:]]  # the first 
 BEYOND: Final = pytest.mark.extended("one rank does each recipe in the gate, three its other stage, two resume runs")
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     ("size", "names"),
     [(1, ONE_EACH), (3, OTHERS), *(pytest.param(size, ALL, marks=BEYOND) for size in (1, 2, 3))],
@@ -116,7 +116,6 @@ def furthest(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
 
 
-@pytest.mark.worlds
 def test_a_run_goes_on_under_another_strategy_and_back() -> None:
     [[(expected, _)]] = worlds.run(1, runs, [alone(LONGER)])
     half = replace(LONGER, samples=LONGER.samples[:3])
@@ -131,7 +130,6 @@ def test_a_run_goes_on_under_another_strategy_and_back() -> None:
         assert_close(found, expected, f"{stage}, then {after}")
 
 
-@pytest.mark.worlds
 def test_a_state_is_taken_over_to_the_bit() -> None:
     half = replace(LONGER, samples=LONGER.samples[:3])
     [[(state, _)]] = worlds.run(1, runs, [alone(half)])
@@ -149,7 +147,6 @@ def taken_over(world: World, cases: Sequence[Case], state: State) -> list[Trace]
     return found
 
 
-@pytest.mark.worlds
 def test_gradients_of_uneven_micro_batches_are_those_of_float64() -> None:
     """And a step of no weight moves nothing."""
     case = replace(PLAIN, samples=(7,), model=toys.Plain)  # BatchNorm keeps statistics of float32

@@ -11,6 +11,8 @@ from toys import Case
 
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
+
 
 def observed(world: World, case: Case) -> list[dict[str, Any]]:
     """Train some steps, of which every other is observed, and return the sums of each, and the last loss."""
@@ -23,7 +25,6 @@ def observed(world: World, case: Case) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.worlds
 def test_sums_are_those_of_one_process() -> None:
     case = Case()
     [alone] = worlds.run(1, observed, case)
@@ -37,7 +38,6 @@ def test_sums_are_those_of_one_process() -> None:
         assert worlds.run(size, observed, placed) == [alone] * size, (strategy, size)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"recompute": True}), (4, {"replicate": 2})])
 def test_a_pipeline_observes_too(size: int, options: dict[str, Any]) -> None:
     case = pipeline_models.recipe()

@@ -22,6 +22,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
+pytestmark = pytest.mark.worlds
 PLAIN: Final = pipeline_models.recipe(microbatches=6, samples=(12, 12, 7), clip=0.1, ema=True)
 TOY: Final = Case(6, samples=(12, 12, 7))
 SYNCED: Final = Case(4, samples=(12, 12, 7), sync_batchnorm=True, model=synced_models.Branched)
@@ -40,7 +41,6 @@ PLACED: list[tuple[Case, Placed]] = [
 ]
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("case", "placed"), PLACED, ids=lambda each: None if isinstance(each, Case) else str(each))
 def test_it_changes_no_bit(case: Case, placed: Placed) -> None:
     assert_same_bits(case, placed, audit_every=1)
@@ -103,7 +103,6 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
     return ""
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     ("case", "placed", "fault", "found"),
     [

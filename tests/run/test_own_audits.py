@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
 STEPS = 6  # of which every second is audited
 MORE = [(2, "ddp"), (3, "zero1"), (2, "zero2"), (3, "zero3")]
 PLACES = [(1, "single"), (3, "ddp"), *(pytest.param(*place, marks=pytest.mark.thorough) for place in MORE)]
@@ -47,7 +48,6 @@ def told(world: World, strategy: str, audit_every: int | None, body: Callable[[A
     return text.replace(world.host, "host"), kept[1:], kept[0]._placed.audit.audited
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("size", "strategy"), PLACES)
 def test_an_audit_changes_no_bit_and_no_sum_of_the_loop(size: int, strategy: str) -> None:
     plain = worlds.run(size, told, strategy, None, train)
@@ -104,7 +104,6 @@ NAMED = "audit at step 4: rank 1 (host) got micro-batch "
 ONCE, EACH_TIME = "the fault was gone when", "the fault was there again when"
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("times", "said"), [(1, ONCE), (99, EACH_TIME)], ids=["once", "each time"])
@@ -129,14 +128,12 @@ def leaving_early(run: Any) -> None:
         step.update()
 
 
-@pytest.mark.worlds
 def test_an_audited_step_is_gone_through_to_its_end() -> None:
     assert len(worlds.run(1, ended, "single", leaving_early)[0]) == 64
     [text] = worlds.run(1, ended, "single", leaving_early, 1)
     assert text.startswith("step 1: left after 5 of its 5 micro-batches (")
 
 
-@pytest.mark.worlds
 def test_ranks_that_cannot_repeat_each_other_are_refused() -> None:
     text = worlds.run(2, ended, "tensor", loops.placed, 1)[0]
     assert "placement.audit_every: under strategy tensor no rank can repeat what the loop does on another one" in text

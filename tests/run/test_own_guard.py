@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -263,7 +264,6 @@ PLACED = [
 
 
 # Two ranks have as many micro-batches each, and so end at once. Of three one would still wait for the others.
-@pytest.mark.worlds
 @pytest.mark.parametrize(("loop", "strategies"), PLACED)
 def test_a_loop_is_refused_with_its_line_under_all_strategies(loop: Loop, strategies: Sequence[str]) -> None:
     for size, strategy in [(1, "single"), *((2, each) for each in strategies)]:
@@ -303,7 +303,6 @@ def evaluated_as_samples_say(run, model, optimizer):
     run.sum(sums)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     "loop", [called_as_samples_say, called_without_gradients_first, evaluated_as_samples_say], ids=lambda e: e.__name__
 )

@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
 CALLS: dict[str, Callable[[Any, nn.Module], object]] = {
     "place": lambda run, _: loops.placed(run),
     "steps": lambda run, _: run.steps(loops.data(), batch=16, steps=9),
@@ -61,7 +62,6 @@ def by_rank_0_alone(world: World, loop: Callable[[Any, str], None], name: str) -
     return ended(world, "ddp", partial(loop, name=name))
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("name", [*CALLS])
 def test_what_rank_0_alone_calls_is_refused_with_its_line(name: str) -> None:
     what = {"close": "the end of the run", "sum": "run.each"}.get(name, f"run.{name}")
@@ -83,7 +83,6 @@ def clipped_by_tensors(run: Any) -> None:
     trained(run, clip=torch.tensor(1.5))
 
 
-@pytest.mark.worlds
 def test_updates_that_differ_in_the_last_step_alone_are_refused_at_the_end() -> None:
     [found] = {*worlds.run(2, ended, "ddp", clipped_apart)}
     assert found.startswith("step.update: clip: rank 1 differs from rank 0: 2.0, not null; make it a function of")
@@ -105,7 +104,6 @@ def logged(world: World, all_ranks: bool) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.worlds
 def test_figures_that_each_rank_added_up_itself_are_warned_of_once() -> None:
     found, *others = worlds.run(2, logged, True)
     assert found.count("warning: run.log: hits: not the same on all ranks, and rank 0's is written: ") == 1
@@ -161,7 +159,6 @@ def saved_within_an_evaluation(run: Any) -> None:
         run.save()
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("loop", "what"), [(evaluations_side_by_side, "each"), (saved_within_an_evaluation, "save")])
 def test_what_is_called_within_an_evaluation_is_refused(loop: Callable[[Any], None], what: str) -> None:
     [found] = worlds.run(1, ended, "single", loop)

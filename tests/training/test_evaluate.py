@@ -18,6 +18,7 @@ from lockstep.data.loader import Loader
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluate import evaluate
 
+pytestmark = pytest.mark.worlds
 CLASSES = 7
 
 
@@ -50,7 +51,6 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
     return {name: float(value) for name, value in found.sums.items()}, seen
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("samples", "batch"), [(1, 1), (10, 3), (101, 8), (64, 64), (3, 10)])
 def test_every_sample_counts_once_in_every_world(samples: int, batch: int) -> None:
     [(alone, _)] = worlds.run(1, figures, samples, batch)
@@ -62,7 +62,6 @@ def test_every_sample_counts_once_in_every_world(samples: int, batch: int) -> No
         assert sum(seen for _, seen in answers) == samples
 
 
-@pytest.mark.worlds
 def test_figures_are_those_of_the_whole_split() -> None:
     generator = torch.Generator().manual_seed(101)
     outputs = torch.randn(101, CLASSES, generator=generator)

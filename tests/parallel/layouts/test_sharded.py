@@ -17,6 +17,7 @@ from toys import Case, Trace
 from lockstep.comm.fsdp import Sharded
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.worlds
 PLACED: list[Placed] = [
     ("ddp", 2, ()),
     ("zero1", 2, ()),
@@ -53,7 +54,6 @@ def copied_before_they_are_complete(world: World, case: Case) -> Trace:
         return toys.whole_trace(world, case)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("model", [toys.Toy, wayward.Routed])
 def test_sums_that_leave_the_card_are_complete(model: Callable[[], nn.Module]) -> None:
     case = Case(6, model=model)
@@ -61,7 +61,6 @@ def test_sums_that_leave_the_card_are_complete(model: Callable[[], nn.Module]) -
         assert_same_bits(case, placed, copied_before_they_are_complete)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("model", [wayward.Experts, wayward.LayerDrop, wayward.Routed, wayward.Frozen])
 def test_blocks_need_not_be_called_in_each_micro_batch(model):
     case = Case(6, clip=0.5, model=model)
@@ -69,7 +68,6 @@ def test_blocks_need_not_be_called_in_each_micro_batch(model):
         assert_same_bits(case, placed)
 
 
-@pytest.mark.worlds
 def test_a_block_that_others_cannot_gather_is_refused():
     """Not a deadlock: the rank that calls it sees it before any exchange."""
     case = Case(6, model=wayward.Twice, strategy="zero3")

@@ -16,6 +16,7 @@ from lockstep.comm.world import World
 from lockstep.parallel.engine import State
 from lockstep.parallel.groups import GroupSettings
 
+pytestmark = pytest.mark.worlds
 SAID = ("step", "scalars", "names")  # by every rank
 SIZES = {"mlp": (1, 2, 3, 4), "skipping": (2, 4), "vit": (3,)}
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -100,7 +101,6 @@ def sizes(schedule: str, model: str) -> list[int]:
 BEYOND = pytest.mark.extended("each schedule meets each model, and each model each of its sizes, in the gate")
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(
     ("schedule", "model", "size"),
     [
@@ -114,14 +114,12 @@ def test_every_schedule_gives_the_bits_of_one_process(schedule: str, model: str,
     assert_same(alone(model), size, recipe(model, clip=0.1, samples=(11, 3)), {"schedule": schedule})
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("name", CASES)
 def test_any_recipe_gives_the_bits_of_one_process(name: str) -> None:
     case, size, options = CASES[name]
     assert_same(alone(name), size, case, options)
 
 
-@pytest.mark.worlds
 def test_what_must_happen_in_the_cases_happens() -> None:
     """The cases are worth nothing where no step is skipped, no gradient clipped, or the model does not move."""
     assert " False " in alone("fp16, skipping")["step 0"]
@@ -150,14 +148,12 @@ SHARED: dict[str, tuple[Case, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("name", SHARED)
 def test_pipelines_that_share_the_optimizer_give_the_bits_of_one_process(name: str) -> None:
     case, size, options = SHARED[name]
     assert_same_bits(case, ("pipeline", size, tuple(options.items())))
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_run_goes_on_elsewhere(optimizer: str) -> None:
     """From a pipeline to two that share an optimizer, to one process, and back to another pipeline."""
@@ -183,7 +179,6 @@ def lying(world: World, case: Case) -> tuple[int, int, list[str]]:
     return sum(s.tensor.numel() for s in shards), sum(s.shape.numel() for s in shards), here
 
 
-@pytest.mark.worlds
 def test_a_rank_holds_its_stages_alone() -> None:
     case = recipe("mlp", samples=(8,))
     answers = worlds.run(3, lying, case)
@@ -201,7 +196,6 @@ def optimizer_elements(world: World, case: Case) -> tuple[int, int]:
     return sum(each.tensor.numel() for each in held), sum(each.tensor.numel() for each in held if each.primary)
 
 
-@pytest.mark.worlds
 def test_sharing_pipelines_cut_the_optimizer_s_state() -> None:
     case = recipe("mlp", samples=(8,), optimizer="adamw")
     for options in ({"shard": 2}, {"replicate": 2}):

@@ -12,6 +12,7 @@ from toys import Case
 from lockstep.comm.world import World
 from lockstep.parallel.layouts.base import gather_whole
 
+pytestmark = pytest.mark.worlds
 CASE = Case(model=cut_models.Net, chunks=4, plan=cut_models.PLAN, optimizer="adamw", ema=True, samples=(6,))
 
 
@@ -21,7 +22,6 @@ def _shapes(world: World, case: Case) -> dict[str, tuple[int, ...]]:
     return {f"{kind}{name}": tuple(each.shape) for kind, tensors in kinds.items() for name, each in tensors.items()}
 
 
-@pytest.mark.worlds
 def test_the_state_has_the_names_and_shapes_of_the_uncut_model() -> None:
     uncut = Case(model=cut_models.Net, optimizer="adamw", ema=True, samples=(6,))
     [expected] = worlds.run(1, _shapes, uncut)
@@ -37,7 +37,6 @@ def _gradients(world: World, case: Case) -> dict[str, torch.Tensor]:
     return gather_whole(world, engine.gradients())
 
 
-@pytest.mark.worlds
 def test_gradients_are_those_of_the_uncut_model() -> None:
     cases = [
         Case(model=cut_models.Still, samples=(6,)),

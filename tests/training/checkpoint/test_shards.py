@@ -15,6 +15,8 @@ from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, shards, store
 from lockstep.training.checkpoint.store import Snapshot
 
+pytestmark = pytest.mark.worlds
+
 
 def whole() -> Snapshot:
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +61,6 @@ def saved(world: World, folder: Path, copies: int) -> str:
     return shards.save(world, folder, 4, own, keep=2, best=True)
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize(("size", "copies"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
 def test_the_bytes_are_those_of_one_process(tmp_path: Path, size: int, copies: int) -> None:
     alone = store.save(tmp_path / "alone", 4, whole(), keep=2, best=True)
@@ -90,7 +91,6 @@ def failing(world: World, folder: Path, culprit: int) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.worlds
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_where_one_rank_cannot_write_all_say_so_and_nothing_is_lost(tmp_path: Path, culprit: int) -> None:
     told = worlds.run(2, failing, tmp_path, culprit)
