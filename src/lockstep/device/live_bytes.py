@@ -14,26 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, final
 
+import psutil
+
 _EVERY_S: Final = 0.0002
 _SWITCH_S: Final = 0.0001  # the interpreter's lock goes round so often, else the thread waits 5 ms for it
-
-
-class _Mallinfo2(ctypes.Structure):  # of glibc's <malloc.h>
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
 
 
 def can_count() -> bool:
@@ -46,8 +30,7 @@ class LiveBytes:
     """Counts from what is in use at its making on."""
 
     def __init__(self) -> None:
-        self._ask = ctypes.CDLL(None).mallinfo2
-        self._ask.restype = _Mallinfo2
+        assert can_count()  # psutil asks an older one too, for figures of 32 bits
         self._start = 0
         self._start = self.now()
 
@@ -84,5 +67,5 @@ class LiveBytes:
             sys.setswitchinterval(before)
 
     def _bytes(self) -> int:
-        info = self._ask()
-        return int(info.uordblks + info.hblkhd)
+        info = psutil.heap_info()
+        return info.heap_used + info.mmap_used
