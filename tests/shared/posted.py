@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lockstep.comm.canonical import CanonicalSum, add_
-from lockstep.comm.carrier import Addressed, Carrier
+from lockstep.comm.carrier import Addressed, Carrier, renumbered
 from lockstep.core import tree
 from lockstep.core.mesh import Axis, Mesh
 from lockstep.core.tree import LeafBlock
@@ -80,6 +79,6 @@ def summed(mesh: Mesh, axes: Sequence[Axis], leaves: int, leaf: Leaf, chunks: in
         place = order.index(rank)
         blocks = places[place].own_blocks(leaves, chunks)
         pieces = {block: held(range(block.first, block.first + block.size), leaf)[block] for block in blocks}
-        return CanonicalSum(place, places, carrier, order, chunks)(pieces, leaves, torch.empty_like(leaf(0)))
+        return CanonicalSum(place, places, renumbered(carrier, order), chunks)(pieces, leaves, leaf(0))
 
     return post.run(added), post

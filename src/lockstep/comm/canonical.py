@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.carrier import Addressed, Carrier
+from lockstep.comm.carrier import Addressed, Carrier, renumbered
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
 from lockstep.core.reduction import Move, Reduction, Shares, reduction
@@ -49,21 +48,19 @@ def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
 class CanonicalSum:
     """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
 
-    `_data_ranks` are theirs, and `_rank` is this one's number among them; one that is alone needs no carrier, which has
-    them under the same numbers unless `_carried` gives others. Of sequences that are cut into `chunks`, each chunk
-    of a micro-batch is a leaf of its own (core/mesh.py).
+    `_data_ranks` are theirs, under the numbers that they have for the carrier, and `_rank` is this one's; one that is
+    alone needs no carrier. Of sequences that are cut into `chunks`, each chunk of a micro-batch is a leaf of its own
+    (core/mesh.py).
     """
 
     _rank: int
     _data_ranks: Sequence[DataRank]
     _carrier: Carrier | None
-    _carried: Sequence[int] = ()
     _chunks: int = 1
 
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank to add with
-        self._carried = self._carried or range(self._size)
         self._by_rank = Shares(tuple(range(self._size)))
         self._plans: dict[int, Reduction] = {}  # by how many leaves there are
         self._holding: dict[int, CanonicalSum] = {}
@@ -71,10 +68,10 @@ class CanonicalSum:
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
         if leaves not in self._holding:
-            held = [bool(each.own_blocks(leaves, self._chunks)) for each in self._data_ranks]
-            data_ranks, carried = [*compress(self._data_ranks, held)], [*compress(self._carried, held)]
-            own = sum(held[: self._rank])
-            self._holding[leaves] = CanonicalSum(own, data_ranks, self._carrier, carried, self._chunks)
+            held = [rank for rank, each in enumerate(self._data_ranks) if each.own_blocks(leaves, self._chunks)]
+            carrier = self._carrier and renumbered(self._carrier, held)
+            data_ranks = [self._data_ranks[rank] for rank in held]
+            self._holding[leaves] = CanonicalSum(held.index(self._rank), data_ranks, carrier, self._chunks)
         return self._holding[leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
@@ -156,11 +153,7 @@ class CanonicalSum:
 
     def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
         assert self._carrier is not None
-        move(
-            self._carrier,
-            [(tensor, self._carried[rank]) for tensor, rank in sent],
-            [(tensor, self._carried[rank]) for tensor, rank in received],
-        )
+        move(self._carrier, sent, received)
 
 
 @final

@@ -91,8 +91,8 @@ class World:
         """
         places, order = mesh.added_along(*axes)
         [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
-        carrier = self.carrier(mesh, *axes, side_stream=side_stream) if len(order) > 1 else None
-        return CanonicalSum(order.index(ranks.index(self.rank)), places, carrier, order, chunks)
+        carrier = renumbered(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
+        return CanonicalSum(order.index(ranks.index(self.rank)), places, carrier, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""
