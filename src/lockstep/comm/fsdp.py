@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -387,30 +387,23 @@ def _add_zeros(unit: FSDPModule) -> None:
 
 
 @final
-class _AllGatherHook(AllGather):
-    """Calls `before` ahead of each gather of a unit."""
+class _AllGatherHook(DefaultAllGather):
+    """Calls `before` ahead of each gather of a unit, which is dist.all_gather_into_tensor, or what this torch has."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
-        self._gather = DefaultAllGather()  # dist.all_gather_into_tensor, or how this torch calls it
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty([int(each) for each in size], dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._before()
-        return self._gather(output_tensor, input_tensor, group, async_op)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 @final
-class _ReduceScatterHook(ReduceScatter):
+class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
     def __init__(self, hand: Callable[[Tensor, Tensor], None]) -> None:
         self._hand = hand
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty([int(each) for each in size], dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
