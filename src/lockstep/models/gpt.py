@@ -9,6 +9,7 @@ v size of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal, final
 
 import torch
@@ -45,7 +46,9 @@ def gpt(
         raise UsageError(f"model gpt: positions is {positions!r}; use learned or rotary")
     if positions == "rotary" and width // heads % 2:
         raise UsageError(f"model gpt: rotary positions turn pairs, and a head has {width // heads} channels; use 2 x n")
-    model = GPT(vocabulary, context, layers, heads, width, dropout, positions, bias)
+    embedding = Embedding(vocabulary, context, width, dropout, learned=positions == "learned")
+    turned = context if positions == "rotary" else 0
+    model = GPT(embedding, [Block(width, heads, dropout, bias, turned) for _ in range(layers)], bias)
     _initialise(model, layers)
     if tied:
         model.head.weight = model.embedding.tokens.weight
@@ -67,21 +70,11 @@ def _initialise(model: GPT, layers: int) -> None:
 class GPT(nn.Module):
     """See `gpt`. Between embedding and head there is one tensor, so that a pipeline may cut before any block."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        layers: int,
-        heads: int,
-        width: int,
-        dropout: float,
-        positions: Positions,
-        bias: bool,
-    ) -> None:
+    def __init__(self, embedding: Embedding, blocks: Iterable[Block], bias: bool) -> None:
         super().__init__()
-        self.embedding = Embedding(vocabulary, context, width, dropout, learned=positions == "learned")
-        turned = context if positions == "rotary" else 0
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, turned) for _ in range(layers))
+        vocabulary, width = embedding.tokens.weight.shape
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
