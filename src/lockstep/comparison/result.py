@@ -152,21 +152,17 @@ class Comparison:
         return sum(row.left_s or 0 for row in running) + waiting * mean
 
 
-@dataclass(frozen=True)
-class _Column:
-    heading: str
-    cell: Callable[[Comparison, ResultRow], str]
+_Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and what stands below it
 
 
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the words of each row; columns in which nothing stands are left out."""
     monitors = dict.fromkeys(row.history.monitor for row in comparison.rows if row.history.started)
-    figures = [_Column(name, partial(_figure, name)) for name in monitors if name != "loss"]
+    figures: list[_Column] = [(name, partial(_figure, name)) for name in monitors if name != "loss"]
     columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
-    table = [[column.cell(comparison, row) for row in comparison.rows] for column in columns]
-    kept = [number for number, column in enumerate(table) if any(column) and {*column} != {"done"}]
-    rows = [[table[number][row] for number in kept] for row in range(len(comparison.rows))]
-    return [columns[number].heading for number in kept], rows
+    table = [(heading, [cell(comparison, row) for row in comparison.rows]) for heading, cell in columns]
+    kept = [(heading, words) for heading, words in table if any(words) and {*words} != {"done"}]
+    return [heading for heading, _ in kept], [[*row] for row in zip(*(words for _, words in kept), strict=True)]
 
 
 def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -284,20 +280,20 @@ def _percent(row: ResultRow, name: str) -> str:
 
 
 _FIGURES_AT: Final = 6
-_COLUMNS: Final = (
-    _Column("placement", lambda _, row: row.placement),
-    _Column("recipe", lambda _, row: row.variant),
-    _Column("state", state),
-    _Column("same bits", _same),
-    _Column("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
-    _Column("loss", _loss),
-    _Column("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
-    _Column("speed-up", lambda all_, row: _number(all_.speed_up(row), "{:.2f}")),
-    _Column("efficiency", lambda all_, row: _number(all_.efficiency(row), "{:.0%}")),
-    _Column("computing", lambda _, row: _percent(row, "computing")),
-    _Column("data", lambda _, row: _percent(row, "data")),
-    _Column("waiting", lambda _, row: _percent(row, "waiting")),
-    _Column("for a core", lambda _, row: _percent(row, "waiting for a core")),
-    _Column("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
-    _Column("weights", lambda _, row: row.history.weights_sha256[:8]),
+_COLUMNS: Final[tuple[_Column, ...]] = (
+    ("placement", lambda _, row: row.placement),
+    ("recipe", lambda _, row: row.variant),
+    ("state", state),
+    ("same bits", _same),
+    ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
+    ("loss", _loss),
+    ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
+    ("speed-up", lambda all_, row: _number(all_.speed_up(row), "{:.2f}")),
+    ("efficiency", lambda all_, row: _number(all_.efficiency(row), "{:.0%}")),
+    ("computing", lambda _, row: _percent(row, "computing")),
+    ("data", lambda _, row: _percent(row, "data")),
+    ("waiting", lambda _, row: _percent(row, "waiting")),
+    ("for a core", lambda _, row: _percent(row, "waiting for a core")),
+    ("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
+    ("weights", lambda _, row: row.history.weights_sha256[:8]),
 )
