@@ -31,14 +31,12 @@ def write(subject: ExportSource, place: Path) -> str:
     import_module("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(str(place))  # type: ignore[operator]
     if saved.tokenizer_by:
-        from transformers import PreTrainedTokenizerFast
-
+        kind: Any = import_module("transformers").PreTrainedTokenizerFast
         library = tokenizer_for(saved).library
         longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
-        kind: Any = PreTrainedTokenizerFast
         kind(tokenizer_object=library, **longest).save_pretrained(str(place))
-    if image_processor(saved):
-        _processor(saved).save_pretrained(str(place))
+    if processor := image_processor(saved):
+        _processor(saved, processor).save_pretrained(str(place))
     return ""
 
 
@@ -55,12 +53,10 @@ def automatic_class(saved: SavedModel) -> str:
     return f"AutoModelFor{kind_of(saved.known)}"
 
 
-def _processor(saved: SavedModel) -> Any:
+def _processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
     from PIL.Image import Resampling
     from transformers import ViTImageProcessor
 
-    processor = image_processor(saved)
-    assert processor is not None
     square = {"height": processor["size"], "width": processor["size"]}
     common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
     if saved.cut is None:
