@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TextIO, final
 
@@ -132,7 +132,7 @@ class _Log(io.TextIOBase, TextIO):
 
 
 @final
-class _Both(io.TextIOBase):
+class _Both(io.TextIOBase, TextIO):
     """Writes to a stream and to a log; in everything else it is the stream."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
@@ -163,18 +163,14 @@ def outliving_terminal() -> Iterator[None]:
     A terminal may be closed, a reader gone (`| head`), a disk full: no reason for a run to end. Descriptors that are
     closed are opened on nothing, else the next file to be opened would be the terminal.
     """
-    before = sys.stdout, sys.stderr
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
     os.close(descriptor)
-    for stream in before:
+    for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # Python has no stream for one that was closed
             stream.flush()
-    sys.stdout, sys.stderr = _lasting(before[0], _STDOUT), _lasting(before[1], _STDERR)
-    try:
+    with redirect_stdout(_lasting(sys.stdout, _STDOUT)), redirect_stderr(_lasting(sys.stderr, _STDERR)):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 def log_name(rank: int) -> str:
@@ -189,31 +185,25 @@ def with_rank(rank: int, size: int, host: str, text: str) -> str:
 
 @contextmanager
 def _copy_output(log: _Log) -> Iterator[None]:
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Both(before[0], log), _Both(before[1], log)
-    try:
+    with redirect_stdout(_Both(sys.stdout, log)), redirect_stderr(_Both(sys.stderr, log)):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 @contextmanager
 def _redirect_output(log: _Log) -> Iterator[None]:
     """Let the streams be the log, and point the descriptors behind them to it, for native code."""
-    streams = sys.stdout, sys.stderr
     before = [(number, os.dup(number)) for number in (1, 2)]
-    for stream in streams:
+    for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    sys.stdout = sys.stderr = log
     for number, _ in before:
         os.dup2(log.fileno(), number)
     try:
-        yield
+        with redirect_stdout(log), redirect_stderr(log):
+            yield
     finally:
         for number, kept in before:
             os.dup2(kept, number)
             os.close(kept)
-        sys.stdout, sys.stderr = streams
 
 
 def _lasting(stream: TextIO | None, standard: int) -> TextIO:
