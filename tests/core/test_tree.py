@@ -5,6 +5,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from brackets import alone, bracketed, counted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,26 +15,11 @@ from lockstep.core.tree import Counter, LeafBlock, blocks, total
 leaf_counts = st.integers(1, 70)
 
 
-def bracketed(left: str, right: str) -> str:
-    return f"({left}+{right})"
-
-
-def alone(leaves: int) -> str:
-    """Add all leaves in one process."""
-    counter = Counter(bracketed)
-    for leaf in range(leaves):
-        counter.push(leaf, str(leaf))
-    return total(counter.pieces(), leaves, bracketed)
-
-
 def shared(shares: list[range]) -> str:
     """Add the leaves of each share, then the pieces of all."""
     pieces: dict[LeafBlock, str] = {}
     for share in shares:
-        counter = Counter(bracketed)
-        for leaf in share:
-            counter.push(leaf, str(leaf))
-        pieces |= counter.pieces()
+        pieces |= counted(share).pieces()
     return total(pieces, sum(map(len, shares)), bracketed)
 
 
@@ -81,10 +67,7 @@ def test_any_shares_give_the_brackets_of_one_process(leaves: int, data: st.DataO
 @given(leaf_counts, st.integers(0, 70))
 def test_a_counter_holds_the_blocks_of_its_range(stop: int, start: int) -> None:
     leaves = range(min(start, stop), stop)
-    counter = Counter(bracketed)
-    for leaf in leaves:
-        counter.push(leaf, str(leaf))
-    assert list(counter.pieces()) == blocks(leaves)
+    assert list(counted(leaves).pieces()) == blocks(leaves)
 
 
 @given(leaf_counts)
@@ -115,8 +98,7 @@ def test_blocks_are_aligned_few_and_cover_the_range(start: int, stop: int) -> No
 
 
 def test_pieces_are_forgotten_once_given() -> None:
-    counter = Counter(bracketed)
-    counter.push(0, "0")
+    counter = counted([0])
     assert counter.pieces() == {LeafBlock(0, 1): "0"}
     assert counter.pieces() == {}
 
@@ -130,17 +112,12 @@ def test_a_gap_is_named(held: dict[LeafBlock, str], missing: int) -> None:
 
 
 def test_leaves_left_out_are_never_bridged() -> None:
-    counter = Counter(bracketed)
-    counter.push(0, "0")
-    counter.push(3, "3")  # a right child, as leaf 1 would be, but not the sibling of leaf 0
-    assert counter.pieces() == {LeafBlock(0, 1): "0", LeafBlock(3, 1): "3"}
+    # 3 is a right child, as leaf 1 would be, but not the sibling of leaf 0.
+    assert counted([0, 3]).pieces() == {LeafBlock(0, 1): "0", LeafBlock(3, 1): "3"}
 
 
 @given(leaf_counts, st.randoms())
 def test_the_order_in_which_leaves_arrive_changes_no_bracket(leaves: int, order: random.Random) -> None:
-    counter = Counter(bracketed)
-    for leaf in order.sample(range(leaves), leaves):
-        counter.push(leaf, str(leaf))
-    pieces = counter.pieces()
+    pieces = counted(order.sample(range(leaves), leaves)).pieces()
     assert list(pieces) == blocks(range(leaves))
     assert total(pieces, leaves, bracketed) == alone(leaves)

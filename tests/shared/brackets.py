@@ -1,0 +1,22 @@
+"""Sums as text, which shows where their brackets stand."""
+
+from collections.abc import Iterable
+
+from lockstep.core.tree import Counter, total
+
+
+def bracketed(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def counted(leaves: Iterable[int]) -> Counter[str]:
+    """Return what has added these leaves, in their order, as far as it can."""
+    counter = Counter(bracketed)
+    for leaf in leaves:
+        counter.push(leaf, str(leaf))
+    return counter
+
+
+def alone(leaves: int) -> str:
+    """Add all leaves in one process."""
+    return total(counted(range(leaves)).pieces(), leaves, bracketed)
