@@ -115,7 +115,7 @@ def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of
 def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
     [row] = check_placements(loops.as_long_as_ranks, (2,), ("ddp",), 2)
     assert re.match(
-        r"ddp on 2: differs: run.steps is asked for 6 steps in all, not 3; likely cause: the loop reads the rank or "
+        r"ddp on 2: differs: run.steps: steps is 6, not 3; likely cause: the loop reads the rank or "
         r"the number of ranks \(\S*loops\.py:\d+\)",
         row.line,
     )

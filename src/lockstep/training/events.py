@@ -32,12 +32,18 @@ UNITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
+class _Event:
+    """What happens once `step` steps are done, in `epoch`, when so many training `samples` were seen."""
 
     step: int
     epoch: int
     samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_Event):
+    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
+
     steps: int
     epochs: float
     steps_per_epoch: int
@@ -65,24 +71,18 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
+class Warned(_Event):
     """The numbers of this run may depend on its placement: `culprit` is what does it, `text` says where and how."""
 
-    step: int
-    epoch: int
-    samples: int
     culprit: str
     text: str
     name: Literal["warning"] = "warning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
+class Stepped(_Event):
     """Step number `step` (from 1) is done; figures are of this step alone, speed since the last report."""
 
-    step: int
-    epoch: int
-    samples: int
     loss: float
     lr: float
     norm: float | None
@@ -98,12 +98,9 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class Evaluated(_Event):
     """The validation split was visited: each of its samples once."""
 
-    step: int
-    epoch: int
-    samples: int
     loss: float
     figures: dict[str, float]  # by their names, such as {"r2": 0.98}
     evaluated: int
@@ -115,49 +112,37 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
+class Logged(_Event):
     """Figures that a loop of the user's own gave, by their names."""
 
-    step: int
-    epoch: int
-    samples: int
     figures: dict[str, float]
     name: Literal["logged"] = "logged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class Skipped(_Event):
     """Files that could not be read, each reported once in a start; their samples count as nothing."""
 
-    step: int
-    epoch: int
-    samples: int
     files: tuple[str, ...]
     name: Literal["skipped"] = "skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corrupted:
+class Corrupted(_Event):
     """An audit of the step after `step` found bits that are wrong. The step is not applied, and this start ends.
 
     `ranks` are wrong, where a majority tells which: `placement.on_corruption: go_on` goes on without them.
     """
 
-    step: int
-    epoch: int
-    samples: int
     ranks: tuple[int, ...]
     text: str
     name: Literal["corrupted"] = "corrupted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(_Event):
     """A checkpoint is on disk, synced and hashed."""
 
-    step: int
-    epoch: int
-    samples: int
     path: str
     weights_sha256: str
     best: bool
@@ -166,23 +151,17 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class Stopped(_Event):
     """Training stopped early because of `reason`, and the work so far is saved."""
 
-    step: int
-    epoch: int
-    samples: int
     reason: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(_Event):
     """The run is complete."""
 
-    step: int
-    epoch: int
-    samples: int
     weights_sha256: str
     figures: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)

@@ -44,12 +44,7 @@ _STEPS: Final = 4  # of a recipe, as the command compares
 
 Asked = str | Mapping[str, Any]  # a strategy: its name, or that and its options
 Step = tuple[int, str, dict[str, str]]  # its number, its loss, and the digests of all tensors
-_PLAN: Final = {
-    "train_samples": "samples",
-    "batch": "samples in a step",
-    "microbatches": "micro-batches in a step",
-    "steps": "steps in all",
-}
+_PLAN: Final = ("train_samples", "batch", "microbatches", "steps")  # of Started: what run.steps was asked for
 
 
 @dataclass(frozen=True)
@@ -325,7 +320,7 @@ def _mismatch(reference: Trace, found: Trace) -> str:
     """Say what differs first, "" where nothing does."""
     for plan, other_plan in zip(reference.plans, found.plans, strict=False):
         if wrong := next((key for key in _PLAN if plan[key] != other_plan[key]), None):
-            return f"run.steps is asked for {other_plan[wrong]:,} {_PLAN[wrong]}, not {plan[wrong]:,}"
+            return f"run.steps: {wrong.removeprefix('train_')} is {other_plan[wrong]:,}, not {plan[wrong]:,}"
     for (number, loss, digests), (other, other_loss, others) in zip(reference.steps, found.steps, strict=False):
         if number != other:
             return f"step {other} where the reference has step {number}"
