@@ -344,8 +344,8 @@ def test_a_loss_scale_is_static_where_it_is_said_or_weights_are_in_fp16(asked, s
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):
-    assert {"single", "ddp", "zero3"} <= set(across.strategies())
-    monkeypatch.setattr(across, "strategies", lambda: ["ddp", "single"])
+    assert {"single", "ddp", "zero3"} <= set(across.names())
+    monkeypatch.setattr(across, "names", lambda: ["ddp", "single"])
     problem = "no strategy 'dpd'; did you mean 'ddp'? Valid: auto, fastest, ddp, single, fsdp"
     expected = f"override placement.strategy.name: {problem}"
     assert problems("digits", "placement.strategy=dpd") == [expected]

@@ -128,7 +128,6 @@ def warned_in_evaluation(world: World, by: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.worlds
 def test_an_evaluation_that_no_rank_adds_up_with_others_is_warned_of_once() -> None:
     found, *others = worlds.run(2, warned_in_evaluation, "itself")
     assert found.count("warning: run.each: no run.sum added up what came of its batches: each rank has had a part") == 1
@@ -141,7 +140,6 @@ def written_past_torch(run: Any) -> None:
     trained(run)[0].bias.detach().numpy()[0] += run.rank
 
 
-@pytest.mark.worlds
 def test_weights_that_are_a_ranks_own_have_no_fingerprint() -> None:
     [found] = {*worlds.run(2, ended, "ddp", written_past_torch)}
     assert re.match(r"the SHA-256 of the weights: rank 1 differs from rank 0: .*; something has written weights", found)

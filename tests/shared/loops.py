@@ -33,9 +33,9 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs), targets, reduction="sum")
 
 
-def computed(run: Any, model: nn.Module, **given: Any) -> Iterator[Any]:
+def computed(run: Any, model: nn.Module, dataset: Any = None, **given: Any) -> Iterator[Any]:
     """Yield steps of 16, 16 and 8 samples once their micro-batches are computed."""
-    for step in run.steps(data(), batch=16, microbatches=4, **given):
+    for step in run.steps(dataset or data(), batch=16, microbatches=4, **given):
         for batch in step:
             step.backward(loss(model, batch))
         yield step
@@ -77,9 +77,7 @@ def with_noise_kept() -> None:
     """Train on such data."""
     run = lockstep.join(seed=3)
     model, _ = placed(run)
-    for step in run.steps(KeptNoise(*data().tensors), batch=16, microbatches=4, epochs=2):
-        for batch in step:
-            step.backward(loss(model, batch))
+    for step in computed(run, model, KeptNoise(*data().tensors), epochs=2):
         step.update()
 
 

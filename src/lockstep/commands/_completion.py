@@ -73,9 +73,9 @@ def _values(key: str, start: str) -> list[str]:
 
 
 def _choices(key: str) -> Sequence[str]:
-    from lockstep.config.across import strategies
     from lockstep.config.placement import FASTEST
     from lockstep.config.wording import field_at, section_at
+    from lockstep.strategies import names
 
     if key in _NAMES:
         return _NAMES[key]
@@ -84,7 +84,7 @@ def _choices(key: str) -> Sequence[str]:
 
         return [*SOURCES]
     if key == "placement.strategy":
-        return ["auto", FASTEST, *strategies()]
+        return ["auto", FASTEST, *names()]
     path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())
     field = field_at(path)
     kind = field.annotation if field else None

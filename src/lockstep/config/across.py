@@ -1,8 +1,6 @@
 """Problems between keys, found before their types are validated; all are reported together."""
 
-import pkgutil
 from collections.abc import Iterator
-from pathlib import Path as FilePath
 from typing import Any, Final
 
 from lockstep.common.names import choices
@@ -11,6 +9,7 @@ from lockstep.config.placement import ALIASES, FASTEST
 from lockstep.config.recipe import contradictions, default_microbatches
 from lockstep.config.write import format_value
 from lockstep.core.work import too_few
+from lockstep.strategies import names
 
 # What others have, and nothing here stands for.
 _NOT_OFFERED: Final = {
@@ -19,12 +18,6 @@ _NOT_OFFERED: Final = {
         "to spread over; use ddp with a process for each GPU, or single"
     ),
 }
-_STRATEGIES: Final = FilePath(__file__).parent.parent / "strategies"
-
-
-def strategies() -> list[str]:
-    """Return the names of the strategies: those of the files in strategies/, which are not imported here."""
-    return sorted(each.name for each in pkgutil.iter_modules([str(_STRATEGIES)]) if each.name != "base")
 
 
 def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
@@ -46,7 +39,7 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
     """Yield what is wrong with the name of a strategy, as a problem of its key."""
-    valid = ["auto", FASTEST, *strategies(), *ALIASES]
+    valid = ["auto", FASTEST, *names(), *ALIASES]
     if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
         text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
         yield ("placement", "strategy", "name"), text
