@@ -289,10 +289,10 @@ def _beginning(
         raise UsageError(
             f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
         )
-    newest = store.newest(folder / store.FOLDER, key)
-    if newest is None:  # nothing would be lost by another recipe, such as one that an error advised
-        return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
     check_recipe(folder, _read_recipe(folder / CONFIG), loaded.config.recipe)
+    newest = store.newest(folder / store.FOLDER, key)
+    if newest is None:
+        return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
     # It may have been copied here from another run: its hashes would not show it.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, _warnings(newest)
