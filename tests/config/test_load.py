@@ -254,22 +254,6 @@ recipe:
             "recipe.loss_scale={static: 8, initial: 2}",
             "recipe.loss_scale.static: it does not move, so initial and growth_interval mean nothing; leave them out",
         ),
-        (
-            "recipe.loss_scale=8",
-            "recipe.loss_scale: only fp16, fp16-compute, fp16-true scale the loss; leave it out",
-        ),
-        (
-            "recipe.schedule.milestones=[1]",
-            "recipe.schedule.milestones: only the schedule steps has it, and this one is cosine; leave it out",
-        ),
-        (
-            "recipe.schedule={name: steps, power: 2}",
-            "recipe.schedule.power: only the schedule polynomial has it, and this one is steps; leave it out",
-        ),
-        (
-            "recipe.schedule={name: steps, gamma: 0.5}",
-            "recipe.schedule.milestones: at these epochs alone the schedule steps changes the rate; give some",
-        ),
         ("recipe.epochs=", "recipe: give either epochs or steps, one of the two; neither is given"),
         (
             "recipe.clip_norm=0,1",
@@ -341,6 +325,19 @@ def test_a_loss_scale_is_static_where_it_is_said_or_weights_are_in_fp16(asked, s
     assert loaded.config.recipe.precision in ("fp16", "fp16-compute", "fp16-true")
     assert loaded.config.recipe.loss_scale.static == static
     assert reloaded(to_yaml(loaded), tmp_path) == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("override", "note"),
+    [
+        ("recipe.loss_scale=8", "recipe.loss_scale has no effect: fp32 needs none, fp16, fp16-compute, fp16-true have"),
+        ("recipe.schedule.milestones=[1]", "recipe.schedule.milestones has no effect: it is of the schedule steps, an"),
+        ("recipe.schedule={name: steps, gamma: 0.5}", "recipe.schedule has no effect: steps changes the rate at its m"),
+    ],
+)
+def test_what_has_no_effect_is_noted(override, note):
+    assert [each[: len(note)] for each in load("digits", [override]).notes] == [note]
+    assert load("digits").notes == []
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):

@@ -15,7 +15,7 @@ from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
-from lockstep.config.recipe import Recipe
+from lockstep.config.recipe import Recipe, idle_keys
 from lockstep.config.recorded import elsewhere
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
@@ -29,7 +29,7 @@ class Loaded:
     """A valid configuration, the name of its recipe, and for each dotted key where its value came from.
 
     An origin is `file:line:column`, `override` or `default`. Keys that are not set have none. `notes` say what an
-    override removed in addition to what it set.
+    override removed in addition to what it set, and what has no effect.
     """
 
     config: Config
@@ -84,10 +84,10 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
 
 def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
-    notes = drop_foreign(before, document)
+    dropped = drop_foreign(before, document)
     config = _valid(document, shares_steps)
     origins = {format_key(path): _origin(path, document) for path, _ in write.leaves(values(config))}
-    return Loaded(config, name, origins, notes)
+    return Loaded(config, name, origins, [*dropped, *idle_keys(config.recipe)])
 
 
 def read_run_recipe(config: FilePath) -> Recipe:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
@@ -171,9 +171,6 @@ def _schedule(name: str) -> str:
     )
 
 
-_OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
-
-
 class ScheduleConfig(Section):
     """The learning rate schedule (core/rate.py), or `package.module:function`: a factor of the base rate."""
 
@@ -193,14 +190,9 @@ class ScheduleConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _only_of_its_name(self) -> Self:
+    def _only_of_an_own_one(self) -> Self:
         if self.options and ":" not in self.name:
             raise ValueError(f"options: they are for a function of your own, and {self.name} is none")
-        for key, curve in _OF_A_CURVE.items():
-            if self.name != curve and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key}: only the schedule {curve} has it, and this one is {self.name}; leave it out")
-        if self.name == "steps" and not self.milestones:
-            raise ValueError("milestones: at these epochs alone the schedule steps changes the rate; give some")
         return self
 
     @model_validator(mode="after")
@@ -320,9 +312,22 @@ class Recipe(Section):
     def _consistent(self) -> Self:
         if found := contradictions(dict(self)):
             raise ValueError("\n".join(found))
-        if self.precision not in SCALED and self.loss_scale != default_loss_scale(self.precision):
-            raise ValueError(f"loss_scale: only {', '.join(sorted(SCALED))} scale the loss; leave it out")
         return self
+
+
+_OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
+
+
+def idle_keys(recipe: Recipe) -> Iterator[str]:
+    """Yield what was set in a recipe and has no effect: no mistake by itself, and seldom meant."""
+    schedule = recipe.schedule
+    for key, curve in _OF_A_CURVE.items():
+        if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
+            yield f"recipe.schedule.{key} has no effect: it is of the schedule {curve}, and this one is {schedule.name}"
+    if schedule.name == "steps" and not schedule.milestones:
+        yield "recipe.schedule has no effect: steps changes the rate at its milestones, and there are none"
+    if recipe.precision not in SCALED and recipe.loss_scale != default_loss_scale(recipe.precision):
+        yield f"recipe.loss_scale has no effect: {recipe.precision} needs none, {', '.join(sorted(SCALED))} have one"
 
 
 def contradictions(given: Mapping[str, object]) -> list[str]:

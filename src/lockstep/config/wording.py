@@ -117,10 +117,10 @@ def _text(found: ErrorDetails) -> str:
 def _hint(found: ErrorDetails) -> str:
     """Return what to do where a text would be right without its quotes, or with a point."""
     text, kind = found["input"], found["type"].partition("_")[0]
-    if isinstance(text, str) and re.fullmatch(r"[-+]?\d+,\d+", text):
-        return f"; {_COMMA}"
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""
+    if kind == "float" and re.fullmatch(r"[-+]?\d+,\d+", text):
+        return f"; {_COMMA}"
     return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
 
 
