@@ -302,6 +302,22 @@ class Keeping(Seeded):
         return self._items[index]
 
 
+class Warming(Seeded):
+    """The same, which builds something for its first item, and draws for it."""
+
+    _built: nn.Module | None = None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self._built is None:
+            self._built = nn.Linear(3, 3)
+        return super().__getitem__(index)
+
+
+def warming() -> tuple[Warming, Warming]:
+    """Both parts of such a data set."""
+    return Warming(40, 0.0), Warming(12, 0.0)
+
+
 def keeping() -> tuple[Keeping, Keeping]:
     """Both parts of such a data set."""
     return Keeping(40), Keeping(12)

@@ -75,6 +75,7 @@ def data(name: str) -> str:
         "recipe.mix={mixup: 0.2, cutmix: 1.0}",  # whose loss adds up
         'recipe.model={name: "held:failing_on_rank_1"}',  # it fails for want of other ranks
         data("seeded"),  # it draws from seeded generators
+        data("warming"),
     ],
 )
 def test_code_without_a_fault_has_no_findings(override):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TextIO, final
+from typing import Any, TextIO, cast, final
 
 from lockstep.common import plainfile
 from lockstep.common.rank import RankInfo
@@ -132,7 +132,7 @@ class _Log(io.TextIOBase, TextIO):
 
 
 @final
-class _Both(io.TextIOBase, TextIO):
+class _Both(io.TextIOBase):
     """Writes to a stream and to a log; in everything else it is the stream."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
@@ -148,6 +148,9 @@ class _Both(io.TextIOBase, TextIO):
 
     def isatty(self) -> bool:
         return self._stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:  # such as buffer, which TextIOBase has not
+        return getattr(self._stream, name)
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -185,7 +188,8 @@ def with_rank(rank: int, size: int, host: str, text: str) -> str:
 
 @contextmanager
 def _copy_output(log: _Log) -> Iterator[None]:
-    with redirect_stdout(_Both(sys.stdout, log)), redirect_stderr(_Both(sys.stderr, log)):
+    out, err = (cast(TextIO, _Both(stream, log)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
 
 

@@ -108,7 +108,7 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
         done = rendezvous.tell(claim.done if claim else "")
         if claim:
             rendezvous.keep_failure = partial(keep_failure, claim.folder)
-            if (context := WORKER_CONTEXT.get()) is not None:
+            if (context := WORKER_CONTEXT.get()) is not None and context.claimed is not None:
                 context.claimed(claim.folder)
         yield RunStart(Path(folder), Path(path) if path else None, done)
 

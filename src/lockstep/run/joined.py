@@ -147,10 +147,10 @@ class Run:
 
         Returns both: the model to call within micro-batches, and the optimizer, whose settings may be read and changed.
         `strategy` is a name (docs/strategies.md), or a mapping of `name` and its options; auto is single on one process
-        and ddp on more; one that cuts rows is single on one, too. A pipeline needs a recipe. A `scheduler` of this
-        optimizer, which the loop steps itself, sets the rates of updates that are given none; checkpoints keep its
-        state. With `ema`, a decay such as 0.999, an average of the weights moves with each update; `run.each` evaluates
-        with it, and `lockstep.load` returns it. `chunks` and `plan` are those of a recipe's model
+        and ddp on more; a strategy that cuts rows is single on one process, too. A pipeline needs a recipe. A
+        `scheduler` of this optimizer, which the loop steps itself, sets the rates of updates that are given none;
+        checkpoints keep its state. With `ema`, a decay such as 0.999, an average of the weights moves with each update;
+        `run.each` evaluates with it, and `lockstep.load` returns it. `chunks` and `plan` are those of a recipe's model
         (docs/model-parallel.md), for tensor, expert and mesh: they decide the bits, under any strategy.
 
         Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.
@@ -274,6 +274,7 @@ class Run:
                     yield each
                     guard.check(modes=True)
                     self._gate.end_batch()
+                self._pass.whole = True
         finally:
             self._gate.open = False
             seed_all(self._world, draws)  # ranks had other batches
@@ -311,7 +312,10 @@ class Run:
             self._rank.write(saved)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the weights, which checkpoints record; it is the same on every rank and placement."""
+        """Return the SHA-256 of the weights, which checkpoints record; it is the same on every rank and placement.
+
+        All ranks call it. UsageError where their weights differ.
+        """
         sha256 = store.weights_sha256(self._ready("run.fingerprint").weights())
         self._world.compare({"the SHA-256 of the weights": sha256}, _WRITTEN)
         return sha256
@@ -535,12 +539,11 @@ class Run:
 
     def _end_pass(self) -> None:
         """Warn, once, of a pass over `run.each` of which nothing was added up over several ranks."""
-        left, self._pass = self._pass, own_sums.Pass()
-        if left.numbers and not left.summed and not self._gate.exchanged and self.size > 1 and not self._parts_told:
+        if self.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._parts_told):
             self._parts_told = True
             self._rank.warn(
-                "run.each: no run.sum added up what came of its batches: each rank has had a part of them, and rank 0 "
-                "prints that of its own; give run.sum one value for each batch"
+                "run.each: no run.sum added up what came of its batches: each rank has had a part of them, and what "
+                "rank 0 prints or keeps is that of its own; give run.sum one value for each batch"
             )
 
     def _ready(self, what: str) -> Placed:

@@ -41,7 +41,7 @@ class Gate:
     returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
     alike: AlikeCalls | None = None  # where ranks exchange parts of the model, or what it is given, in its calls
     ended_at: Place = "", 0  # the line of the last step.backward
-    exchanged: bool = False  # the loop, by itself, since the last batch of `run.each`
+    exchanged: bool = False  # whether the loop has exchanged something itself; `run.each` sets it back
 
     @property
     def at(self) -> str:

@@ -22,7 +22,13 @@ class Pass:
 
     batches: int = 0  # of all ranks
     numbers: list[int | None] = field(default_factory=list)
+    whole: bool = False  # whether the loop went through all of them
     summed: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank has what came of its batches for itself."""
+        return self.whole and bool(self.numbers) and not self.summed
 
 
 def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:

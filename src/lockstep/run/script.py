@@ -1,14 +1,13 @@
 """A script of the user's own, which joins a run, in processes that Lockstep starts."""
 
-import multiprocessing
 import os
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from typing import Any, Final
 
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError
@@ -18,18 +17,19 @@ from lockstep.run.folder import settle
 from lockstep.run.start import on_ranks
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
+_LONGEST_PATH: Final = 4096  # bytes, as on Linux
+
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     """Run a script in `count` processes of this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
     failures: list[Failure] = []
-    folders, claims = multiprocessing.Pipe(duplex=False)
-    os.set_blocking(claims.fileno(), False)  # a script that joins thousands of runs is not to wait
-    work = partial(_work, path, [path, *arguments], claims)
+    claimed = RawArray("c", _LONGEST_PATH)  # the folder of the run that was joined last; without a lock that dies
+    work = partial(_work, path, [path, *arguments], claimed)
     code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
-    while folders.poll():
-        settle(Path(os.fsdecode(folders.recv_bytes())), code, *failures[-1:])
+    if failures and claimed.value:  # else the script has ended as it meant to
+        settle(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
 
 
@@ -40,12 +40,11 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _work(path: str, argv: Sequence[str], claims: Connection, _ready: None, rendezvous: Rendezvous) -> int:
-    def claimed(folder: Path) -> None:
-        with suppress(BlockingIOError):
-            claims.send_bytes(os.fsencode(folder.absolute()))
+def _work(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous: Rendezvous) -> int:
+    def claim(folder: Path) -> None:
+        claimed.value = os.fsencode(folder.absolute())
 
-    context = WorkerContext(rendezvous, claimed=claimed)
+    context = WorkerContext(rendezvous, claimed=claim)
     WORKER_CONTEXT.set(context)
     code = EXIT_DONE
     try:

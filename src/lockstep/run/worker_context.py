@@ -47,7 +47,7 @@ class WorkerContext:
     observe: Observe | None = None
     sinks: Sequence[Sink] = ()  # of one that observes
     guarded: bool = True
-    claimed: Callable[[Path], object] = str  # called with each run folder
+    claimed: Callable[[Path], None] | None = None  # called with the folder of each run
     runs: list[OpenRun] = field(default_factory=list)
 
 

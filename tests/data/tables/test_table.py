@@ -145,6 +145,12 @@ def test_codes_of_names_and_numbers_that_are_words(tmp_path: Path) -> None:
     assert [column["values"] for column in data.facts["columns"]] == [["1", "12a", "13b"], ["1", "2", "3b"]]
 
 
+def test_codes_and_lists_of_digits_are_names(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('x,y\n114 55,1.5\n020 7946 0958,2.5\n"1,2,3",3.5\n')
+    [column] = _open(tmp_path / "t.csv", target="y", validation=0).facts["columns"]
+    assert column["values"] == ["020 7946 0958", "1,2,3", "114 55"]
+
+
 def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
     with pytest.raises(UsageError, match=r"the names of columns in .*t\.csv are no UTF-8; convert it"):
@@ -169,6 +175,7 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         ("x,y\n1,2\n3,4\n5,?\n", {"target": "y"}, r"column 'y' has numbers, but '\?' in row 2; .*kind=classification"),
         ('x,y\n"1,500",2\n"17,412",4\n', {"target": "y"}, r"'x' has numbers, but '1,500' in row 0; write digits alone"),
         ("x,y\n1,2 €\n3,4 €\n", {"target": "y", "kind": "regression"}, r"'y' has numbers, but '2 €' in row 0; write d"),
+        ("x,y\n1.736.302,2\n17.412,4\n", {"target": "y"}, r"'x' has numbers, but '1.736.302' in row 0; write digits"),
         ("x,x,y\n1,2,3\n", {"target": "y"}, r"has several columns 'x'; rename them"),
         ("x,y\n,2\n,3\n", {"target": "y"}, r"column 'x' has 2 missing or infinite values, the first in row 0; leave"),
         (

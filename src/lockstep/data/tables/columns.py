@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
 
-_SIGNS: Final = re.compile(r"[\s,'%$€£¥]")  # in numbers as people and spreadsheets write them
+# A number as people and spreadsheets write it: in groups of three digits, with a decimal comma, a currency or %.
+_WRITTEN: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
 _MOST_VALUES: Final = 10_000  # of a category: they are facts, which ranks compare and checkpoints keep
 
 
@@ -96,7 +97,7 @@ def refuse_mixed(name: str, column: Any, advice: str) -> None:
         return
     values = [each for each in column.unique().to_pylist() if isinstance(each, str)]
     strange = {each for each in values if not _is_number(each)}
-    written = {each for each in strange if _is_number(_SIGNS.sub("", each))}
+    written = {each for each in strange if _WRITTEN.fullmatch(each)}
     if strange and 2 * len(strange - written) < len(values):
         row, found = next((row, each) for row, each in enumerate(column.to_pylist()) if each in strange)
         mend = "write digits alone, and a point for decimals" if found in written else "leave such rows out"

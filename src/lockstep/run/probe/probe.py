@@ -27,7 +27,7 @@ from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
-from lockstep.data.items import ImportedSplit, OwnSplit
+from lockstep.data.items import ImportedSplit, Items, OwnSplit
 from lockstep.device.fake_rank_env import as_rank
 from lockstep.device.precision import autocast
 from lockstep.errors import OwnCodeError, TrainingError
@@ -114,6 +114,7 @@ def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
 def _random(
     part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
 ) -> Iterator[RandomSample]:
+    _digests_of(split, indices[:1], draw)  # what a dataset builds for its first item may draw
     first = _digests_of(split, indices, draw)
     again = _digests_of(split, indices[::-1], draw)[::-1]
     by_rank = among_ranks and first == again
@@ -330,8 +331,9 @@ def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[
     for index in indices:
         leaves = with_paths(split.fetch(np.array([index]), draw))
         found.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
-        # An item that a dataset keeps once it is augmented has the values of the first time, but draws no more.
-        found[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
+        if isinstance(split, Items | ImportedSplit):  # for which generators are seeded, item by item
+            # An item that a dataset keeps once it is augmented has the values of the first time, but draws no more.
+            found[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
     return found
 
 
