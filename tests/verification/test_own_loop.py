@@ -125,8 +125,8 @@ def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
 def test_data_that_changes_when_it_is_fetched_again_is_found_before_a_sample_comes_twice(processes):
     first, other = check_placements(loops.with_noise_kept, processes, ("ddp",), 2)
     assert re.match(
-        r"single on 1: differs: item 39 of the training data set \(\S*loops\.py:\d+\) changes when it is fetched again: "
-        r"it has other random draws \(1 of the items tried do\)",
+        r"single on 1: differs: item 39 of the training data set \(\S*loops\.py:\d+\) changes when it is fetched "
+        r"again: it has other random draws \(1 of the items tried do\)",
         first.line,
     )
     assert other.line == "ddp on 2: identical, 2 steps"
