@@ -339,9 +339,9 @@ def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[
 
 def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return what differs first of two samples, in words."""
-    names = {_DRAWN: _DRAWN} | ({"": "values", "[0]": "inputs", "[1]": "targets"} if len(one) <= 3 else {})
+    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(one.keys() - {_DRAWN}) <= 2 else {}
     paths = [path for path in (*one, *other) if one.get(path) != other.get(path)]
-    return names.get(paths[0], f"values at {paths[0]}") if paths else ""
+    return {_DRAWN: _DRAWN, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _first_difference(one: Computed, other: Computed) -> str:
