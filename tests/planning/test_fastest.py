@@ -71,7 +71,7 @@ def test_all_ranks_are_measured_where_they_have_room(
 
     def largest(resolved, ready, link):
         tried.append(link)
-        return (Figures(5, 10, 1.0, 7, 2) if link else Figures(5, 11, 3.0)), ""
+        return (Figures(5, 10, 1.0, 7, 2) if link else Figures(5, 9, 3.0)), ""
 
     monkeypatch.setattr(surveying, "largest", largest)
     monkeypatch.setattr(surveying, "REAL", 2)
@@ -84,7 +84,7 @@ def test_all_ranks_are_measured_where_they_have_room(
     [found] = survey(loaded, ready, [StrategyConfig(name="ddp")], (processes,), Machine(link=link), str)
     assert (tried, found.seconds, found.pretended) == (links, seconds, links[-1] is not None)
     assert found.figures is not None
-    assert found.figures.messages == (2 if links[0] else 0)
+    assert (found.figures.peak, found.figures.messages) == ((10, 2) if links[0] else (9, 0))
 
 
 def test_the_fastest_that_fits_is_written_into_the_configuration(surveyed: Surveyed) -> None:

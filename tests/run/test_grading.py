@@ -1,4 +1,4 @@
-"""What a step took is that of the steps after the watched one, and the most memory is that of the watched one."""
+"""What a step took is that of the steps after the watched ones, and the most memory is that of the watched ones."""
 
 import time
 from types import SimpleNamespace
@@ -19,23 +19,26 @@ MIB: Final = 2**20
 ONE: Final = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
 
 
-def test_time_is_that_of_the_steps_after_the_watched_one() -> None:
+def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
     seconds = [0.0]
     grading = Grading(ONE, SimpleNamespace(split_seconds=lambda: seconds[0]))
     held = torch.ones(8 * MIB, dtype=torch.uint8)
-    for step in grading.watch(iter(range(1, 5))):
-        passing = torch.ones((0, 64, 16, 64, 64)[step] * MIB, dtype=torch.uint8)
+    with grading.left_out():
+        beside = torch.ones(32 * MIB, dtype=torch.uint8)
+    for step in grading.watch(iter(range(1, 9))):
+        passing = torch.ones((0, 64, 4, 8, 16, 2, 1, 64, 64)[step] * MIB, dtype=torch.uint8)
         time.sleep(0.05)
         del passing
-        seconds[0] += (0, 7.0, 9.0, 0.25, 0.75)[step]
+        seconds[0] += (0, 7.0, 9.0, 9.0, 9.0, 9.0, 9.0, 0.25, 0.75)[step]
     found = grading.measured()
     assert found["step_s"] == 0.5
     assert found["peak_bytes"] == pytest.approx(held.nbytes + 16 * MIB, rel=0.05)
+    assert beside.nbytes == 32 * MIB  # which is there still
 
 
-def test_a_start_of_two_steps_has_none_to_measure() -> None:
+def test_a_start_of_six_steps_has_none_to_measure() -> None:
     grading = Grading(ONE, SimpleNamespace(split_seconds=lambda: 1.0))
-    assert list(grading.watch(iter("ab"))) == ["a", "b"]
+    assert [*grading.watch(iter("abcdef"))] == [*"abcdef"]
     assert grading.measured() == {}
 
 

@@ -46,6 +46,13 @@ class LiveBytes:
         return most[0]
 
     @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Count what the block leaves behind as if it had been there before."""
+        before = self.now()
+        yield
+        self._start += self.now() - before
+
+    @contextmanager
     def watched(self) -> Iterator[list[int]]:
         """Give a list of one number: the most bytes in use since the block began, until it ends."""
         most = [self.now()]

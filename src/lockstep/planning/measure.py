@@ -29,7 +29,10 @@ from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
 from lockstep.training.digests import StepDigests
 
-TIMED: Final = 5  # steps, of whose times the median is taken, and of their memory the most
+TIMED: Final = 5  # steps, of whose times the median is taken
+# Steps whose memory is looked at, of which the most counts: where peers are pretended, how long the exchanges of each
+# take, in steps. In a run they end at another time in each step, and what waits for them is held.
+_LATE: Final = (0.0, 0.25, 0.5, 1.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,15 @@ def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | N
         before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
         do(digests)  # which makes their keys
         after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
-        # In a run few steps have a digest, and when exchanges end, and blocks go, is another time in each.
-        peak = max(memory.peak(lambda: do(digests)) for _ in range(TIMED))
+        sent, messages = after[0] - before[0], after[1] - before[1]
         seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
+        peak = 0
+        for steps in _LATE:
+            if traffic and sent * steps:
+                traffic.link = min(traffic.link, sent / (steps * seconds))
+            peak = max(peak, memory.peak(lambda: do(digests)))
     engine.close()
-    return Figures(held, peak, seconds, after[0] - before[0], after[1] - before[1])
+    return Figures(held, peak, seconds, sent, messages)
 
 
 def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:

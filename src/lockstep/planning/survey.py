@@ -181,7 +181,7 @@ def _measured(
     tell(f"{name}, all ranks")
     every, reason = largest(resolved, ready, None)
     if every is not None and alone is not None:
-        every = replace(every, sent=alone.sent, messages=alone.messages)
+        every = replace(every, peak=max(every.peak, alone.peak), sent=alone.sent, messages=alone.messages)
     return every, False, reason
 
 

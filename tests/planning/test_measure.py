@@ -1,0 +1,27 @@
+"""What a rank takes is looked at in several steps, in which what others send comes later and later."""
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.comm.pretended import pretended_world
+from lockstep.config.load import load
+from lockstep.planning import measure as measuring
+from lockstep.planning.measure import measure
+from lockstep.planning.survey import made_ready
+from lockstep.run.resolved import resolve
+
+
+def test_memory_is_the_most_of_steps_whose_exchanges_take_longer(monkeypatch) -> None:
+    resolved = resolve(load("digits", ["placement.device=cpu", "placement.strategy=zero2", "placement.processes=2"]))
+    peaks, links = iter([30, 50, 10, 20, 40]), []
+
+    def peak(self: object, do: Callable[[], None]) -> int:
+        links.append(traffic.link)
+        return next(peaks)
+
+    monkeypatch.setattr(measuring._Memory, "peak", peak)
+    with pretended_world(0, 2, torch.device("cpu"), 1e12) as (world, traffic):
+        found = measure(made_ready(resolved.loaded), resolved, world, traffic)
+    assert found.peak == 50
+    assert links == [1e12, *(found.sent / (steps * found.seconds) for steps in (0.25, 0.5, 1, 4))]
