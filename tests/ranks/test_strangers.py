@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
 from lockstep.ranks import failure, heartbeat, stall
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
-from lockstep.ranks.heartbeat import Beat, Heartbeat
+from lockstep.ranks.heartbeat import Beat, Heartbeat, watched
 from lockstep.ranks.job_store import JobStore, UntrustedError
 from lockstep.ranks.rendezvous import Rendezvous, differences
 from lockstep.ranks.stall import StallDetector
@@ -256,6 +257,14 @@ def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
     assert heartbeat.parse_beat(BEAT | {"status": "\x1b[2J"}).status == "\\x1b[2J"
     with pytest.raises(ValueError, match="expected"):
         heartbeat.parse_beat(BEAT | wrong)
+
+
+@pytest.mark.parametrize("size", [1, 2, 65, 66, 5000])
+def test_each_rank_is_watched_by_one_other_and_rank_0_by_all(size: int) -> None:
+    ranks = [watched(rank, size) for rank in range(size)]
+    times = Counter({rank: 1 if rank else size - 1 for rank in range(size)})
+    assert Counter(each for own in ranks for each in own) == times
+    assert max(map(len, ranks)) <= 65
 
 
 def test_only_a_later_beat_of_a_rank_is_a_sign_of_life() -> None:

@@ -2,8 +2,9 @@
 
 A process that is killed, stopped or cut off sends nothing any more, and one that hangs in an exchange does not notice
 that another rank failed. So a thread of each rank writes to the store how often it has looked there, and what the rank
-does. Rank 0 reads the beats of all, the others that of rank 0; a rank that fails leaves there why. Timeouts are counted
-in own looks: no clocks of two hosts are compared, and a job that is stopped as a whole resumes as a whole.
+does. Each reads the beats of rank 0 and of at most 64 others, its children in a tree, so that a look takes no longer of
+many ranks; a rank that fails leaves there why. Timeouts are counted in own looks: no clocks of two hosts are compared,
+and a job that is stopped as a whole resumes as a whole.
 
 A rank may also be silent because other code keeps Python's threads from running. For a process of this machine the
 kernel decides: one that runs is waited for, and one that is gone is not.
@@ -15,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 from lockstep.common.rank import ranks_in_words
 from lockstep.common.text import printable_line
@@ -25,6 +26,8 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
+
+_CHILDREN: Final = 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ def parse_beat(value: Any) -> Beat:
     return replace(beat, status=printable_line(beat.status))
 
 
+def watched(rank: int, size: int) -> list[int]:
+    """Return the ranks whose beats a rank reads: rank 0, which may have the store, and its children."""
+    first = _CHILDREN * rank + 1
+    return [*range(min(rank, 1)), *range(first, min(first + _CHILDREN, size))]
+
+
 @final
 class Heartbeat:
     """Enter to send and to check heartbeats, after the rendezvous.
@@ -63,7 +72,7 @@ class Heartbeat:
         self._beat_s, self._missed = rendezvous.timing.beat_s, rendezvous.timing.missed
         self._lost_looks = max(self._missed, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
-        self._watched = range(1, size) if rank == 0 else range(1)
+        self._watched = watched(rank, size)
         self._beats: dict[int, Beat] = {}  # by rank: the last one received
         self._killed = oom.Killed(round(rendezvous.timing.memory_s / self._beat_s))
         self._looks = 0  # at the store
@@ -88,7 +97,7 @@ class Heartbeat:
 
     def cause(self) -> Failure | None:
         """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
-        more = 2 if self._rendezvous.info.rank == 0 else 4  # the others hear of it from rank 0
+        more = 2 if self._rendezvous.info.rank == 0 else 4  # most others hear of it from rank 0
         looks, until = self._looks, time.monotonic() + (self._missed + more) * self._beat_s
         while self._failed is None and time.monotonic() < until:
             time.sleep(self._beat_s / 5)
