@@ -122,9 +122,7 @@ def zero_grad_first(run):
 @refused("optimizer.step() is not this loop's to call")
 def optimizer_steps(run):
     model, optimizer = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for _ in computed(even(run), model):
         optimizer.step()  # <-
 
 
@@ -209,9 +207,7 @@ def early_stopping(run):
 def best_restored(run):
     model, _ = placed(run)
     best = deepcopy(model.state_dict())
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run), model):
         step.update()
     model.load_state_dict(best)  # <-
     run.fingerprint()
@@ -783,9 +779,7 @@ def sam(run):
 @refused("a gradient of the placed model was written")
 def manual_sgd(run):
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run), model):
         with torch.no_grad():
             for each in model.parameters():
                 each.grad.add_(each, alpha=1e-4)  # <-
@@ -821,9 +815,7 @@ def grad_scaler(run):
 @refused("a gradient of the placed model was written")
 def gradient_noise(run):
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run), model):
         for each in model.parameters():
             each.grad += 0.01 * torch.randn_like(each)  # <-
         step.update()
@@ -859,9 +851,7 @@ def recomputed(run):
 def scheduler_after_place(run):
     model, optimizer = placed(run)
     scheduler = CosineAnnealingLR(optimizer, 10)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run), model):
         step.update()
         scheduler.step()  # <-
 
@@ -929,9 +919,7 @@ def rested_after_an_epoch(run):
 @refused("0.bias was replaced|Sharding propagation failed")
 def pruned_after_an_epoch(run):
     model, _ = placed(run)
-    for step in even(run, epochs=2):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run, epochs=2), model):
         step.update()
         if step.every(epochs=1):
             prune.l1_unstructured(model[0], "weight", 0.5)  # <-
@@ -1074,9 +1062,7 @@ def gradient_hook_before(run):
 def gradient_hook_afterwards(run):
     """A hook that runs once a gradient is added up."""
     model, _ = placed(run)
-    for step in even(run):
-        for x, y in step:
-            step.backward(summed(model(x), y))
+    for step in computed(even(run), model):
         step.update()
         model[0].weight.register_post_accumulate_grad_hook(lambda each: None)  # <-
 
