@@ -66,8 +66,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark each test with its tier, before pytest looks for those that were asked for."""
+    on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         item.add_marker(tiers.tier(item))
+        if item.get_closest_marker("gpu"):
+            item.add_marker(on_a_card)
         if tiers.is_quick(item):
             item.add_marker("quick")
     slow = slow_of(tiers.TESTS / "durations.json")

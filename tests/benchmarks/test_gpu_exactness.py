@@ -76,7 +76,6 @@ def test_there_must_be_time_for_the_first_recipe(rules: Path, slow: str, ok: boo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ranks_that_share_a_card_end_with_one_hash(tmp_path: Path) -> None:
     device = torch.device("cuda")
     made = {job.placement: job for job in gpu_exactness.jobs(device) if job.recipe == "digits fp32"}

@@ -17,7 +17,6 @@ from lockstep.device.precision import fix_kernels
 
 ROOT = Path(__file__).parent.parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_the_tables_are_those_of_the_code() -> None:
@@ -75,7 +74,6 @@ def test_prices_are_ratios_and_what_differs_fails(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-@on_a_card
 def test_each_line_gives_the_same_bits_on_a_card() -> None:
     fix_kernels(1)
     found = {}
@@ -86,14 +84,12 @@ def test_each_line_gives_the_same_bits_on_a_card() -> None:
 
 
 @pytest.mark.gpu
-@on_a_card
 def test_torch_refuses_what_is_refused() -> None:
     fix_kernels(1)
     assert not {name: did for name, did in gpu_kernels._refusals(CUDA) if did}
 
 
 @pytest.mark.gpu
-@on_a_card
 @pytest.mark.parametrize(
     ("dtype", "features", "masked", "backend"),
     [

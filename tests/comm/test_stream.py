@@ -114,7 +114,6 @@ def test_what_a_stream_still_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_stream_orders_itself_against_the_computing_one() -> None:
     device = torch.device("cuda")
     stream = CudaStream(device)

@@ -88,7 +88,6 @@ def test_the_fingerprint_keeps_variables_that_change_kernels(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_fingerprint_of_a_gpu_names_it() -> None:
     fingerprint = machine.numerics(torch.device("cuda", 0))
     assert fingerprint["gpu"] == torch.cuda.get_device_name(0)

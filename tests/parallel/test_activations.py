@@ -296,7 +296,6 @@ def test_writing_to_what_was_saved_is_an_error_as_ever(written: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_less_to_hold() -> None:
     device = torch.device("cuda", 0)
     torch.manual_seed(0)

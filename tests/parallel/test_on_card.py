@@ -105,7 +105,6 @@ def test_skipping_steps_waits_once_in_each() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_a_real_card() -> None:
     loaded = load("digits", [*BASE, "placement.strategy=single"])
