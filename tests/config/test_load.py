@@ -194,105 +194,66 @@ recipe:
 
 
 @pytest.mark.parametrize(
-    ("override", "text"),
+    ("override", "said"),
     [
-        ("recipe.batch=two", "recipe.batch: expected a whole number; got 'two'"),
-        ("recipe.batch='64'", "recipe.batch: expected a whole number; got '64'; remove the quotes"),
-        ("recipe.clip_norm='1.5e0'", "recipe.clip_norm: expected a number; got '1.5e0'; remove the quotes"),
-        ("run.save_async='false'", "run.save_async: expected true or false; got 'false'; remove the quotes"),
-        ("recipe.batch=true", "recipe.batch: expected a whole number; got true"),
-        ("recipe.batch=", "recipe.batch: missing; it has no default"),
-        ("recipe=", "recipe: missing; it has no default"),
-        ("recipe.optimizer.lr=", "recipe.optimizer.lr: missing; it has no default"),
-        ("recipe.ema.dekay=", "recipe.ema.dekay: unknown key; did you mean 'decay'? Valid: decay"),
+        ("recipe.batch=two", ": expected a whole number; got 'two'"),
+        ("recipe.batch='64'", ": expected a whole number; got '64'; remove the quotes"),
+        ("recipe.clip_norm='1.5e0'", ": expected a number; got '1.5e0'; remove the quotes"),
+        ("run.save_async='false'", ": expected true or false; got 'false'; remove the quotes"),
+        ("recipe.batch=true", ": expected a whole number; got true"),
+        ("recipe.batch=", ": missing; it has no default"),
+        ("recipe=", ": missing; it has no default"),
+        ("recipe.optimizer.lr=", ": missing; it has no default"),
+        ("recipe.ema.dekay=", ": unknown key; did you mean 'decay'? Valid: decay"),
         ("rceipe.schedule=", "rceipe: unknown key; did you mean 'recipe'? Valid: recipe, placement, run"),
-        ("recipe.batch.size=", "recipe.batch.size: unknown key; batch has no keys below it"),
-        ("recipe.batch=0", "recipe.batch: expected at least 1; got 0"),
-        (f"recipe.batch={10**13}", "recipe.batch: expected at most 1000000000000; got 10000000000000"),
-        (f"recipe.seed={1 << 63}", f"recipe.seed: expected at most {(1 << 63) - 1}; got {1 << 63}"),
-        ("recipe.seed=-1", "recipe.seed: expected at least 0; got -1"),
-        ("recipe.data.std=[0.5, 0]", "recipe.data.std.1: expected more than 0; got 0"),
-        ("recipe.data.mean=[.nan]", "recipe.data.mean.0: expected a finite number; got .nan"),
-        ("recipe.schedule.milestones=[.inf]", "recipe.schedule.milestones.0: expected a finite number; got .inf"),
-        (
-            "recipe.data.augment.crop_padding=1000000",
-            "recipe.data.augment.crop_padding: expected at most 16384; got 1000000",
-        ),
-        (f"run.dir=runs/{'é' * 128}", f"run.dir: a name of 256 bytes; file systems take 255; got 'runs/{'é' * 51}..."),
-        ('run.dir="a\\0"', "run.dir: a NUL character, which no file name can have; got 'a\\x00'"),
-        ("run.dir=''", "run.dir: expected some text; got ''"),
-        (f"recipe.model.name={'x' * 256}", f"recipe.model.name: expected at most 255 characters; got '{'x' * 56}..."),
-        (
-            "recipe.optimizer.lr=fast",
-            "recipe.optimizer.lr: expected a number, or value and per_samples; got 'fast'",
-        ),
-        ("recipe.optimizer.lr=-1", "recipe.optimizer.lr.value: expected more than 0; got -1"),
-        ("recipe.optimizer.lr=.inf", "recipe.optimizer.lr.value: expected a finite number; got .inf"),
-        ("recipe.optimizer.momentum=1.5", "recipe.optimizer.momentum: expected at most 1; got 1.5"),
-        ("recipe.optimizer.momentum=.nan", "recipe.optimizer.momentum: expected at most 1; got .nan"),
-        ("recipe.optimizer.momentum=x", "recipe.optimizer.momentum: expected a number; got 'x'"),
-        ("recipe.threads=100000", "recipe.threads: expected at most 1024; got 100000"),
-        ("recipe.ema.decay=1", "recipe.ema.decay: expected less than 1; got 1"),
-        (
-            "placement.strategy=[ddp]",
-            "placement.strategy: expected a name, or a name and its options; got [ddp]",
-        ),
-        ("recipe.compile=yes", "recipe.compile: expected true or false; got 'yes'"),
-        ("recipe.model.name=7", "recipe.model.name: expected text; got 7"),
-        ("recipe.model=7", "recipe.model: expected a name, or a mapping of keys; got 7"),
-        ("recipe.model.options=7", "recipe.model.options: expected a mapping of key: value lines; got 7"),
-        ("recipe.topk=1", "recipe.topk: expected a list, such as [1, 5]; got 1"),
-        ("recipe.topk=[1, 0]", "recipe.topk.1: expected at least 1; got 0"),
+        ("recipe.batch.size=", ": unknown key; batch has no keys below it"),
+        ("recipe.batch=0", ": expected at least 1; got 0"),
+        (f"recipe.batch={10**13}", ": expected at most 1000000000000; got 10000000000000"),
+        (f"recipe.seed={1 << 63}", f": expected at most {(1 << 63) - 1}; got {1 << 63}"),
+        ("recipe.seed=-1", ": expected at least 0; got -1"),
+        ("recipe.data.std=[0.5, 0]", ".1: expected more than 0; got 0"),
+        ("recipe.data.mean=[.nan]", ".0: expected a finite number; got .nan"),
+        ("recipe.schedule.milestones=[.inf]", ".0: expected a finite number; got .inf"),
+        ("recipe.data.augment.crop_padding=1000000", ": expected at most 16384; got 1000000"),
+        (f"run.dir=runs/{'é' * 128}", f": a name of 256 bytes; file systems take 255; got 'runs/{'é' * 51}..."),
+        ('run.dir="a\\0"', ": a NUL character, which no file name can have; got 'a\\x00'"),
+        ("run.dir=''", ": expected some text; got ''"),
+        (f"recipe.model.name={'x' * 256}", f": expected at most 255 characters; got '{'x' * 56}..."),
+        ("recipe.optimizer.lr=fast", ": expected a number, or value and per_samples; got 'fast'"),
+        ("recipe.optimizer.lr=-1", ".value: expected more than 0; got -1"),
+        ("recipe.optimizer.lr=.inf", ".value: expected a finite number; got .inf"),
+        ("recipe.optimizer.momentum=1.5", ": expected at most 1; got 1.5"),
+        ("recipe.optimizer.momentum=.nan", ": expected at most 1; got .nan"),
+        ("recipe.optimizer.momentum=x", ": expected a number; got 'x'"),
+        ("recipe.threads=100000", ": expected at most 1024; got 100000"),
+        ("recipe.ema.decay=1", ": expected less than 1; got 1"),
+        ("placement.strategy=[ddp]", ": expected a name, or a name and its options; got [ddp]"),
+        ("recipe.compile=yes", ": expected true or false; got 'yes'"),
+        ("recipe.model.name=7", ": expected text; got 7"),
+        ("recipe.model=7", ": expected a name, or a mapping of keys; got 7"),
+        ("recipe.model.options=7", ": expected a mapping of key: value lines; got 7"),
+        ("recipe.topk=1", ": expected a list, such as [1, 5]; got 1"),
+        ("recipe.topk=[1, 0]", ".1: expected at least 1; got 0"),
         ("recipe.data.augment.resized_crop_scale=[1]", None),
         ("recipe.data.augment.resized_crop_scale=[1, 2, 3]", None),
-        (
-            "recipe.precision=fp61",
-            f"recipe.precision: expected one of {PRECISIONS}; got 'fp61'; did you mean 'fp16'?",
-        ),
-        ("recipe.precision=16", f"recipe.precision: expected one of {PRECISIONS}; got 16"),
+        ("recipe.precision=fp61", f": expected one of {PRECISIONS}; got 'fp61'; did you mean 'fp16'?"),
+        ("recipe.precision=16", f": expected one of {PRECISIONS}; got 16"),
         (
             "recipe.loss_scale={static: 8, initial: 2}",
-            "recipe.loss_scale.static: it does not move, so initial and growth_interval mean nothing; leave them out",
+            ".static: it does not move, so initial and growth_interval mean nothing; leave them out",
         ),
         ("recipe.epochs=", "recipe: give either epochs or steps, one of the two; neither is given"),
-        (
-            "recipe.clip_norm=0,1",
-            "recipe.clip_norm: expected a number; got '0,1'; a number has a point, as in 0.1, and no comma",
-        ),
-        (
-            "recipe.optimizer={lr: 1,5}",
-            "recipe.optimizer.5: unknown key; a number has a point, as in 0.1, and no comma",
-        ),
-        (
-            "recipe.loss_scale=static",
-            "recipe.loss_scale: expected a number, `dynamic`, or a mapping of keys; got 'static'",
-        ),
-        ("placement.offload_activations=yes", "placement.offload_activations: expected true or false; got 'yes'"),
-        (
-            "placement.rendezvous=tcp:/host",
-            "placement.rendezvous: expected env://, tcp://HOST:PORT or file:///PATH; got 'tcp:/host'",
-        ),
-        ("run.save_every={}", "run.save_every: give either steps or epochs, one of the two"),
-        (
-            "run.kep=2",
-            "run.kep: unknown key; did you mean 'keep'?",
-        ),
-        (
-            "run.save_every.hours=2",
-            "run.save_every.hours: unknown key; valid: steps, epochs",
-        ),
-        (
-            "optimizer.lr=2",
-            "optimizer: unknown key; did you mean 'recipe.optimizer'? Valid: recipe, placement, run",
-        ),
-        (
-            "lr=2",
-            "lr: unknown key; did you mean 'recipe.optimizer.lr'? Valid: recipe, placement, run",
-        ),
-        (
-            "recipe.model.dropout=0.1",
-            "recipe.model.dropout: unknown key; did you mean 'recipe.model.options.dropout'?",
-        ),
+        ("recipe.clip_norm=0,1", ": expected a number; got '0,1'; a number has a point, as in 0.1, and no comma"),
+        ("recipe.optimizer={lr: 1,5}", ".5: unknown key; a number has a point, as in 0.1, and no comma"),
+        ("recipe.loss_scale=static", ": expected a number, `dynamic`, or a mapping of keys; got 'static'"),
+        ("placement.offload_activations=yes", ": expected true or false; got 'yes'"),
+        ("placement.rendezvous=tcp:/host", ": expected env://, tcp://HOST:PORT or file:///PATH; got 'tcp:/host'"),
+        ("run.save_every={}", ": give either steps or epochs, one of the two"),
+        ("run.kep=2", ": unknown key; did you mean 'keep'?"),
+        ("run.save_every.hours=2", ": unknown key; valid: steps, epochs"),
+        ("optimizer.lr=2", "optimizer: unknown key; did you mean 'recipe.optimizer'? Valid: recipe, placement, run"),
+        ("lr=2", ": unknown key; did you mean 'recipe.optimizer.lr'? Valid: recipe, placement, run"),
+        ("recipe.model.dropout=0.1", ": unknown key; did you mean 'recipe.model.options.dropout'?"),
         (
             "recipe.microbatches=65",
             "recipe.batch: 64 samples cannot fill 65 micro-batches; use a batch of at least 65, "
@@ -300,13 +261,14 @@ recipe:
         ),
     ],
 )
-def test_a_problem_says_what_was_expected_and_what_was_found(override, text):
+def test_a_problem_says_what_was_expected_and_what_was_found(override, said):
+    """The key of the override comes first, and perhaps one below it, except where a key is named in full."""
     found = [line.split(maxsplit=1)[1] for line in problems("digits", override)]
-    if text is None:
+    if said is None:
         assert len(found) == 1
         assert "resized_crop_scale: expected at " in found[0]
     else:
-        assert found == [text]
+        assert found == [f"{override.partition('=')[0] if said[0] in '.:' else ''}{said}"]
 
 
 @pytest.mark.parametrize(
