@@ -104,40 +104,30 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "placed", "fault", "found"),
+    ("case", "strategy", "size", "fault", "found"),
     [
-        (PLAIN, ("pipeline", 3, ()), ("convolution", False), "rank 1 (host) got between stages to .* gone when"),
-        (PLAIN, ("pipeline", 3, ()), ("convolution", True), "rank 1 (host) got between stages to .* there again"),
+        (PLAIN, "pipeline", 3, ("convolution", False), "rank 1 (host) got between stages to .* gone when"),
+        (PLAIN, "pipeline", 3, ("convolution", True), "rank 1 (host) got between stages to .* there again"),
         (
             PLAIN,
-            ("pipeline", 3, ()),
+            "pipeline",
+            3,
             ("convolution_backward", False),
             r"rank 1 (host) got the gradient of \S+ #1 \(bit 16 of element \[0, 0, 0, 0\]\) wrong, .* gone when",
         ),
-        (PLAIN, ("pipeline", 2, ()), ("convolution", True), "ranks 0 (host), 1 (host) did not do the same from the"),
-        (PLAIN, ("pipeline", 2, ()), ("convolution", False), "rank 0 (host) got .* gone when"),
-        (CHUNKS, ("tensor", 4, ()), ("addmm", True), "rank 2 (host) got along tensor to .* there again"),
-        (CHUNKS, ("tensor", 4, ()), ("mm", False), "rank 2 (host) got .* gone when"),
-        (
-            SYNCED,
-            ("ddp", 3, ()),
-            ("convolution", True),
-            "rank 1 (host) got .* there again",
-        ),
-        (PLAIN, ("pipeline", 3, ()), "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
-        (TOY, ("ddp", 3, ()), "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
-        (TOY, ("zero3", 3, ()), "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
-        (
-            PLAIN,
-            ("pipeline", 3, ()),
-            "memory",
-            r"the weights \(.*\) of rank 1 (host) changed after the update of step 1",
-        ),
-        (PLAIN, ("pipeline", 3, ()), "nothing", "$"),
+        (PLAIN, "pipeline", 2, ("convolution", True), "ranks 0 (host), 1 (host) did not do the same from the"),
+        (PLAIN, "pipeline", 2, ("convolution", False), "rank 0 (host) got .* gone when"),
+        (CHUNKS, "tensor", 4, ("addmm", True), "rank 2 (host) got along tensor to .* there again"),
+        (CHUNKS, "tensor", 4, ("mm", False), "rank 2 (host) got .* gone when"),
+        (SYNCED, "ddp", 3, ("convolution", True), "rank 1 (host) got .* there again"),
+        (PLAIN, "pipeline", 3, "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
+        (TOY, "ddp", 3, "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
+        (TOY, "zero3", 3, "link", "what rank . (host) sent is not what rank 1 (host) received. The"),
+        (PLAIN, "pipeline", 3, "memory", r"the weights \(.*\) of rank 1 (host) changed after the update of step 1"),
+        (PLAIN, "pipeline", 3, "nothing", "$"),
     ],
 )
-def test_the_rank_that_is_wrong_is_named(case: Case, placed: Placed, fault: Any, found: str) -> None:
-    strategy, size, options = placed
-    texts = worlds.run(size, audited, replace(case, strategy=strategy, options=options), fault)
+def test_the_rank_that_is_wrong_is_named(case: Case, strategy: str, size: int, fault: Any, found: str) -> None:
+    texts = worlds.run(size, audited, replace(case, strategy=strategy), fault)
     assert len(set(texts)) == 1
     assert re.search(found.replace("(host)", re.escape("(host)")), texts[0]), texts[0]

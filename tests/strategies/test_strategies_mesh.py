@@ -15,42 +15,25 @@ from lockstep.strategies.mesh import Strategy
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes", "microbatches", "problem"),
+    ("strategy", "processes", "problem"),
     [
-        (
-            Strategy(pipe=2, tensor=2),
-            6,
-            4,
-            "there are 6; change a length, or leave replicate out and use a multiple of 4",
-        ),
-        (
-            Strategy(replicate=1, tensor=2),
-            4,
-            4,
-            "strategy mesh: replicate=1 x tensor=2 is 2 processes, and there are 4",
-        ),
-        (Strategy(replicate=2, shard=3), 6, 4, "6 processes but only 4 micro-batches"),
-        (Strategy(expert=2, tensor=2), 4, 4, "expert=2 goes with replicate alone, not with tensor=2; leave expert out"),
-        (Strategy(shard=2, schedule="gpipe"), 2, 4, "schedule and stages_per_rank are of pipelines, and pipe is 1"),
-        (Strategy(pipe=2, stages_per_rank=2), 2, 4, "strategy mesh: schedule 1f1b has one stage for each process"),
-        (Strategy(pipe=2, schedule="interleaved", cut=("a",)), 2, 4, "cut names 1 modules, but there are 4 stages"),
-        (Strategy(expert=2, context=2), 4, 4, "expert=2 goes with replicate alone, not with context=2"),
-        (
-            Strategy(tensor=2, shard=2, sequence_parallel=True),
-            4,
-            4,
-            "alone; leave out shard=2, or leave sequence_parall",
-        ),
-        (Strategy(context=2, sequence_parallel=True), 4, 4, "make tensor 2 or more, or leave sequence_parallel out"),
-        (Strategy(replicate=2, expert=3), 6, 4, "6 processes but only 4 micro-batches"),
-        (Strategy(pipe=3, cut=("a",)), 3, 4, "3 stages, 1 for each process of a pipeline; name 2, or leave cut out"),
+        (Strategy(pipe=2, tensor=2), 6, "there are 6; change a length, or leave replicate out and use a multiple of 4"),
+        (Strategy(replicate=1, tensor=2), 4, "strategy mesh: replicate=1 x tensor=2 is 2 processes, and there are 4"),
+        (Strategy(replicate=2, shard=3), 6, "6 processes but only 4 micro-batches"),
+        (Strategy(expert=2, tensor=2), 4, "expert=2 goes with replicate alone, not with tensor=2; leave expert out"),
+        (Strategy(shard=2, schedule="gpipe"), 2, "schedule and stages_per_rank are of pipelines, and pipe is 1"),
+        (Strategy(pipe=2, stages_per_rank=2), 2, "strategy mesh: schedule 1f1b has one stage for each process"),
+        (Strategy(pipe=2, schedule="interleaved", cut=("a",)), 2, "cut names 1 modules, but there are 4 stages"),
+        (Strategy(expert=2, context=2), 4, "expert=2 goes with replicate alone, not with context=2"),
+        (Strategy(tensor=2, shard=2, sequence_parallel=True), 4, "alone; leave out shard=2, or leave sequence_parall"),
+        (Strategy(context=2, sequence_parallel=True), 4, "make tensor 2 or more, or leave sequence_parallel out"),
+        (Strategy(replicate=2, expert=3), 6, "6 processes but only 4 micro-batches"),
+        (Strategy(pipe=3, cut=("a",)), 3, "3 stages, 1 for each process of a pipeline; name 2, or leave cut out"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(
-    strategy: Strategy, processes: int, microbatches: int, problem: str
-) -> None:
+def test_lengths_that_do_not_fit_are_refused(strategy: Strategy, processes: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        strategy.check(processes, microbatches)
+        strategy.check(processes, 4)
 
 
 MESHES = [

@@ -44,11 +44,7 @@ CASES: dict[str, tuple[Case, int, dict[str, Any]]] = {
         3,
         BY_HAND,
     ),
-    "frozen in part": (
-        recipe("resnet18", samples=(7, 8), microbatches=3, side=32, freeze=("bn1.*", "layer1.*")),
-        2,
-        {},
-    ),
+    "frozen in part": (replace(RESNET, freeze=("bn1.*", "layer1.*")), 2, {}),
     "adafactor": (recipe("vit", optimizer="adafactor"), 2, {}),
     "bf16": (recipe("vit", precision="bf16", clip=0.5), 2, SPLIT),
     "bf16-compute": (recipe("mlp", precision="bf16-compute", clip=0.5, ema=True), 3, {}),
