@@ -165,55 +165,51 @@ def _fails() -> Any:
 
 
 @pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (7, r"^data set mine:data: it is of type int; name a function$"),
+        (lambda size: None, r"missing a required argument: 'size'; it takes \(size\), and .* gives nothing$"),
+        (_fails, r"ZeroDivisionError: division by zero \(.*test_imported\.py:\d+\); mend it there$"),
+        (lambda: None, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
+        (lambda: _part(), r"got an object of type Listed$"),
+        (lambda: (_part(), _part(), _part()), r"got a tuple of 3$"),
+        (lambda: (_part(classes=1), 5), r"its validation part is an object of type int; expected a map-style"),
+        (lambda: (Endless(), Endless()), r"its training part is an object of type Endless; expected a map-style"),
+        (lambda: ({}, {}), r"its training part is an object of type dict; "),
+        (lambda: (_part(classes=1), Listed([])), r"its validation part has no samples$"),
+        (lambda: (Listed(["text"]), None), r"sample 0: its value is text; expected a pic.*recipe\.data\.collate$"),
+        (lambda: (Listed([()]), None), r"expected tensors, or tuples, lists and dicts of them, got a tuple of 0$"),
+        (
+            lambda: (Listed([("text", 0)], classes=1), _part()),
+            r"sample 0: its input is text; expected a picture, .* or name a function in recipe\.data\.collate$",
+        ),
+        (lambda: (Listed([{"a": {"b": None}}]), None), r"sample 0: its \['a'\]\['b'\] is None; expected"),
+        (lambda: (_part(facts={"a": torch.ones(1)}), None), r"its facts are not ready for JSON: Object of"),
+        (lambda: (Listed([(_bytes(0), None)], classes=1), None), r"training sample 0: its target is None; expected"),
+        (
+            lambda: (Listed([_fails], classes=1), _part()),
+            r"training sample 0: ZeroDivisionError: .*test_imported\.py:\d+\)",
+        ),
+    ],
+)
+def test_says_what_came_instead(open_with: Open, function: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        open_with(function)
+
+
+@pytest.mark.parametrize(
     ("function", "options", "said"),
     [
-        (7, {}, r"^data set mine:data: it is of type int; name a function$"),
-        (lambda size: None, {}, r"missing a required argument: 'size'; it takes \(size\), and .* gives nothing$"),
         (
             lambda size: None,
             {"sise": 3, "size": 1},
             r"unexpected keyword argument 'sise'; it takes .* gives sise, size$",
         ),
-        (
-            _fails,
-            {},
-            r"ZeroDivisionError: division by zero \(.*test_imported\.py:\d+\); mend it there$",
-        ),
-        (lambda: None, {}, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
-        (lambda: _part(), {}, r"got an object of type Listed$"),
-        (lambda: (_part(), _part(), _part()), {}, r"got a tuple of 3$"),
-        (lambda: (_part(classes=1), 5), {}, r"its validation part is an object of type int; expected a map-style"),
-        (lambda: (Endless(), Endless()), {}, r"its training part is an object of type Endless; expected a map-style"),
-        (lambda: ({}, {}), {}, r"its training part is an object of type dict; "),
-        (lambda: (_part(classes=1), Listed([])), {}, r"its validation part has no samples$"),
         (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
         (lambda: (_part(), _part()), {"classes": True}, r"options\.classes: expected a number or a list of names"),
-        (lambda: (Listed(["text"]), None), {}, r"sample 0: its value is text; expected a pic.*recipe\.data\.collate$"),
-        (lambda: (Listed([()]), None), {}, r"expected tensors, or tuples, lists and dicts of them, got a tuple of 0$"),
-        (
-            lambda: (Listed([("text", 0)], classes=1), _part()),
-            {},
-            r"sample 0: its input is text; expected a picture, .* or name a function in recipe\.data\.collate$",
-        ),
-        (lambda: (Listed([{"a": {"b": None}}]), None), {}, r"sample 0: its \['a'\]\['b'\] is None; expected"),
-        (
-            lambda: (_part(facts={"a": torch.ones(1)}), None),
-            {},
-            r"its facts are not ready for JSON: Object of",
-        ),
-        (
-            lambda: (Listed([(_bytes(0), None)], classes=1), _part()),
-            {},
-            r"training sample 0: its target is None; expected",
-        ),
-        (
-            lambda: (Listed([_fails], classes=1), _part()),
-            {},
-            r"training sample 0: ZeroDivisionError: .*test_imported\.py:\d+\)",
-        ),
     ],
 )
-def test_says_what_came_instead(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_fit(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         open_with(function, options)
 

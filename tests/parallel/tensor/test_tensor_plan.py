@@ -14,6 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor.plan import cut_into_chunks, region_names
 
 MLP = {"up": "colwise", "down": "rowwise"}
+WHOLE = {**MLP, "norm": "whole"}
 
 
 class Mlp(nn.Module):
@@ -64,19 +65,9 @@ def with_more(name: str, more: nn.Module | nn.Parameter) -> nn.Module:
             2,
             "the model is cut, and has a parameter norm.weight besides; say of its module whether it is shared",
         ),
-        (Mlp, {**MLP, "norm": "whole"}, 5, "chunks: 5 does not divide up, which has 12 outputs; use 2, 3, 4, 6, 12"),
-        (
-            Mlp,
-            {**MLP, "up": "colwise:3", "norm": "whole"},
-            8,
-            "8 does not divide up, which has 3 x 4 outputs; use 2, 4",
-        ),
-        (
-            Mlp,
-            {"down": "colwise", "up": "rowwise", "norm": "whole"},
-            2,
-            "2 does not divide down, which has 5 outputs; use 5",
-        ),
+        (Mlp, WHOLE, 5, "chunks: 5 does not divide up, which has 12 outputs; use 2, 3, 4, 6, 12"),
+        (Mlp, {**WHOLE, "up": "colwise:3"}, 8, "8 does not divide up, which has 3 x 4 outputs; use 2, 4"),
+        (Mlp, {**WHOLE, "down": "colwise", "up": "rowwise"}, 2, "2 does not divide down, which has 5 outputs; use 5"),
         (Mlp, {"up": "colwise"}, 2, "up is colwise, and no rowwise layer is in the same module"),
         (Mlp, {"norm": "shared"}, 2, "norm is shared, and no rowwise layer is in the same module"),
         (
@@ -85,8 +76,8 @@ def with_more(name: str, more: nn.Module | nn.Parameter) -> nn.Module:
             2,
             "down is rowwise, and no colwise layer comes before it in a module that has both",
         ),
-        (Mlp, {**MLP, "norm": "whole", "act": "heads:heads"}, 2, "act has no number 'heads' among its attributes"),
-        (Headed, {**MLP, "norm": "whole"}, 2, "2 does not divide up, which has 3 heads; use 3"),
+        (Mlp, {**WHOLE, "act": "heads:heads"}, 2, "act has no number 'heads' among its attributes"),
+        (Headed, WHOLE, 2, "2 does not divide up, which has 3 heads; use 3"),
         (Two, {"*.up": "colwise", "*.down": "rowwise"}, 2, "other.down is a Conv2d; rowwise cuts an nn.Linear"),
         (
             Two,
