@@ -16,54 +16,16 @@ LOCKSTEP = "/opt/python -m lockstep train digits 'recipe.loss={name: a}'"
 TORCHRUN = "/opt/python -m torch.distributed.run"
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 MODULE = f"{SIGNALS} {LOCKSTEP.removeprefix('/opt/python ')}"
+FOUR = f"--nproc-per-node=4 {MODULE}"
+EIGHT = f"{FOUR} placement.processes=8"
+AT_A = "--master-addr=a --master-port=29600"
+BOUND = "--map-by ppr:4:node --bind-to none"
 
 
 @pytest.mark.parametrize(
     ("command", "job", "line"),
     [
         (local.command, HERE, f"{LOCKSTEP} placement.processes=4"),
-        (torchrun.command, HERE, f"{TORCHRUN} --standalone --nproc-per-node=4 {MODULE}"),
-        (
-            torchrun.command,
-            replace(JOB, host=1, options=("--monitor-interval=1",)),
-            f"{TORCHRUN} --nnodes=2 --node-rank=1 --master-addr=a --master-port=29600 --nproc-per-node=4 {SIGNALS} "
-            f"--monitor-interval=1 {LOCKSTEP.removeprefix('/opt/python ')} placement.processes=8",
-        ),
-        (
-            torchrun.command,
-            replace(HERE, restarts=3),
-            f"{TORCHRUN} --standalone --nproc-per-node=4 --max-restarts=3 {MODULE}",
-        ),
-        (
-            torchrun.command,
-            replace(HERE, rendezvous="static"),
-            f"{TORCHRUN} --nnodes=1 --node-rank=0 --master-addr=localhost --master-port=29513 --nproc-per-node=4 "
-            f"{MODULE}",
-        ),
-        (
-            torchrun.command,
-            replace(HERE, rendezvous="etcd-v2", endpoint="e:2379", id="x"),
-            f"{TORCHRUN} --nnodes=1 --rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379 --rdzv-id=x --nproc-per-node=4 "
-            f"{MODULE}",
-        ),
-        (
-            torchrun.command,
-            replace(JOB, hosts=(), endpoint="[fd00::1]:7", host=1),
-            f"{TORCHRUN} --nnodes=2 --node-rank=1 '--master-addr=[fd00::1]' --master-port=7 --nproc-per-node=4 "
-            f"{MODULE} placement.processes=8",
-        ),
-        (
-            torchrun.command,
-            replace(JOB, rendezvous="c10d"),
-            f"{TORCHRUN} --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29600 --nproc-per-node=4 {MODULE} "
-            f"placement.processes=8",
-        ),
-        (
-            torchrun.command,
-            replace(JOB, words=("doctor", "launch")),
-            f"{TORCHRUN} --nnodes=2 --node-rank=0 --master-addr=a --master-port=29600 --nproc-per-node=4 {SIGNALS} "
-            f"-m lockstep doctor launch",
-        ),
         (
             torchrun.command,
             replace(JOB, fewest=1, nodes=3, restarts=9, id="x"),
@@ -87,28 +49,53 @@ MODULE = f"{SIGNALS} {LOCKSTEP.removeprefix('/opt/python ')}"
         (
             openmpi.command,
             replace(HERE, signed=True),
-            f"mpirun -n 4 --map-by ppr:4:node --bind-to none --host localhost:4 -x LOCKSTEP_JOB_SECRET {LOCKSTEP}",
+            f"mpirun -n 4 {BOUND} --host localhost:4 -x LOCKSTEP_JOB_SECRET {LOCKSTEP}",
         ),
-        (
-            openmpi.command,
-            HERE,
-            f"mpirun -n 4 --map-by ppr:4:node --bind-to none --host localhost:4 {LOCKSTEP}",
-        ),
-        (
-            openmpi.command,
-            replace(JOB, hosts=()),  # in an allocation, whose hosts mpirun knows
-            f"mpirun -n 8 --map-by ppr:4:node --bind-to none {LOCKSTEP}",
-        ),
+        (openmpi.command, HERE, f"mpirun -n 4 {BOUND} --host localhost:4 {LOCKSTEP}"),
+        # In an allocation, whose hosts mpirun knows.
+        (openmpi.command, replace(JOB, hosts=()), f"mpirun -n 8 {BOUND} {LOCKSTEP}"),
         (
             openmpi.command,
             JOB,
-            f"mpirun -n 8 --map-by ppr:4:node --bind-to none --host a:4,b:4 -x MASTER_ADDR=a -x MASTER_PORT=29600 "
-            f"{LOCKSTEP}",
+            f"mpirun -n 8 {BOUND} --host a:4,b:4 -x MASTER_ADDR=a -x MASTER_PORT=29600 {LOCKSTEP}",
         ),
     ],
 )
 def test_lines(command, job, line):
     assert shlex.join(command(job)) == line
+
+
+@pytest.mark.parametrize(
+    ("job", "line"),
+    [
+        (HERE, f"--standalone {FOUR}"),
+        (
+            replace(JOB, host=1, options=("--monitor-interval=1",)),
+            f"--nnodes=2 --node-rank=1 {AT_A} --nproc-per-node=4 {SIGNALS} --monitor-interval=1 "
+            f"{LOCKSTEP.removeprefix('/opt/python ')} placement.processes=8",
+        ),
+        (replace(HERE, restarts=3), f"--standalone --nproc-per-node=4 --max-restarts=3 {MODULE}"),
+        (
+            replace(HERE, rendezvous="static"),
+            f"--nnodes=1 --node-rank=0 --master-addr=localhost --master-port=29513 {FOUR}",
+        ),
+        (
+            replace(HERE, rendezvous="etcd-v2", endpoint="e:2379", id="x"),
+            f"--nnodes=1 --rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379 --rdzv-id=x {FOUR}",
+        ),
+        (
+            replace(JOB, hosts=(), endpoint="[fd00::1]:7", host=1),
+            f"--nnodes=2 --node-rank=1 '--master-addr=[fd00::1]' --master-port=7 {EIGHT}",
+        ),
+        (replace(JOB, rendezvous="c10d"), f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29600 {EIGHT}"),
+        (
+            replace(JOB, words=("doctor", "launch")),
+            f"--nnodes=2 --node-rank=0 {AT_A} --nproc-per-node=4 {SIGNALS} -m lockstep doctor launch",
+        ),
+    ],
+)
+def test_lines_of_torchrun(job, line):
+    assert shlex.join(torchrun.command(job)) == f"{TORCHRUN} {line}"
 
 
 def test_ssh_ties_what_it_starts_to_itself():
