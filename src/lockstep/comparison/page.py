@@ -1,6 +1,7 @@
 """What came of one recipe under several placements, as the tables and charts of a page."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from statistics import fmean
 from typing import Final
 
@@ -96,8 +97,8 @@ def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
         yield bars("Where each second goes", "seconds", means, [row.label for row in spent], note=_SECONDS)
     with_peak = [row for row in done if row.peak_bytes]
     if with_peak:
-        ranks = max(len(row.peak_bytes) for row in with_peak)
-        peaks = {f"rank {rank}": [_peak(row, rank) for row in with_peak] for rank in range(ranks)}
+        by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
+        peaks = {f"rank {rank}": [each / MIB for each in held] for rank, held in by_rank}
         of = [row.label for row in with_peak]
         yield bars("Peak memory of each rank", "MiB", peaks, of, stacked=False, note=_MEMORY)
 
@@ -108,7 +109,3 @@ def _curves(done: Sequence[ResultRow]) -> Iterator[Chart]:
     for figure in dict.fromkeys(("loss", *(each.monitor for each in histories.values()))):
         if (found := chart(figure, histories)).figure["data"]:
             yield found
-
-
-def _peak(row: ResultRow, rank: int) -> float:
-    return row.peak_bytes[rank] / MIB if rank < len(row.peak_bytes) else 0.0

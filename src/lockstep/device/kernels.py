@@ -89,16 +89,11 @@ _SCANNED: Final = "its blocks combine what they have in the order in which they 
 
 
 def _backward(
-    named: str,
-    what: str,
-    instead: str,
-    applies: Callable[[Call], bool] = lambda _: True,
-    avoided: bool = False,
-    since: str = OLDEST,
+    named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
     """Return an operation whose backward adds by atomic additions; one that is `avoided` has a name of its own."""
     what = what if avoided else f"{what}, backward"
-    return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided, since=since)
+    return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 
 
 REFUSED: Final = (
@@ -141,9 +136,10 @@ REFUSED: Final = (
     _backward("aten::_upsample_bilinear2d_aa", "interpolate, mode bilinear with antialias", "use antialias=False"),
     _backward("aten::_upsample_bicubic2d_aa", "interpolate, mode bicubic with antialias", "use antialias=False"),
     _backward("aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, avoided=True),
-    _backward(
-        "aten::upsample_bicubic2d",
+    Refused(
+        "aten::upsample_bicubic2d_backward",
         "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
+        _ATOMIC,
         "use mode bilinear, or torch.nn.functional.interpolate of torch >= 2.15, which takes another path on CUDA",
         avoided=True,
         since="2.15",
