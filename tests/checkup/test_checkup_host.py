@@ -55,86 +55,52 @@ def test_all_is_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "around", "check", "level", "text"),
+    ("odd", "around", "said"),
     [
-        ({"cards": {"driver": True}}, ALONE, "devices", "warning", "a GPU's driver, but torch finds no GPU"),
-        ({"cards": {"problem": "no card"}}, ALONE, "devices", "problem", "no card"),
-        ({"cores": {"usable": 2}}, FOUR, "cores", "warning", "2 of 8 usable; 4 ranks here; load 0.5"),
+        ({"cards": {"driver": True}}, ALONE, "warning devices: a GPU's driver, but torch finds no GPU"),
+        ({"cards": {"problem": "no card"}}, ALONE, "problem devices: no card"),
+        ({"cores": {"usable": 2}}, FOUR, "warning cores: 2 of 8 usable; 4 ranks here; load 0.5"),
         (
             {"cores": {"usable": 1, "quota": 1.5}},
             FOUR,
-            "cores",
-            "warning",
-            "1 of 8 usable, a container allows the time of 1.5; 4 ranks here; load 0.5",
+            "warning cores: 1 of 8 usable, a container allows the time of 1.5; 4 ranks here; load 0.5",
         ),
-        (
-            {"memory": {"free": 2 * GIB}},
-            FOUR,
-            "memory",
-            "warning",
-            "2 GiB free of 64 GiB: 512 MiB for each rank",
-        ),
-        (
-            {"memory": {"limit": GIB // 8}},
-            ALONE,
-            "memory",
-            "problem",
-            "128 MiB free of 128 MiB: 128 MiB for each rank",
-        ),
-        (
-            {"memory": {"swapped": 2 * GIB}},
-            ALONE,
-            "memory",
-            "warning",
-            "60 GiB free of 64 GiB, 2 GiB swapped out",
-        ),
+        ({"memory": {"free": 2 * GIB}}, FOUR, "warning memory: 2 GiB free of 64 GiB: 512 MiB for each rank"),
+        ({"memory": {"limit": GIB // 8}}, ALONE, "problem memory: 128 MiB free of 128 MiB: 128 MiB for each rank"),
+        ({"memory": {"swapped": 2 * GIB}}, ALONE, "warning memory: 60 GiB free of 64 GiB, 2 GiB swapped out"),
         (
             {"memory": {"shared": 64 << 20, "shared_free": 64 << 20}},
             ALONE,
-            "shared memory",
-            "warning",
-            "/dev/shm: 64 MiB free of 64 MiB",
+            "warning shared memory: /dev/shm: 64 MiB free of 64 MiB",
         ),
-        ({"limits": {"files": 512}}, ALONE, "open files", "warning", "at most 512"),
-        ({"limits": {"files": 1024}}, Around(200, 8, 25), "open files", "problem", "at most 1,024"),
-        ({"limits": {"processes": 500}}, ALONE, "processes", "warning", "at most 500"),
-        ({"limits": {"fabric": True}}, ALONE, "locked memory", "warning", "at most 8 MiB"),
+        ({"limits": {"files": 512}}, ALONE, "warning open files: at most 512"),
+        ({"limits": {"files": 1024}}, Around(200, 8, 25), "problem open files: at most 1,024"),
+        ({"limits": {"processes": 500}}, ALONE, "warning processes: at most 500"),
+        ({"limits": {"fabric": True}}, ALONE, "warning locked memory: at most 8 MiB"),
         (
             {"network": {"addresses": ["127.0.1.1"]}},
             HOSTS,
-            "host name",
-            "problem",
-            "h0 stands for 127.0.1.1, which no other host can reach",
+            "problem host name: h0 stands for 127.0.1.1, which no other host can reach",
         ),
         (
             {"network": {"addresses": []}},
             HOSTS,
-            "host name",
-            "problem",
-            "h0 stands for no address, which no other host can reach",
+            "problem host name: h0 stands for no address, which no other host can reach",
         ),
         (
             {"variables": {"GLOO_SOCKET_IFNAME": "eth9"}},
             ALONE,
-            "interfaces",
-            "problem",
-            "GLOO_SOCKET_IFNAME=eth9: no such interface is up",
+            "problem interfaces: GLOO_SOCKET_IFNAME=eth9: no such interface is up",
         ),
-        ({"ports": {"29513": "pid 7 (nc)"}}, ALONE, "port", "warning", "29513 is held by pid 7 (nc)"),
-        (
-            {"folder": {"problem": "Read-only file system"}},
-            ALONE,
-            "run folder",
-            "problem",
-            "runs: Read-only file system",
-        ),
-        ({"folder": {"locks": False}}, ALONE, "run folder", "problem", "runs: files cannot be locked"),
-        ({"folder": {"free": GIB // 2}}, ALONE, "run folder", "problem", "runs: 512 MiB free"),
+        ({"ports": {"29513": "pid 7 (nc)"}}, ALONE, "warning port: 29513 is held by pid 7 (nc)"),
+        ({"folder": {"problem": "Read-only file system"}}, ALONE, "problem run folder: runs: Read-only file system"),
+        ({"folder": {"locks": False}}, ALONE, "problem run folder: runs: files cannot be locked"),
+        ({"folder": {"free": GIB // 2}}, ALONE, "problem run folder: runs: 512 MiB free"),
     ],
 )
-def test_what_is_wrong_is_found(odd: dict[str, Any], around: Around, check: str, level: str, text: str) -> None:
+def test_what_is_wrong_is_found(odd: dict[str, Any], around: Around, said: str) -> None:
     bad = [each for each in judged(good(**odd), around) if each.level != "ok"]
-    assert [(each.check, each.level, each.found) for each in bad] == [(check, level, text)]
+    assert [f"{each.level} {each.check}: {each.found}" for each in bad] == [said]
     assert bad[0].leads_to
     assert bad[0].remedy
 

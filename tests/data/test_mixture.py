@@ -131,22 +131,19 @@ def test_facts_and_parts_are_those_of_its_sources(tmp_path: Path) -> None:
     assert len(left_out.train) == 2 * len(alone.train)
 
 
+OF_B = r"recipe\.data\.options\.of\.b"
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (
-            {**TEXT, "weight": 0},
-            r"recipe\.data\.options\.of\.b\.weight: expected a number above 0, at most 1e12; got 0",
-        ),
+        ({**TEXT, "weight": 0}, rf"{OF_B}\.weight: expected a number above 0, at most 1e12; got 0"),
         ({**TEXT, "weight": 1e308}, r"expected a number above 0, at most 1e12; got 1e\+308"),
         ({**TEXT, "weight": 1e-9}, r"b has no sample in an epoch of 80; give it more weight, or more options\.samples"),
         ({"name": "text", "options": {"contxt": 8}}, r"of\.b: data set text: recipe\.data\.options\.contxt: unknown"),
-        (
-            {**TEXT, "weight": "much"},
-            r"recipe\.data\.options\.of\.b\.weight: expected a number above 0, at most 1e12; got 'much'",
-        ),
-        ({"nam": "text"}, r"recipe\.data\.options\.of\.b\.nam: unknown option; did you mean 'name'\?"),
-        ({"weight": 1}, r"recipe\.data\.options\.of\.b\.name: missing"),
+        ({**TEXT, "weight": "much"}, rf"{OF_B}\.weight: expected a number above 0, at most 1e12; got 'much'"),
+        ({"nam": "text"}, rf"{OF_B}\.nam: unknown option; did you mean 'name'\?"),
+        ({"weight": 1}, rf"{OF_B}\.name: missing"),
         ({**TEXT, "options": {"context": 8, "by": "byte"}}, r"b and a differ in context; "),
         ({"name": "folder"}, r"folder is cut to size as the recipe says"),
         ({"name": "txt"}, r"data set txt: no such data set; did you mean 'text'\?"),
