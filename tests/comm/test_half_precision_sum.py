@@ -3,14 +3,14 @@
 import pytest
 import torch
 import worlds
+from posted import held
 from torch import Tensor
 
-from lockstep.comm.canonical import HalfPrecisionSum, add_
+from lockstep.comm.canonical import HalfPrecisionSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import cut
 from lockstep.core.tolerance import unit_roundoff, worst_case
-from lockstep.core.tree import Counter
 
 LENGTH = 1001
 LEAVES = (2, 4, 5, 8)  # with 2, some ranks have none
@@ -22,12 +22,8 @@ def leaf(number: int) -> Tensor:
 
 
 def summed(world: World, leaves: int, dtype: torch.dtype) -> Tensor:
-    counter = Counter(add_)
-    for number in cut(leaves, world.size)[world.rank]:
-        counter.push(number, leaf(number))
-    mesh = Mesh(world.size)
-    add = HalfPrecisionSum(world.canonical(mesh, "replicate"), dtype)
-    return add(counter.pieces(), leaves, torch.empty(LENGTH))
+    add = HalfPrecisionSum(world.canonical(Mesh(world.size), "replicate"), dtype)
+    return add(held(cut(leaves, world.size)[world.rank], leaf), leaves, torch.empty(LENGTH))
 
 
 def all_summed(world: World) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,22 +11,14 @@ import torch
 from lockstep.device.meter import Meter
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(time, "perf_counter", made)
-    return made
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
 
 
-def test_samples_and_weight_over_seconds_since_the_last_read(clock: Clock) -> None:
+def test_samples_and_weight_over_seconds_since_the_last_read(clock: SimpleNamespace) -> None:
     meter = Meter(torch.device("cpu"))
     meter.add(30, 3000)
     meter.add(10, 200)
@@ -36,7 +29,7 @@ def test_samples_and_weight_over_seconds_since_the_last_read(clock: Clock) -> No
     assert meter.read() == (3.0, 3.0)
 
 
-def test_what_is_not_training_is_left_out(clock: Clock) -> None:
+def test_what_is_not_training_is_left_out(clock: SimpleNamespace) -> None:
     meter = Meter(torch.device("cpu"))
     clock.now += 50.0
     meter.restart()
@@ -45,7 +38,7 @@ def test_what_is_not_training_is_left_out(clock: Clock) -> None:
     assert meter.read() == (4.0, 8.0)
 
 
-def test_nothing_trained_is_no_speed(clock: Clock) -> None:
+def test_nothing_trained_is_no_speed(clock: SimpleNamespace) -> None:
     assert Meter(torch.device("cpu")).read() == (0.0, 0.0)  # no time has passed either
 
 

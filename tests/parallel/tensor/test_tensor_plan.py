@@ -139,31 +139,23 @@ def test_two_that_are_tied_are_cut_by_rows_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "plan", "count", "problem"),
+    ("plan", "count", "problem"),
     [
-        (
-            {},
-            {"table": "vocab"},
-            2,
-            "table is vocab, and has a weight in common with head; let both be vocab, or untie",
-        ),
-        ({}, {"*": "vocab"}, 7, "chunks: 7 chunks, and table has 6 rows; let it be whole"),
-        (
-            {},
-            {"conv": "vocab"},
-            2,
-            "conv is a Conv1d; vocab cuts an nn.Embedding, or the nn.Linear whose outputs go to",
-        ),
-        ({"scale_grad_by_freq": True}, {"*": "vocab"}, 2, "table is vocab, and has scale_grad_by_freq, which looks at"),
+        ({"table": "vocab"}, 2, "table is vocab, and has a weight in common with head; let both be vocab, or untie"),
+        ({"*": "vocab"}, 7, "chunks: 7 chunks, and table has 6 rows; let it be whole"),
+        ({"conv": "vocab"}, 2, "conv is a Conv1d; vocab cuts an nn.Embedding, or the nn.Linear whose outputs go to"),
     ],
 )
-def test_what_cannot_be_cut_by_rows_is_refused(
-    change: dict[str, bool], plan: dict[str, str], count: int, problem: str
-) -> None:
-    model = Scorer()
-    vars(model.table).update(change)
+def test_what_cannot_be_cut_by_rows_is_refused(plan: dict[str, str], count: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        cut_into_chunks(model, plan, count)
+        cut_into_chunks(Scorer(), plan, count)
+
+
+def test_a_gradient_by_the_number_of_looks_is_refused() -> None:
+    model = Scorer()
+    model.table.scale_grad_by_freq = True
+    with pytest.raises(UsageError, match="table is vocab, and has scale_grad_by_freq, which looks at"):
+        cut_into_chunks(model, {"*": "vocab"}, 2)
 
 
 def test_a_module_of_two_names_is_cut_under_both() -> None:
