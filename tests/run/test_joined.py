@@ -101,7 +101,7 @@ def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkey
     def cell(first: bool) -> None:
         run = lockstep.join(seed=0, dir=tmp_path / "run")
         model, _ = loops.placed(run)
-        for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+        for step in loops.steps(run):
             for batch in step:
                 if first and ends == "within a step":
                     raise KeyError
@@ -320,7 +320,7 @@ Body = Callable[[Any, nn.Module, torch.optim.Optimizer], None]
 
 
 def without_update(run: Any, model: nn.Module, _: object) -> None:
-    for step in own(run):
+    for step in loops.steps(run):
         for batch in step:
             step.backward(loops.loss(model, batch))
 
@@ -331,7 +331,7 @@ def optimizer_step(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def saved_within(run: Any, model: nn.Module, _: object) -> None:
-    for _step in own(run):
+    for _step in loops.steps(run):
         run.fingerprint()
 
 
@@ -343,10 +343,6 @@ def exchange_before_update(run: Any, model: nn.Module, _: object) -> None:
 
 def steps_of_a_loader(run: Any, *_: object) -> None:
     run.steps(DataLoader(loops.data(), 16), batch=16, epochs=1)
-
-
-def own(run: Any) -> Iterator[Any]:
-    return run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -440,10 +436,8 @@ def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
 def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
     def train(run: Any, factor: float) -> None:
         model, _ = loops.placed(run)
-        for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
-            for batch in step:
-                step.backward(loops.loss(model, batch) * factor)
-            step.update()
+        for step, *batch in loops.micro_batches(loops.steps(run)):
+            step.backward(loops.loss(model, batch) * factor)
 
     for factor, warned in ((0.1, 0), (0.25, 1)):
         with joined() as run:

@@ -23,7 +23,7 @@ def train(run: Any, fault: Callable[[nn.Module, int], None] | None = None, place
     """Train with dropout and BatchNorm; return each step's own sum of losses, and what the step itself says."""
     model, _ = placed(run)
     table = []
-    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=2):
+    for step in loops.steps(run, epochs=2):
         if fault is not None:
             fault(model, step.number)
         own = 0.0
@@ -120,7 +120,7 @@ def test_the_rank_that_is_wrong_is_named(strategy: str, backward: bool, times: i
 def leaving_early(run: Any) -> None:
     """Do what must not be done: leave the loop after the last micro-batch of a step, before it is audited."""
     model, _ = loops.placed(run)
-    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+    for step in loops.steps(run):
         for number, batch in enumerate(step):
             step.backward(loops.loss(model, batch))
             if number == 4:

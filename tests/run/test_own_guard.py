@@ -1,6 +1,6 @@
 """What a loop does to what is placed: under all strategies alike refused with its line."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import loops
@@ -15,10 +15,6 @@ from lockstep.comm.world import World
 
 pytestmark = pytest.mark.worlds
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-
-
-def own(run: Any) -> Iterator[Any]:
-    return run.steps(loops.data(), batch=16, microbatches=4, epochs=1)
 
 
 def nothing(step: Any) -> None:
@@ -38,7 +34,7 @@ def whole(
     **update: Any,
 ) -> None:
     """Train by steps that are as they should be, but for what is done at these places of them."""
-    for step in own(run):
+    for step in loops.steps(run):
         before(step)
         for batch in step:
             forward(step)
@@ -91,7 +87,7 @@ def gradients_removed(step, model, optimizer):
 
 @refused("")
 def own_backward_later(run, model, optimizer):
-    for step in own(run):
+    for step in loops.steps(run):
         for batch in step:
             loss = loops.loss(model, batch)
             if step.number == 2:
@@ -274,7 +270,7 @@ def test_a_loop_is_refused_with_its_line_under_all_strategies(loop: Loop, strate
 
 def called_as_samples_say(run, model, optimizer):
     """Call the model once more for some micro-batches, which one of two ranks has first."""
-    for step in own(run):
+    for step in loops.steps(run):
         for inputs, targets in step:
             outputs = model(inputs)
             if inputs[0, 0] > 0:
@@ -284,7 +280,7 @@ def called_as_samples_say(run, model, optimizer):
 
 
 def called_without_gradients_first(run, model, optimizer):
-    for step in own(run):
+    for step in loops.steps(run):
         for inputs, targets in step:
             if inputs[0, 0] > 0:
                 with torch.no_grad():

@@ -35,8 +35,7 @@ def test_one_module_is_the_same_in_rows_where_it_calls_what_it_has_equally_often
 
 
 def differing_at_first(run: Any) -> None:
-    model = adversaries.nets()
-    model, _ = run.place(model, adversaries.adam(model))
+    model = adversaries.placed(run)
     for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=2):
         once(step, model)
         step.update(lr=0.01 + run.rank / 100, of="critic")
@@ -56,8 +55,7 @@ def test_a_loss_that_is_not_finite_in_one_update_stays_seen() -> None:
 
 
 def not_finite(run: Any) -> None:
-    model = adversaries.nets()
-    model, _ = run.place(model, adversaries.adam(model))
+    model = adversaries.placed(run)
     for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=2):
         for (real,) in step:
             step.backward(judged_twice(model, real) / (3 if step.number == 1 else 0))
@@ -179,8 +177,7 @@ def test_a_save_between_two_updates_is_refused(tmp_path: Path) -> None:
 
 
 def save_between(run: Any) -> None:
-    model = adversaries.nets()
-    model, _ = run.place(model, adversaries.adam(model))
+    model = adversaries.placed(run)
     for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=1):
         once(step, model)
         step.update(of="critic")
@@ -190,8 +187,7 @@ def save_between(run: Any) -> None:
 
 def refuses(body: Callable[[Any, nn.ModuleDict], None], text: str, **given: float) -> None:
     def loop(run: Any) -> None:
-        model = adversaries.nets()
-        model, _ = run.place(model, adversaries.adam(model), **given)
+        model = adversaries.placed(run, **given)
         for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=1):
             body(step, model)
 

@@ -32,7 +32,7 @@ CALLS: dict[str, Callable[[Any, nn.Module], object]] = {
 
 def trained(run: Any, after: Callable[[Any, Any], object] = lambda step, hits: None, **given: Any) -> nn.Module:
     model, _ = loops.placed(run)
-    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+    for step in loops.steps(run):
         hits = 0
         for inputs, targets in step:
             hits += int((model(inputs).argmax(1) == targets).sum())

@@ -25,6 +25,11 @@ def adam(model: nn.ModuleDict) -> torch.optim.Adam:
     return torch.optim.Adam(groups, lr=2e-2, betas=(0.5, 0.999))
 
 
+def placed(run: Any, **given: Any) -> nn.ModuleDict:
+    model = nets()
+    return run.place(model, adam(model), **given)[0]
+
+
 def judged(model: nn.ModuleDict, inputs: Tensor, real: bool) -> Tensor:
     """Return what the critic loses, summed."""
     return lost(model["critic"](inputs), float(real))
@@ -36,8 +41,7 @@ def lost(scores: Tensor, wanted: float) -> Tensor:
 
 def gan(run: Any, epochs: int = 2, last: int = 0) -> nn.ModuleDict:
     """Let both learn in each step, the critic first; up to the step `last`."""
-    model = nets()
-    model, _ = run.place(model, adam(model))
+    model = placed(run)
     for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
         for (real,) in step:
             fake = model["generator"](torch.randn(len(real), NOISE)).detach()
@@ -82,8 +86,7 @@ def in_one_module(run: Any) -> None:
 
 def wasserstein(run: Any, epochs: int = 2) -> nn.ModuleDict:
     """Train the critic in each step with a penalty on its gradient, and the generator in every second one."""
-    model = nets()
-    model, _ = run.place(model, adam(model))
+    model = placed(run)
     critic = model["critic"]
     for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
         for (real,) in step:

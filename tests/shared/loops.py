@@ -33,6 +33,19 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs), targets, reduction="sum")
 
 
+def steps(run: Any, epochs: int = 1) -> Iterator[Any]:
+    """Steps of 16, 16 and 8 samples, in four micro-batches: one of three ranks has two."""
+    return run.steps(data(), batch=16, microbatches=4, epochs=epochs)
+
+
+def micro_batches(steps: Iterator[Any], **update: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield each micro-batch after its step, which is updated after the last of them."""
+    for step in steps:
+        for batch in step:
+            yield step, *batch
+        step.update(**update)
+
+
 def computed(run: Any, model: nn.Module, dataset: Any = None, **given: Any) -> Iterator[Any]:
     """Yield steps of 16, 16 and 8 samples once their micro-batches are computed."""
     for step in run.steps(dataset or data(), batch=16, microbatches=4, **given):
@@ -149,7 +162,7 @@ def in_bf16(epochs: int = 1) -> None:
         assert outputs["numbers"] is targets
         return outputs["logits"]
 
-    for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
+    for step in steps(run, epochs):
         for inputs, targets in step:
             step.backward(F.cross_entropy(logits(inputs, targets), targets, reduction="sum"))
         step.update(clip=1.0)
@@ -164,35 +177,29 @@ def of_two() -> None:
     run = lockstep.join(seed=3, precision="bf16-compute")
     pair = nn.ModuleDict({"first": nn.Linear(6, 9), "second": nn.Linear(9, 3)})
     model, _ = run.place(pair, torch.optim.SGD(pair.parameters(), lr=1e-1))
-    for step in run.steps(data(), batch=16, microbatches=4, epochs=1):
-        for inputs, targets in step:
-            outputs = model["second"](model["first"](inputs).relu())  # type: ignore[index]
-            assert outputs.dtype == torch.float32
-            step.backward(F.cross_entropy(outputs, targets, reduction="sum"))
-        step.update()
+    for step, inputs, targets in micro_batches(steps(run)):
+        outputs = model["second"](model["first"](inputs).relu())  # type: ignore[index]
+        assert outputs.dtype == torch.float32
+        step.backward(F.cross_entropy(outputs, targets, reduction="sum"))
 
 
 def exchanging() -> None:
     """Do what must not be done: exchange within a step, in which a rank of three has two micro-batches and one one."""
     run = lockstep.join(seed=3)
     model, _ = placed(run)
-    for step in run.steps(data(), batch=16, microbatches=4, epochs=1):
-        for batch in step:
-            total = loss(model, batch)
-            if run.size > 1:
-                torch.distributed.all_reduce(total.detach())
-            step.backward(total)
-        step.update()
+    for step, *batch in micro_batches(steps(run)):
+        total = loss(model, batch)
+        if run.size > 1:
+            torch.distributed.all_reduce(total.detach())
+        step.backward(total)
 
 
 def by_rank() -> None:
     """Do what must not be done: let the loss follow from the rank."""
     run = lockstep.join(seed=3)
     model, _ = placed(run)
-    for step in run.steps(data(), batch=16, microbatches=4, epochs=1):
-        for batch in step:
-            step.backward(loss(model, batch) * (1 + (run.rank and step.number > 1)))
-        step.update()
+    for step, *batch in micro_batches(steps(run)):
+        step.backward(loss(model, batch) * (1 + (run.rank and step.number > 1)))
 
 
 def joined(body: Callable[[Any], None], folder: Path | None = None) -> None:
@@ -217,7 +224,5 @@ def in_order_of_names() -> None:
     run = lockstep.join(seed=3)
     model = OfNames()
     run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in run.steps(data(), batch=16, microbatches=2, steps=2):
-        for batch in step:
-            step.backward(loss(model, batch))
-        step.update()
+    for step, *batch in micro_batches(run.steps(data(), batch=16, microbatches=2, steps=2)):
+        step.backward(loss(model, batch))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from loop_ends import Loop
-from loops import data, net
+from loops import data, micro_batches, net, steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm
@@ -46,19 +46,6 @@ class Parts(nn.Module):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
-
-
-def steps(run: Any, epochs: int = 1) -> Iterator[Any]:
-    """Steps of 16, 16 and 8 samples, in four micro-batches: one of three ranks has two."""
-    return run.steps(data(), batch=16, microbatches=4, epochs=epochs)
-
-
-def micro_batches(steps: Iterator[Any], **update: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield each micro-batch after its step, which is updated after the last of them."""
-    for step in steps:
-        for batch in step:
-            yield step, *batch
-        step.update(**update)
 
 
 def computed(steps: Iterator[Any], model: Any) -> Iterator[Any]:

@@ -140,7 +140,7 @@ def train(after_backwards=None, after_update=None, model=None, on_batch=None, ev
     run = lockstep.join(seed=3)
     model = loops.net() if model is None else model()
     model, optimizer = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+    for step in loops.steps(run):
         for batch in step:
             if on_batch is not None:
                 on_batch(model)
@@ -237,10 +237,8 @@ def test_what_the_guard_refuses_is_found_by_the_comparison_alone(case):
 def divided():
     run = lockstep.join(seed=3)
     model, _ = loops.placed(run)
-    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
-        for batch in step:
-            step.backward(loops.loss(model, batch) / 4)
-        step.update()
+    for step, *batch in loops.micro_batches(loops.steps(run)):
+        step.backward(loops.loss(model, batch) / 4)
 
 
 def test_a_loss_that_is_divided_is_alike_on_all_placements_and_refused_without_a_guard_too():
