@@ -71,7 +71,8 @@ def section_at(path: Path) -> type[Section] | None:
     section: type[Section] | None = Config
     for name in (each for each in path if isinstance(each, str)):
         field = section.model_fields.get(str(name)) if section else None
-        section = _section(field.annotation) if field else None
+        found = (field.annotation, *get_args(field.annotation)) if field else ()
+        section = next((each for each in found if isinstance(each, type) and issubclass(each, Section)), None)
     return section
 
 
@@ -79,11 +80,6 @@ def field_at(path: Path) -> FieldInfo | None:
     """Return the field that the last name of `path` is in the section around it; None where there is none."""
     section = section_at(path[:-1])
     return section.model_fields.get(str(path[-1])) if section else None
-
-
-def _section(annotation: Any) -> type[Section] | None:
-    candidates = (annotation, *get_args(annotation))
-    return next((each for each in candidates if isinstance(each, type) and issubclass(each, Section)), None)
 
 
 def _validator_problems(found: ErrorDetails, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
