@@ -114,6 +114,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # else libraries report at exit that what they made was never freed
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(autouse=True)
 def _generator_left_as_found() -> Iterator[None]:
     """Keep what a test draws from torch's generator from changing the next test."""

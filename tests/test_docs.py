@@ -272,13 +272,12 @@ def test_the_runs_that_prove_the_bits_are_counted_with_their_date_and_commit() -
             assert re.search(rf"(?<!\w){said}(?!\w)", sentence), said
 
 
-def test_a_refused_configuration_is_told_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_configuration_is_told_as_its_page_says(here: Path) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").partition("\n## Errors\n")[2]
     recipe, command, told = re.findall(
         r"^```yaml\n(.*?)^```\n+```console\n\$ lockstep (.*?)\n(.*?)^```$", page, _BLOCKS
     )[0]
-    (tmp_path / "bad.yaml").write_text(recipe)
-    monkeypatch.chdir(tmp_path)
+    (here / "bad.yaml").write_text(recipe)
     assert CliRunner().invoke(main, command.split()).stderr == told
 
 

@@ -17,12 +17,11 @@ def test_pixels_give_the_weights_of_the_pictures(run: Start, images: Path) -> No
     assert run("train", "pixels/all/recipe.yaml", "placement.processes=2", "run.dir=after").sha256 == before.sha256
 
 
-def test_only_where_the_data_is_differs(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_only_where_the_data_is_differs(images: Path, here: Path) -> None:
     words = (*PICTURES[1:], "recipe.data.resize_size=9")
     invoke("prepare", "digits", *words, "--to", "pixels")
     before, after = load("digits", words).config, load("pixels/recipe.yaml").config
-    data = {"name": "webdataset", "root": str(tmp_path / "pixels"), "options": {"classes": ["cat", "dog"]}}
+    data = {"name": "webdataset", "root": str(here / "pixels"), "options": {"classes": ["cat", "dog"]}}
     expected = before.recipe.data.model_copy(update=data)
     assert after.recipe == before.recipe.model_copy(update={"data": expected})
 
@@ -35,11 +34,8 @@ def test_only_where_the_data_is_differs(images: Path, tmp_path: Path, monkeypatc
         ((*PICTURES, "--to", "images/train/cat/0.jpg/x"), "cannot be written: Not a directory"),
     ],
 )
-def test_a_refusal_leaves_nothing(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
+def test_a_refusal_leaves_nothing(images: Path, here: Path, words: tuple[str, ...], said: str) -> None:
+    before = sorted(here.rglob("*"))
     found = invoke("prepare", *words, code=2)
     assert said in found.stderr
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(here.rglob("*")) == before

@@ -22,11 +22,7 @@ from lockstep.reporting.run_page import charts, sections
 from lockstep.run.runs import machine_of
 from lockstep.training.events import Event
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def run_folder(name: str, *events: Event, overrides: tuple[str, ...] = ()) -> Path:
@@ -140,13 +136,13 @@ def test_one_run_differs_from_none() -> None:
     assert "Restarts" not in tables()
 
 
-def test_runs_of_strangers(folder: Path) -> None:
+def test_runs_of_strangers(here: Path) -> None:
     """What cannot be read is listed as such; a link is not followed, and a failure is text."""
     run_folder("a", started(), stepped(), done())
-    damaged = folder / "runs" / "damaged"
+    damaged = here / "runs" / "damaged"
     damaged.mkdir()
     (damaged / "events.jsonl").write_text("nonsense\n", encoding="utf-8")
-    linked = folder / "runs" / "linked"
+    linked = here / "runs" / "linked"
     linked.mkdir()
     (linked / "events.jsonl").symlink_to("/etc/passwd")
     (linked / "lock").touch()
@@ -167,15 +163,15 @@ def test_runs_of_strangers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"cpu": 3, "packages": [], "gpus": "x"}', "[" * 10_000])
-def test_a_machine_that_is_not_recorded_is_not_named(folder: Path, text: str) -> None:
-    (folder / "environment.json").write_text(text, encoding="utf-8")
-    assert machine_of(folder) == ""
+def test_a_machine_that_is_not_recorded_is_not_named(here: Path, text: str) -> None:
+    (here / "environment.json").write_text(text, encoding="utf-8")
+    assert machine_of(here) == ""
 
 
-def test_cards_are_counted(folder: Path) -> None:
+def test_cards_are_counted(here: Path) -> None:
     found: dict[str, Any] = {"gpus": [{"name": "A100"}, {"name": "A100"}], "packages": {"torch": "2.15.0"}}
-    (folder / "environment.json").write_text(json.dumps(found), encoding="utf-8")
-    assert machine_of(folder) == "2 A100, torch 2.15.0"
+    (here / "environment.json").write_text(json.dumps(found), encoding="utf-8")
+    assert machine_of(here) == "2 A100, torch 2.15.0"
 
 
 def test_sections_are_what_a_page_takes() -> None:

@@ -16,11 +16,10 @@ SCHEDULES = ["cosine", "linear", "polynomial", "steps", "constant"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "digital.yaml").touch()
-    (tmp_path / "runs").mkdir()
-    return tmp_path
+def folder(here: Path) -> Path:
+    (here / "digital.yaml").touch()
+    (here / "runs").mkdir()
+    return here
 
 
 def offered(*words: str) -> list[CompletionItem]:

@@ -39,11 +39,10 @@ def _loaded(server: Server) -> None:
 
 
 @pytest.fixture
-def trained(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(finished, here: Path) -> Path:
     """Return a run that learned digits, in the test's folder, which is the current one."""
-    shutil.copytree(finished().folder / "run", tmp_path / "run", symlinks=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "run"
+    shutil.copytree(finished().folder / "run", here / "run", symlinks=True)
+    return here / "run"
 
 
 @pytest.fixture

@@ -24,14 +24,13 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
+def launch(here: Path) -> Iterator[Callable[..., Command]]:
     """Return a function that starts `lockstep train` by a module of torch."""
-    monkeypatch.chdir(tmp_path)
     started = []
 
     def launch(*words: str) -> Command:
         command = [sys.executable, "-m", *words, "-m", "lockstep", "train", *LINEAR]
-        started.append(program(f"launched-{len(started)}", command, tmp_path, {"TMPDIR": str(tmp_path)}))
+        started.append(program(f"launched-{len(started)}", command, here, {"TMPDIR": str(here)}))
         return started[-1]
 
     yield launch

@@ -13,17 +13,16 @@ from lockstep.training.lock import lock
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(here: Path) -> Path:
     """Return a folder with two runs of four checkpoints each, the second of which is the best of `a`."""
-    monkeypatch.chdir(tmp_path)
     for name, best in (("a", 2), ("b", 4)):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "events.jsonl").touch()
+        (here / "runs" / name).mkdir(parents=True)
+        (here / "runs" / name / "events.jsonl").touch()
         for step in range(1, 5):
             weights = {"w": torch.full((1 << 18,), float(step))}  # 1 MiB
             snapshot = store.Snapshot(weights, {}, None, {"step": step})
-            store.save(tmp_path / "runs" / name / store.FOLDER, step, snapshot, keep=9, best=step == best)
-    return tmp_path / "runs"
+            store.save(here / "runs" / name / store.FOLDER, step, snapshot, keep=9, best=step == best)
+    return here / "runs"
 
 
 def steps(run: Path) -> list[int]:

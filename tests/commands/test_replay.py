@@ -134,9 +134,8 @@ print("after the loop")
 """
 
 
-def test_a_script_does_its_own_steps_again(run, start, tmp_path, monkeypatch):
+def test_a_script_does_its_own_steps_again(run, start, tmp_path):
     (tmp_path / "train.py").write_text(LOOP)
-    monkeypatch.chdir(tmp_path)
     script = [sys.executable, "train.py", "0.1"]
     assert "after the loop" in subprocess.run(script, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     before = hashes(tmp_path / "own")

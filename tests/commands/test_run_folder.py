@@ -37,10 +37,8 @@ DONE = {
         ("m" * 300, "resnet18", "m" * 200),
     ],
 )
-def test_a_run_is_named_after_recipe_and_model(
-    recipe: str, model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_run_is_named_after_recipe_and_model(recipe: str, model: str, name: str) -> None:
     text = f"recipe: {{model: '{model}', data: digits, batch: 8, epochs: 1, optimizer: {{lr: 1}}}}"
     folder = run_folder.fresh(load_text(text, "r.yaml", recipe))
     assert folder.parent == Path("runs")

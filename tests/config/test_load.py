@@ -89,9 +89,8 @@ def test_absurd_values_are_refused_or_planned_with(value):
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
+def recipe(here):
     """Write recipe.yaml into the working directory and return its name."""
-    monkeypatch.chdir(tmp_path)
 
     def write(text=MINIMAL):
         Path("recipe.yaml").write_text(text, encoding="utf-8")
@@ -115,8 +114,7 @@ def problems(source, *overrides):
         (["a=b.yaml", "recipe.batch=3"], ("a=b.yaml", ["recipe.batch=3"])),
     ],
 )
-def test_the_recipe_may_be_left_out(words, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_recipe_may_be_left_out(words, expected, here):
     Path("a=b.yaml").touch()
     assert split(words) == expected
 
@@ -426,8 +424,7 @@ def test_a_file_too_large_for_a_recipe_is_not_read(recipe):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "link"])
-def test_what_may_never_end_is_not_read(recipe, tmp_path, monkeypatch, kind):
-    monkeypatch.chdir(tmp_path)
+def test_what_may_never_end_is_not_read(recipe, kind):
     if kind == "pipe":
         os.mkfifo("recipe.yaml")
     else:

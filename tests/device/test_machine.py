@@ -31,16 +31,15 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.Monk
     assert machine.environment()["packages"]["no-such-distribution-at-all"] is None
 
 
-def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+def test_the_commit_of_the_working_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(here.parent))
     assert machine.environment()["git"] is None
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run(["git", "init", "-q", "."], check=True)
     subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     assert machine.environment()["git"] == {"commit": head, "dirty": False}
-    (tmp_path / "new").touch()
+    (here / "new").touch()
     assert machine.environment()["git"] == {"commit": head, "dirty": True}
 
 

@@ -18,6 +18,7 @@ from lockstep.planning.fastest import with_fastest
 from lockstep.planning.measure import Figures
 from lockstep.planning.survey import Machine, Placed, made_ready, room, survey
 
+pytestmark = pytest.mark.usefixtures("here")
 MIB = 2**20
 WORDS = ["placement.device=cpu", "placement.strategy=fastest", "placement.processes=2"]
 Surveyed = Callable[[Sequence[Placed]], list[int]]
@@ -164,8 +165,3 @@ def test_ranks_share_what_is_free_of_the_host_or_have_a_card(
     )
     monkeypatch.setattr(host, "memory", lambda: {"free": 1000, "limit": limit})
     assert room(Placement(device=device), 4) == expected  # two of the four ranks share a card
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
