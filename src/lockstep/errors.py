@@ -13,8 +13,6 @@ LockstepError
 └── PreflightError        4  the machine cannot do what the placement asks of it
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal

@@ -4,8 +4,6 @@ The code runs on each number of ranks, in processes of its own, and reports what
 reported is compared with one number of ranks, gate by gate in the order in which a step comes about.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter

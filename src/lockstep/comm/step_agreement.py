@@ -1,7 +1,5 @@
 """What ranks agree on after each step: a few numbers in one exchange, which nobody waits for."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, Final, final
 

@@ -1,7 +1,5 @@
 """Trains one recipe to its end under several placements, one after the other, and says what came of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing

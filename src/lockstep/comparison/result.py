@@ -1,7 +1,5 @@
 """What came of one recipe under several placements: as a table for people, and as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The placement: where and how fast. It decides only time and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 

@@ -1,7 +1,5 @@
 """The recipe: what is computed. It alone decides the numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
 

@@ -4,8 +4,6 @@ Because nothing here is drawn from a stream with a position, resuming at any ste
 processes needs no sampler state.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

@@ -6,8 +6,6 @@ differs, the step is done again, all ranks repeat the micro-batches in question,
 named (core/majority.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

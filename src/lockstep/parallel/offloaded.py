@@ -4,8 +4,6 @@ A CPU does not round a product, a root or a long sum as a GPU does. So what is o
 is computed with where it would be without offloading: not a bit changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

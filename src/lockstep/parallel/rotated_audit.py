@@ -5,8 +5,6 @@ with each rank in the place of another. It has the same bits. Where it has not, 
 (comm/message_log.py) tell who was the first to send what others in its place did not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations

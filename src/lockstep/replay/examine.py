@@ -4,8 +4,6 @@ The micro-batches are computed once more beside the step, in one process, with i
 no number of the step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

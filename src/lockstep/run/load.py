@@ -1,7 +1,5 @@
 """Load the model of a checkpoint in plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -10,8 +10,6 @@ A product with the inverse of such a count may be either while all sizes are one
 a function of a sum over samples that is none itself, such as a root.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A model of a loop of the user's own, spread over the ranks by a strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast

@@ -1,7 +1,5 @@
 """What `run.steps` is asked for: the samples, the steps and micro-batches, and what a batch weighs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

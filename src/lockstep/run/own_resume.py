@@ -1,7 +1,5 @@
 """Whether a checkpoint is of a loop of the user's own as it is now."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `lockstep.join` is given: checked as the keys of a configuration are, and all of it at once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final

@@ -5,8 +5,6 @@ one that this rank repeats, and where the ranks do not agree some to find out wh
 loop over micro-batches ends, and not by the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

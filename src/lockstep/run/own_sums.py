@@ -1,7 +1,5 @@
 """Sums over batches and ranks in a loop of the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

@@ -5,8 +5,6 @@ losses over what the step or the evaluation weighs, `peak_bytes` bytes, `samples
 all processes. What other figures are is the task's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -5,8 +5,6 @@ state that a case saves half way is carried on by the next one that agrees so fa
 placement. What differs is run a second time, to see the values.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

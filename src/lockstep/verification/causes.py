@@ -1,7 +1,5 @@
 """From the first difference to its most likely cause, in words: nothing here runs anything."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

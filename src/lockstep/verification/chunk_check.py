@@ -1,8 +1,6 @@
 """Whether a model computes in chunks what it computes whole: a plan may be possible and wrong, and layers may mix
 positions unseen."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What a rank saw of a verification: figures and digests, as JSON, and the requested tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field

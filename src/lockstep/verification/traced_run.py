@@ -6,8 +6,6 @@ Tensors are written as digests. Only those that are wanted, because they were fo
 model of 25 million parameters would otherwise leave gigabytes behind.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

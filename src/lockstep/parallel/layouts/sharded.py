@@ -11,8 +11,6 @@ Shapes: M members; a unit's gradients g_MN, flat, with a part of N elements for 
 out (each parameter's rows even, padded); what is dealt to this one, and summed, g_N.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
