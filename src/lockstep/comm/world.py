@@ -6,8 +6,6 @@ use it while this thread talks in the other group. Tensors of the device travel 
 docs/how-a-step-runs.md lists all of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -16,7 +14,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, Protocol, final
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, final
 
 import torch
 import torch.distributed as dist
@@ -200,7 +198,7 @@ class World:
             carrier = renumbered(carrier, order)
         return carrier if self._log is None else self._log.watch(carrier, label, ranks)
 
-    def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> World:
+    def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
         """Return the same processes as another world, in which each has the rank that one `distance` away has here.
 
         The members of a shard stay together, in their order. Its messages are noted in `log`. Nobody closes it.
@@ -325,11 +323,11 @@ class World:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
 
-    def duplicate(self) -> World:
+    def duplicate(self) -> Self:
         """Return the same ranks in a group of their own, for another thread. All ranks call it; nobody closes it."""
         return self.among([list(range(self.size))])
 
-    def among(self, groups: list[list[int]]) -> World:
+    def among(self, groups: list[list[int]]) -> Self:
         """Return those ranks that stand in one of `groups` with this one, as a world of their own.
 
         Each rank is in one group. All ranks call it; nobody closes it.

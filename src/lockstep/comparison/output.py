@@ -1,10 +1,8 @@
 """Where a comparison goes: the terminal while it runs, and then the table, JSON, the page and PNG files."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import Final, TextIO, final
+from typing import Final, Self, TextIO, final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -35,7 +33,7 @@ class Display:
         self._drawn = -float("inf")
         self._states: list[State] = []
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         self._live = live_on(self._console) if is_moving(self._console) else None
         return self
 

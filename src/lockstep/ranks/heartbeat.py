@@ -10,13 +10,11 @@ A rank may also be silent because other code keeps Python's threads from running
 kernel decides: one that runs is waited for, and one that is gone is not.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 from lockstep.common.rank import ranks_in_words
 from lockstep.common.text import printable_line
@@ -81,7 +79,7 @@ class Heartbeat:
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._check)]
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> Self:
         for thread in self._threads if self._rendezvous.store else []:
             thread.start()
         return self

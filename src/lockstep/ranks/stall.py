@@ -10,8 +10,6 @@ queue of the device is full. From outside this looks like work. So there any pla
 known only where one has done fewer steps than another.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -19,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, Self, final, get_args
 
 from lockstep.common.text import printable_line
 from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
@@ -93,7 +91,7 @@ class StallDetector:
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._answer)]
 
-    def __enter__(self) -> StallDetector:
+    def __enter__(self) -> Self:
         for thread in self._threads if self.rendezvous.store else []:
             thread.start()
         return self

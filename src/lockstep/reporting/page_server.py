@@ -4,8 +4,6 @@ A page of somebody else's must not read it. It cannot read answers of another or
 here (DNS rebinding) it has that name as `Host`: no name is answered but those of this machine and addresses.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import ipaddress
@@ -18,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 from lockstep.errors import UsageError, os_error_as
 from lockstep.reporting.page import live_page, live_parts
@@ -76,7 +74,7 @@ class PageServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._server.server_address[1]}/"
 
-    def __enter__(self) -> PageServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

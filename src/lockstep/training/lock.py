@@ -1,7 +1,5 @@
 """One run in a folder: a lock that the kernel drops with the process that took it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
@@ -9,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, final
+from typing import Final, Self, final
 
 from lockstep.common import plainfile
 from lockstep.errors import UsageError
@@ -40,7 +38,7 @@ class Lock:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __enter__(self) -> Lock:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -1,9 +1,7 @@
 """What a loop of the user's own keeps from one step to the next, in its model and in variables of its modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Self, final
 
 from torch import nn
 
@@ -23,7 +21,7 @@ class Kept:
             f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()
         }
 
-    def changes(self, after: Kept) -> Mapping[str, str]:
+    def changes(self, after: Self) -> Mapping[str, str]:
         """Return what is not as it was, and how it changed: with the line where that can be told."""
         found: dict[str, str] = {}
         for (model, before), (_, now) in zip(self._models, after._models, strict=False):

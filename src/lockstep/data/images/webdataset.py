@@ -3,13 +3,11 @@
 Each archive is scanned once. The offsets of its members are cached next to it, so that any sample is read at once.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Self, final
 
 import numpy as np
 import torch
@@ -85,7 +83,7 @@ class Archives:
                 raise DataError(f"{self.name(index)}: the archive was cut off while it was in use")
         return content
 
-    def split(self, share: float) -> tuple[Archives, Archives]:
+    def split(self, share: float) -> tuple[Self, Self]:
         """Return the pictures without a share of them, by their names, and that."""
         chosen = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
         train, validation = ([n for n, each in enumerate(chosen) if each is wanted] for wanted in (False, True))

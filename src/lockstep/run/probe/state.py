@@ -1,7 +1,5 @@
 """What a forward pass may leave behind, as texts that differ where it does: in a model, in generators, in globals."""
 
-from __future__ import annotations
-
 import hashlib
 import random as python_random
 from collections import deque
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import _lru_cache_wrapper, partial
 from itertools import count, islice
 from types import FunctionType, ModuleType
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from torch import Generator, Tensor, nn
@@ -59,15 +57,15 @@ class ModelState:
             for name, value in _plain(module):
                 self.attributes[prefix + name] = _format_value(value, _DEPTH)
 
-    def buffer_changes(self, after: ModelState) -> list[str]:
+    def buffer_changes(self, after: Self) -> list[str]:
         """Return the names of the buffers that have another value in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
-    def norm_changes(self, after: ModelState) -> list[str]:
+    def norm_changes(self, after: Self) -> list[str]:
         """Return the same of those of types that come from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
-    def attribute_changes(self, after: ModelState) -> dict[str, str]:
+    def attribute_changes(self, after: Self) -> dict[str, str]:
         """Return how attributes changed, by name: `0 -> 2`, or `a tensor`."""
         return _changes(self.attributes, after.attributes)
 
@@ -90,7 +88,7 @@ class Globals:
         self._values = {each.name: _format_global(each.value, modules) for each in found}
         self._places = {each.name: each.place for each in found}
 
-    def changes(self, after: Globals) -> dict[str, str]:
+    def changes(self, after: Self) -> dict[str, str]:
         """Return how they changed, by name."""
         return _changes(self._values, after._values)
 
