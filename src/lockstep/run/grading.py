@@ -12,7 +12,8 @@ from lockstep.device.live_bytes import LiveBytes, can_count
 from lockstep.run.resolved import Resolved
 
 T = TypeVar("T")
-_WATCHED: Final = range(2, 7)  # the steps in which memory is looked at: the first one makes the optimizer's state
+_WATCHED: Final = 2  # the first step in which memory is looked at: the one before makes the optimizer's state
+_TIMED: Final = 7  # the first that is not, and whose time counts
 
 
 @final
@@ -38,9 +39,9 @@ class Grading:
         """Yield what each step is to be done with; a step goes on until the next one is asked for."""
         for each in steps:
             self._steps += 1
-            if self._steps == _WATCHED.stop:
+            if self._steps == _TIMED:
                 self._before = self._clock.split_seconds()
-            if self._steps not in _WATCHED or self._live is None:
+            if self._live is None or not _WATCHED <= self._steps < _TIMED:
                 yield each
                 continue
             with self._live.watched() as most:
@@ -49,10 +50,10 @@ class Grading:
 
     def measured(self) -> dict[str, float]:
         """Return the mean seconds of a step, and the most bytes in one; nothing where there were too few steps."""
-        if self._steps < _WATCHED.stop:
+        if self._steps < _TIMED:
             return {}
         peak = self._peak if self._live is not None else torch.cuda.max_memory_allocated(self._device)
-        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _WATCHED.stop)
+        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _TIMED)
         return {"step_s": seconds, "peak_bytes": peak}
 
 
