@@ -21,7 +21,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_bring_your_own.py": "run: optimizing",
     "commands/test_checked_up.py": "checkup: rank",
     "commands/test_commands_compare.py": "comparison: drive plan",
-    "commands/test_commands_plan.py": "planning: measure survey",
+    "commands/test_commands_plan.py": "planning: survey",
     "commands/test_commands_report.py": "inference: report\njobs: reader",
     "commands/test_deepspeed_train.py": "run: external_engine",
     "commands/test_doctor.py": "checkup: launch",
