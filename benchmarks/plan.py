@@ -150,7 +150,12 @@ def _planned(loaded: Loaded, ready: Setup, strategy: str, processes: int, link: 
 
 def _trained(file: Path, folder: Path, plan: Placed) -> dict[str, float]:
     """Return what the steps of a run took, as the run itself compares it with its plan."""
-    words = [f"placement.strategy={plan.strategy}", f"placement.processes={plan.processes}", f"run.dir={folder}"]
+    words = [
+        f"placement.strategy={plan.strategy}",
+        f"placement.processes={plan.processes}",
+        f"run.dir={folder}",
+        "run.probe=off",
+    ]
     words += [f"run.predicted={flow(values(as_predicted(plan)))}"]
     line = [sys.executable, "-m", "lockstep", "train", str(file), *words]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,6 +1,7 @@
 """One process as one of many ranks: what it would send is counted, and what the others would send is zeros."""
 
 import time
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -48,3 +49,16 @@ def test_one_process_alone_needs_no_group() -> None:
         world.barrier()
         assert not dist.is_initialized()
     assert traffic.bytes == 0
+
+
+def test_what_is_late_keeps_its_rank_waiting_now_more_and_now_less_and_no_collective() -> None:
+    with pretended_world(0, 2, CPU, 1e6) as (world, traffic):
+        traffic.late = 20.0
+        due = [traffic.send(1, 1000).due for _ in range(40)]
+        took = [later - earlier for earlier, later in pairwise(due)]
+        assert 0.01 < sum(took) / len(took) < 0.04  # of 1 ms each
+        assert min(took) < 0.01 < 0.03 < max(took)
+        began = time.monotonic()
+        with traffic:
+            world.add_(torch.ones(1000))
+        assert time.monotonic() < min(due[-1], began + 0.5)

@@ -14,14 +14,15 @@ from lockstep.run.resolved import resolve
 
 def test_memory_is_the_most_of_steps_whose_exchanges_take_longer(monkeypatch) -> None:
     resolved = resolve(load("digits", ["placement.device=cpu", "placement.strategy=zero2", "placement.processes=2"]))
-    peaks, links = iter([30, 50, 10, 20, 40]), []
+    peaks, late = iter([30, 50, 10, 20, 40, 5]), []
 
     def peak(self: object, do: Callable[[], None]) -> int:
-        links.append(traffic.link)
+        late.append(traffic.late)
         return next(peaks)
 
     monkeypatch.setattr(measuring._Memory, "peak", peak)
     with pretended_world(0, 2, torch.device("cpu"), 1e12) as (world, traffic):
         found = measure(made_ready(resolved.loaded), resolved, world, traffic)
     assert found.peak == 50
-    assert links == [1e12, *(found.sent / (steps * found.seconds) for steps in (0.25, 0.5, 1, 4))]
+    step = found.seconds * traffic.link / found.sent
+    assert late == [0, *4 * [0.5 * step], 2 * step]

@@ -6,6 +6,7 @@ follows from that. So memory, time and traffic can be measured, and no result me
 others send, as those of pipelines do, cannot be pretended.
 """
 
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,9 @@ class Delivery:
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What this rank would have sent: `messages`, and their `bytes`, by a `link` of so many bytes a second.
 
+    With `late` what is sent from rank to rank takes so many times as long in the mean, now more and now less, and no
+    collective waits for it: exchanges then end at other times in each step, as they do on a busy network.
+
     Collectives of torch's, seen while it is entered as a context, count as a ring does them: in each round, one
     fewer than the group has ranks, a rank sends a part to its neighbour. The calling thread waits for them, as it does
     for gloo's.
@@ -51,6 +55,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, link: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.link = link
+        self.late = 0.0
+        self._random = random.Random(0)
         self.messages = 0
         self.bytes = 0
         self._free = 0.0  # when the link has sent what it was given
@@ -61,7 +67,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             self.messages += messages
             self.bytes += size
-            self._free = max(self._free, time.monotonic()) + size / self.link
+            times = self.late * self._random.expovariate(1.0) if self.late else 1.0
+            self._free = max(self._free, time.monotonic()) + times * size / self.link
             return Delivery(self._free)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +78,9 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = max(sum(tensor.nbytes for tensor in tensors_of(each)) for each in args)  # not the part of one rank
             [size] = [dist.ProcessGroup.unbox(each).size() for each in args if _is_group(each)]
             rounds = 2 if "allreduce" in name else 1
-            self.send(rounds * (size - 1), rounds * whole * (size - 1) // size).wait()
+            delivery = self.send(rounds * (size - 1), rounds * whole * (size - 1) // size)
+            if not self.late:
+                delivery.wait()
         return func(*args, **(kwargs or {}))
 
     def carry(self, group: dist.ProcessGroup) -> Carrier:

@@ -32,7 +32,7 @@ from lockstep.training.digests import StepDigests
 TIMED: Final = 5  # steps, of whose times the median is taken
 # Steps whose memory is looked at, of which the most counts: where peers are pretended, how long the exchanges of each
 # take, in steps. In a run they end at another time in each step, and what waits for them is held.
-_LATE: Final = (0.0, 0.25, 0.5, 1.0, 4.0)
+_LATE: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | N
         peak = 0
         for steps in _LATE:
             if traffic and sent * steps:
-                traffic.link = min(traffic.link, sent / (steps * seconds))
+                traffic.late = max(1.0, steps * seconds * traffic.link / sent)
             peak = max(peak, memory.peak(lambda: do(digests)))
     engine.close()
     return Figures(held, peak, seconds, sent, messages)
