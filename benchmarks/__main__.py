@@ -35,9 +35,9 @@ def main() -> None:
         for result in import_module(f"benchmarks.{name}").results(arguments.quick):
             show(result)
             results.append(result)
-    if arguments.json:
-        text = json.dumps(as_json(results, load, arguments.quick), indent=1)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+            if arguments.json:  # each time: some take an hour
+                text = json.dumps(as_json(results, load, arguments.quick), indent=1)
+                arguments.json.write_text(text + "\n", encoding="utf-8")
 
 
 def _names(text: str) -> list[str]:
