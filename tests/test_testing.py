@@ -102,6 +102,11 @@ def test_the_first_gate_to_fall_is_named(changed: dict[str, object], text: str) 
         assert_placement_invariant(looped, worlds=(1, 2), tolerance=1e-12)
 
 
+def test_a_figure_is_compared_in_full() -> None:
+    with pytest.raises(AssertionError, match=r"step 1, evaluation: rank 0, seen is \d+, not \d+"):
+        assert_placement_invariant(lambda trace: trace.metric("seen", 1e8 + dist.get_world_size()), worlds=(1, 2))
+
+
 def test_steps_that_are_missing_and_weights_that_alone_differ_are_found() -> None:
     def stops(trace: Trace) -> None:
         for number in range(4 - dist.get_world_size()):

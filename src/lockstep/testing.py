@@ -62,7 +62,7 @@ class Trace:
             if parameter.grad is not None:
                 self._add(GRADIENT, name, parameter.grad)
         if norm is not None:
-            self._add(NORM, "norm", torch.as_tensor(norm))
+            self._add(NORM, "norm", _figure(norm))
 
     def weights(self, model: nn.Module) -> None:
         """Report the weights after an update, which ends the step. All ranks call it."""
@@ -73,10 +73,14 @@ class Trace:
     def metric(self, name: str, value: float | Tensor) -> None:
         """Report a figure as the code would show it, such as a mean loss; after `weights` it is of the ended step."""
         ended = len(self._steps) > 1 and not self._steps[-1]
-        self._add(EVALUATION, name, torch.as_tensor(value), at=-2 if ended else -1)
+        self._add(EVALUATION, name, _figure(value), at=-2 if ended else -1)
 
     def _add(self, gate: str, name: str, value: Tensor, at: int = -1) -> None:
         self._steps[at].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
+
+
+def _figure(value: float | Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 Function = Callable[[Trace], object]
@@ -88,9 +92,10 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
 
     `function` trains a few steps, on each rank of a process group that is there (gloo on the CPU), and reports to the
     Trace that it is passed. Of what it reports, gates are compared in this order: samples of all ranks together
-    ("order"), outputs sample by sample ("random numbers"), a gradient that is a multiple of the other ("loss scale"),
-    the gradient of each parameter ("gradient sum"), the reported norm, the weights, figures ("evaluation"). What it
-    reports nothing of is not compared. Values must be equal, or differ by `tolerance` times their tensor's largest.
+    ("order"), outputs sample by sample ("random numbers", or BatchNorm over what a rank has), a gradient that is a
+    multiple of the other ("loss scale"), the gradient of each parameter ("gradient sum"), the reported norm, the
+    weights, figures ("evaluation"). What it reports nothing of is not compared. Values must be equal, or differ by
+    `tolerance` times their tensor's largest.
 
     AssertionError names, for each number of ranks, the first step and gate that differ, with both values. UsageError
     where nothing is reported, VerificationError where the function fails.

@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.ranks.external import alone
 from lockstep.ranks.signals import stopping
+from lockstep.run.own_model import explain_error
 from lockstep.run.runs import is_held
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
@@ -75,6 +77,63 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         assert run.fingerprint() == whole
     with joined(tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
+
+
+def with_patience(run: Any, until: int = 9) -> None:
+    """Stop after three epochs, as counted in what the run keeps."""
+    model, _ = loops.placed(run)
+    for step in loops.computed(run, model, epochs=5):
+        step.update()
+        if step.every(epochs=1):
+            run.state["epochs"] = run.state.get("epochs", 0) + 1
+            run.save()
+        if step.number == until or run.state.get("epochs") == 3:
+            break
+
+
+def test_what_a_script_keeps_comes_back_and_a_loop_that_it_leaves_is_done(tmp_path):
+    with joined(tmp_path / "run") as run:
+        with_patience(run, until=4)
+    saved = sorted(each.name for each in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000003", "step-00000004"]
+    for _ in range(2):
+        with joined(tmp_path / "run") as run:
+            with_patience(run)
+            assert (run.step, run.state) == (9, {"epochs": 3})
+        [*_, last] = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        assert (json.loads(last)["event"], json.loads(last)["step"]) == ("done", 9)
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000009")  # as if it had not come to its end
+
+
+def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path):
+    with joined(tmp_path / "run") as run:
+        loops.placed(run)
+        run.state["mean"] = torch.ones(3)
+        with pytest.raises(lockstep.UsageError, match=r"run\.state: .*Tensor .*; keep numbers, text, lists and dicts"):
+            run.save()
+
+
+@pytest.mark.parametrize("other", [{"batch": 8}, {"dataset": loops.data()}])
+def test_a_run_has_one_dataset_and_one_batch(other):
+    given = {"dataset": loops.data(), "batch": 16, "microbatches": 4, "epochs": 2}
+    with joined() as run:
+        model, _ = loops.placed(run)
+        for step in run.steps(**given):
+            for batch in step:
+                step.backward(loops.loss(model, batch))
+            step.update()
+        assert [*run.steps(**given)] == []
+        with pytest.raises(
+            lockstep.UsageError, match=r"another dataset, batch .*; a run has one of each, .* of its own"
+        ):
+            run.steps(**given | other)
+
+
+def test_batchnorm_over_one_sample_says_how_to_leave_it_out():
+    model = loops.net()
+    with pytest.raises(ValueError, match="Expected more than 1 value") as raised:
+        model(torch.ones(1, 6))
+    assert re.search(r"test_joined\.py:\d+.*drop_last=True in run\.steps", str(explain_error(raised.value, model)))
 
 
 def assert_resumes(train: Callable[[Any, int], object], folder: Path) -> None:
@@ -379,6 +438,10 @@ def test_an_optimizer_of_other_parameters_is_refused():
             run.place(model, others)
         with pytest.raises(lockstep.UsageError, match="cannot take a plain step"):
             run.place(model, torch.optim.LBFGS(model.parameters()))
+        relative = torch.optim.SGD(model.parameters(), lr=0.1)
+        relative.param_groups[0]["lr"] = None
+        with pytest.raises(lockstep.UsageError, match=r"finds its own rate: its lr is no number .*; give it an lr"):
+            run.place(model, relative)
 
 
 def test_a_layer_that_would_exchange_by_itself_is_refused():
@@ -430,6 +493,13 @@ def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
         joined() as run,
         pytest.raises(lockstep.UsageError, match=rf"run.place: 0 is a {kind} of torch's .*; give the model"),
     ):
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_model_that_is_compiled_in_place_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].compile()
+    with joined() as run, pytest.raises(lockstep.UsageError, match=r"run.place: 0 was compiled in place .*; give the"):
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -89,6 +89,8 @@ def penalty() -> Tensor:
         lambda x: -F.cosine_similarity(x, x.detach().flip(0)).sum(),
         lambda x: F.triplet_margin_loss(x, 1.1 * x, x.flip(0), reduction="sum"),
         lambda x: ((x - 1).square().mean(-1, keepdim=True) * (x.detach() < 0).float()).sum(),
+        lambda x: F.cross_entropy(x, TARGETS) * (TARGETS >= 0).sum(),
+        lambda x: F.mse_loss(x, x.detach() + 1) * len(x),
     ],
 )
 def test_a_sum_is_taken(loss: Loss) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar, final
@@ -102,6 +104,8 @@ class Run:
         self._pass = own_sums.Pass()
         self._ended = self._figures_compared = self._parts_told = False
         self._logged: dict[str, str] = {}  # figures, in full
+        self._state: dict[str, Any] = {}
+        self._dataset: Any = None
         self._modules_checked = 0  # updates of a step
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
@@ -131,6 +135,14 @@ class Run:
     def step(self) -> int:
         """The steps that are done, those before a resume included."""
         return self._rank.progress.step
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the script wants back after a resume: numbers, text, lists and dicts, the same on all ranks.
+
+        Checkpoints keep it, and `place` puts back what the one that it resumes from has.
+        """
+        return self._state
 
     def place(
         self,
@@ -174,6 +186,7 @@ class Run:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
                     placed.take_settings(resumed.state.recipe)
+                    self._state |= resumed.state.recipe.get("state", {})
                 every = self._member.settings.run.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)
         hand_over(optimizer)
@@ -220,8 +233,14 @@ class Run:
                 "placement.workers in other processes; draw what changes in __getitem__"
             )
         loop = {**placed.decisive(), **plan.decisive()}
-        if (before := self._loop or self._resumed) is not None:
-            refuse_other(self._member.checkpoint or "run.steps", before, loop)
+        if self._loop is not None and (self._dataset is not dataset or loop != self._loop):
+            raise refusal(
+                "run.steps: another dataset, batch or number of micro-batches than before",
+                "a run has one of each, and its steps are counted from its beginning: train what follows in a run of "
+                "its own, with lockstep.join, from lockstep.load of this one",
+            )
+        if self._resumed is not None:
+            refuse_other(self._member.checkpoint, self._resumed, loop)
         with generators_kept():  # fetched by one rank alone too: a dataset may count how often it is asked
             # First, since a dataset may keep what it gave.
             looks = self._member.checkpoint is None and not items.in_memory
@@ -232,7 +251,7 @@ class Run:
         except UsageError as error:
             differ, _, _ = str(error).rpartition("; ")
             raise refusal(differ, "give every rank the same, and the whole dataset: run.steps shares it out") from None
-        self._loop, self._evaluated = loop, plan.largest
+        self._loop, self._dataset, self._evaluated = loop, dataset, plan.largest
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
         self._steps = self._run(placed, plan, loader, audits, faults)
@@ -336,6 +355,8 @@ class Run:
         try:
             if error is None:
                 self._meet("the end of the run")
+                if self._steps is not None and getgeneratorstate(self._steps) == GEN_SUSPENDED:
+                    self._end_early()
         except LockstepError as found:
             error = found
         if error is None:
@@ -426,6 +447,15 @@ class Run:
         last = self._member.last
         return loader.training if last is None else lambda first: islice(loader.training(first), last - first)
 
+    def _end_early(self) -> None:
+        """Save, and end a run whose script left the loop, as early stopping does, after the last step that it did."""
+        placed = self._here()
+        if self._step is not None:
+            self._write_report()
+        for saved in self._boundary(placed, self._rank.progress):
+            self._rank.write(saved)
+        self._finish(placed)
+
     def _end_replay(self) -> NoReturn:
         """End the script: what follows the last step of a replay is not wanted."""
         if self._rank.digests is not None:
@@ -480,7 +510,12 @@ class Run:
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
         changes = placed.changes()
-        self._world.compare({"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]})
+        try:
+            state = json.dumps(self._state)
+        except (TypeError, ValueError) as error:
+            raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts in it") from None
+        compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
+        self._world.compare({**compared, "run.state": state})
         if placed.scheduler is not None:
             placed.scheduler.note_save()
         return kept.save()
@@ -488,7 +523,8 @@ class Run:
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
-        return {"recipe": {"loop": self._loop or placed.decisive(), **placed.changes()}, "data": {}}
+        loop = self._loop or placed.decisive()
+        return {"recipe": {"loop": loop, "state": deepcopy(self._state), **placed.changes()}, "data": {}}
 
     def _finish(self, placed: Placed) -> None:
         kept, at = self._checkpoints, self._rank.progress

@@ -98,7 +98,7 @@ class LossCheck:
             )
         every = _parts(loss.grad_fn, microbatch.samples, returned)
         parts = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
-        means = [part for part in parts if part.mean]
+        means = [part for part in parts if part.mean and not _is_sum_again(part, microbatch)]
         if means and not _of_one_sample(means, microbatch):
             what = "the loss is a mean" if len(means) == len(parts) else "a part of the loss is a mean"
             raise refusal(
@@ -191,6 +191,13 @@ def _division_error(step: int, divisor: float, why: str) -> Exception:
     return refusal(
         f"step {step}: the loss is divided by {divisor:.6g}{why}", f"{_SUM}; write a factor of your own as {product}"
     )
+
+
+def _is_sum_again(mean: LossTerm, microbatch: MicroBatch) -> bool:
+    """Return whether a mean is multiplied by how many it is of: by samples, or by targets that count."""
+    if getattr(mean.node, "_saved_total_weight", None) is not None:
+        return mean.factor() in _reduction_counts(mean.node)
+    return mean.factor() in (microbatch.samples, microbatch.weight)
 
 
 def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:

@@ -25,6 +25,10 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 # What torch says where it cannot compute with a DTensor.
+_TOO_FEW: Final = (
+    "BatchNorm needs two samples in each micro-batch, those of an epoch's last step too: take fewer micro-batches, or "
+    "drop_last=True in run.steps"
+)
 _OF_ROWS: Final = ("DTensor", "DeviceMesh")
 _IN_ROWS: Final = (
     "this strategy keeps weights in rows on the ranks, whole only while their layer is called: call it, leave the rest "
@@ -189,9 +193,13 @@ class StrayModuleCheck:
 
 
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
-    """Return an error of the user's code, with what to do where torch cannot compute with weights that are in rows."""
+    """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
-    if isinstance(error, LockstepError) or not in_rows or not any(word in str(error) for word in _OF_ROWS):
+    if isinstance(error, LockstepError):
+        return error
+    if "Expected more than 1 value per channel" in str(error):
+        return OwnCodeError(describe_error(error, _TOO_FEW))
+    if not in_rows or not any(word in str(error) for word in _OF_ROWS):
         return error
     return OwnCodeError(describe_error(error, _IN_ROWS))
 

@@ -52,6 +52,8 @@ def check_pair(model: Any, optimizer: Any) -> None:
     for name, each in model.named_modules():
         for kind in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
             raise refusal(f"run.place: {name or 'the model'} is a {kind} of torch's", _WRAPPERS[kind])
+        if each._compiled_call_impl is not None:
+            raise refusal(f"run.place: {name or 'the model'} was compiled in place", _WRAPPERS["OptimizedModule"])
     if synced := [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]:
         raise refusal(
             f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, and the forwards of a loop of your "
@@ -68,6 +70,8 @@ def check_pair(model: Any, optimizer: Any) -> None:
         raise refusal(
             f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"
         )
+    if any(not isinstance(group["lr"], float | int | Tensor) for group in optimizer.param_groups):
+        raise refusal("run.place: the optimizer finds its own rate: its lr is no number", "give it an lr")
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [list(each.shape) for each in held if each not in names]
