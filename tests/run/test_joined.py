@@ -124,7 +124,8 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             step.update()
         assert [*run.steps(**given)] == []
         with pytest.raises(
-            lockstep.UsageError, match=r"another dataset, batch .*; a run has one of each, .* of its own"
+            lockstep.UsageError,
+            match=r"another dataset, .*; a run has one of each; train what",
         ):
             run.steps(**given | other)
 

@@ -23,18 +23,22 @@ _QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)([Bb])")
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def quantity(text: str, option: str, example: str) -> float:
-    """Return a number of bytes: `80GB`, `24GiB`, or of bits, `400Gb`, an eighth of that."""
+def quantity(text: str, option: str, example: str) -> int | None:
+    """Return a number of bytes: `80GB`, `24GiB`, or of bits, `400Gb`, an eighth; None where there is no text."""
+    if not text:
+        return None
     found = _QUANTITY.fullmatch(text)
     if not found or not float(found[1]):
         raise UsageError(f"{option}: expected a number and its unit, such as {example}, got {text}")
     number, prefix, binary, unit = found.groups()
     bytes_or_bits: int = (1024 if binary else 1000) ** _POWERS[prefix]
-    return float(number) * bytes_or_bits / (8 if unit == "b" else 1)
+    return int(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
 
 
-def duration(text: str, option: str, example: str) -> float:
-    """Return seconds: `90s`, `15m`, `3h`, `2d`."""
+def duration(text: str, option: str, example: str) -> float | None:
+    """Return seconds: `90s`, `15m`, `3h`, `2d`; None where there is no text."""
+    if not text:
+        return None
     found = _DURATION.fullmatch(text)
     if not found or not float(found[1]):
         raise UsageError(f"{option}: expected a number and its unit, s, m, h or d, such as {example}, got {text}")
@@ -125,19 +129,12 @@ def command(
         raise UsageError("plan starts what it measures itself; run it once, without a launcher")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
-    machine = Machine(
-        int(quantity(memory, "--memory", "80GB")) if memory else None,
-        quantity(link.removesuffix("/s"), "--link", "400Gb/s") if link else None,
-    )
-    if price is not None and not 0 < price < math.inf:
-        raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
+    machine = Machine(quantity(memory, "--memory", "80GB"), quantity(link.removesuffix("/s"), "--link", "400Gb/s"))
     if save and not mtbf:
         raise UsageError("--save: it goes with --mtbf, for which it is measured otherwise")
-    terms = Terms(
-        price,
-        duration(mtbf, "--mtbf", "3h") if mtbf else None,
-        duration(save, "--save", "20s") if save else 0.0,
-    )
+    if price is not None and not 0 < price < math.inf:
+        raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
+    terms = Terms(price, duration(mtbf, "--mtbf", "3h"), duration(save, "--save", "20s") or 0.0)
     counts, (source, overrides) = processes_in(processes), split(words)
     if writes:
         check_writable(source, overrides)

@@ -9,8 +9,6 @@ remain (at most two for each level) are the *pieces* it must communicate to the 
 only ever added to each other, so every distribution of the leaves gives the same brackets, hence the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
@@ -29,7 +27,7 @@ class LeafBlock(NamedTuple):
         return bool((self.first // self.size) % 2)
 
     @property
-    def sibling(self) -> LeafBlock:
+    def sibling(self) -> "LeafBlock":
         """The other child of its parent."""
         return LeafBlock(self.first ^ self.size, self.size)
 

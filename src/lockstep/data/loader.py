@@ -4,8 +4,6 @@ A loader process fetches exactly what this process would have: a request names t
 numbers. So the number of workers changes time and nothing else.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import signal
@@ -41,7 +39,7 @@ class _Planned(NamedTuple):
     """What an update takes; loader processes fetch it some updates ahead of its use."""
 
     step: Step
-    requests: list[tuple[_Cut, Request]]
+    requests: "list[tuple[_Cut, Request]]"
 
 
 class Weigh(NamedTuple):

@@ -1,7 +1,5 @@
 """A saved run as a model: its weights, what it knows of its data, and the forward pass that an evaluation has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -141,7 +139,7 @@ class SavedModel:
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)
 
-    def computing(self) -> Computing:
+    def computing(self) -> "Computing":
         """Return the model on its device, computing as an evaluation of the run does, but for its chunks."""
         recipe = self.recipe
         device = computing_device(self.placement, ALONE, recipe.threads, recipe.precision)

@@ -1,7 +1,5 @@
 """Whether a model fits the data: found with a few samples of it, before any process is started."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -28,12 +26,12 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def as_average(self) -> Form:
+    def as_average(self) -> "Form":
         """Return the form of an average of such tensors over time (parallel/ema.py)."""
         wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, wide)
 
-    def cast(self, dtype: torch.dtype | None) -> Form:
+    def cast(self, dtype: torch.dtype | None) -> "Form":
         """Return the form of a parameter that is trained in `dtype`, where one is given (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
@@ -58,7 +56,7 @@ class Summary:
         """Those of the parameters that are trained, each once."""
         return tuple(sorted({len(form.shape) for form in self.trained.values()}))
 
-    def stored(self, dtype: torch.dtype | None) -> Summary:
+    def stored(self, dtype: torch.dtype | None) -> "Summary":
         """Return the same of a model whose parameters are trained in `dtype`, where one is given."""
         trained = {name: form.cast(dtype) for name, form in self.trained.items()}
         tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}

@@ -7,8 +7,6 @@ Shapes, as suffixes of names: n sequences, t tokens, d width of the model, h hea
 v size of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Final, Literal, final
 
@@ -56,7 +54,7 @@ def gpt(
 
 
 @torch.no_grad()
-def _initialise(model: GPT, layers: int) -> None:
+def _initialise(model: "GPT", layers: int) -> None:
     """Draw first weights as GPT-2 does: what is added to the residual stream starts smaller, the more layers add."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -70,7 +68,7 @@ def _initialise(model: GPT, layers: int) -> None:
 class GPT(nn.Module):
     """See `gpt`. Between embedding and head there is one tensor, so that a pipeline may cut before any block."""
 
-    def __init__(self, embedding: Embedding, blocks: Iterable[Block], bias: bool) -> None:
+    def __init__(self, embedding: "Embedding", blocks: "Iterable[Block]", bias: bool) -> None:
         super().__init__()
         vocabulary, width = embedding.tokens.weight.shape
         self.embedding = embedding

@@ -6,8 +6,6 @@ model's parameters and buffers, and views of them, stay where they are; so do sm
 autocast makes in its precision are saved like activations, and travel.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -71,7 +69,7 @@ class Kept(NamedTuple):
 class Moved(NamedTuple):
     """A saved tensor whose elements are in the memory of the CPU; `watched` is empty, but has its version."""
 
-    elements: Elements
+    elements: "Elements"
     size: torch.Size
     stride: tuple[int, ...]
     offset: int

@@ -22,8 +22,6 @@ used several times are added. Each thread counts its nodes by itself. So at each
 the joint backward the nodes of one function then have the order that they have alone, and its gradients the same bits.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -123,7 +121,7 @@ class Cooperative:
                 each.end()
         return [each.result for each in news if isinstance(each, _Ended)]
 
-    def _go_on(self, number: int, part: _Part, order: _GoOn, before: Callable[[int], None]) -> _Came | _Ended:
+    def _go_on(self, number: int, part: "_Part", order: _GoOn, before: Callable[[int], None]) -> _Came | _Ended:
         before(number)
         self._running = part
         news = part.obey(order)

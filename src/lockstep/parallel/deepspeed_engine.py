@@ -14,8 +14,6 @@ It puts the parameters of a group one after the other in a flat tensor, fills it
 these flat tensors, of fp32, and so its state is as flat: what is known of that is in FlatPiece, and below it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -297,7 +295,7 @@ class DeepSpeedEngine:
         self._base.state.update(flat_state)
 
 
-def _fill(slots: dict[str, Any], slot: str, value: Any, place: FlatPiece) -> None:
+def _fill(slots: dict[str, Any], slot: str, value: Any, place: "FlatPiece") -> None:
     """Put what was kept for a parameter where the optimizer keeps it for the flat tensor that it is a part of."""
     whole = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(whole, Tensor) or whole.shape != place.shape:

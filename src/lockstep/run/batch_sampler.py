@@ -1,7 +1,5 @@
 """`lockstep.BatchSampler`: the order of samples alone, for who keeps a trainer or a loop of plain PyTorch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from typing import NoReturn, final
@@ -124,7 +122,7 @@ class BatchSampler(Sampler[list[int]]):
         )
 
     @property
-    def batch_sampler(self) -> BatchSampler:
+    def batch_sampler(self) -> "BatchSampler":
         """Itself: where transformers.Trainer looks for what has a `set_epoch`."""
         return self
 

@@ -236,8 +236,7 @@ class Run:
         if self._loop is not None and (self._dataset is not dataset or loop != self._loop):
             raise refusal(
                 "run.steps: another dataset, batch or number of micro-batches than before",
-                "a run has one of each, and its steps are counted from its beginning: train what follows in a run of "
-                "its own, with lockstep.join, from lockstep.load of this one",
+                "a run has one of each; train what follows in another (lockstep.join), from lockstep.load of this one",
             )
         if self._resumed is not None:
             refuse_other(self._member.checkpoint, self._resumed, loop)
@@ -450,10 +449,8 @@ class Run:
     def _end_early(self) -> None:
         """Save, and end a run whose script left the loop, as early stopping does, after the last step that it did."""
         placed = self._here()
-        if self._step is not None:
-            self._write_report()
-        for saved in self._boundary(placed, self._rank.progress):
-            self._rank.write(saved)
+        for event in (*self._report(), *self._boundary(placed, self._rank.progress)):
+            self._rank.write(event)
         self._finish(placed)
 
     def _end_replay(self) -> NoReturn:

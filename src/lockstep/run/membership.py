@@ -1,7 +1,5 @@
 """A rank's life in a run whose loop is the user's own: how it meets the others, where it writes, and how it ends."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -66,7 +64,7 @@ class Member:
     of_ray: bool = False  # a worker of Ray Train, whose process and errors are Ray's
 
     @staticmethod
-    def join(read: Callable[[], Settings]) -> Member:
+    def join(read: Callable[[], Settings]) -> "Member":
         """Join the other ranks and set up; an error ends this process, or is raised where it is alone or Ray's."""
         context, held = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None

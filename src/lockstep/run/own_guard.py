@@ -10,8 +10,6 @@ finds in `grad` refuses it. The sum of a step's gradients is known when it is up
 strategy until then: so that is the same everywhere, nothing but nan.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,7 +38,7 @@ class Withheld(Tensor):
     refuse: Refuse
 
     @staticmethod
-    def __new__(cls, like: Tensor, refuse: Refuse) -> Withheld:
+    def __new__(cls, like: Tensor, refuse: Refuse) -> "Withheld":
         made: Withheld = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
@@ -378,7 +376,7 @@ class _Data:
         self.guards: list[ref[Guard]] = []
 
     @staticmethod
-    def install() -> _Data:
+    def install() -> "_Data":
         found = vars(Tensor).get("data")
         if not isinstance(found, _Data):
             found = Tensor.data = _Data()  # type: ignore[assignment]

@@ -195,9 +195,8 @@ def _division_error(step: int, divisor: float, why: str) -> Exception:
 
 def _is_sum_again(mean: LossTerm, microbatch: MicroBatch) -> bool:
     """Return whether a mean is multiplied by how many it is of: by samples, or by targets that count."""
-    if getattr(mean.node, "_saved_total_weight", None) is not None:
-        return mean.factor() in _reduction_counts(mean.node)
-    return mean.factor() in (microbatch.samples, microbatch.weight)
+    weighted = getattr(mean.node, "_saved_total_weight", None) is not None
+    return mean.factor() in (_reduction_counts(mean.node) if weighted else (microbatch.samples, microbatch.weight))
 
 
 def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:

@@ -1,7 +1,5 @@
 """The user's model in a loop of their own: where it may be called, in which dtypes, and what must be within it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ class Gate:
     open: bool = False
     step: int = 0  # whose micro-batches are under way, as many on each rank as it has
     returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
-    alike: AlikeCalls | None = None  # where ranks exchange parts of the model, or what it is given, in its calls
+    alike: "AlikeCalls | None" = None  # where ranks exchange parts of the model, or what it is given, in its calls
     ended_at: Place = "", 0  # the line of the last step.backward
     exchanged: bool = False  # whether the loop has exchanged something itself; `run.each` sets it back
 
@@ -195,13 +193,11 @@ class StrayModuleCheck:
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
-    if isinstance(error, LockstepError):
+    of_rows = in_rows and any(word in str(error) for word in _OF_ROWS)
+    advice = _TOO_FEW if "Expected more than 1 value per channel" in str(error) else _IN_ROWS if of_rows else ""
+    if isinstance(error, LockstepError) or not advice:
         return error
-    if "Expected more than 1 value per channel" in str(error):
-        return OwnCodeError(describe_error(error, _TOO_FEW))
-    if not in_rows or not any(word in str(error) for word in _OF_ROWS):
-        return error
-    return OwnCodeError(describe_error(error, _IN_ROWS))
+    return OwnCodeError(describe_error(error, advice))
 
 
 @contextmanager

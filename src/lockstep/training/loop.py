@@ -1,7 +1,5 @@
 """The training loop: a generator of events that knows no strategy, no launcher and no file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,7 +107,7 @@ class Turn:
     step: Step
     microbatches: Sequence[MicroBatch]
     progress: Progress
-    of: Callable[[Turn], Sequence[Stepped]]  # what is reported of a step that is done
+    of: "Callable[[Turn], Sequence[Stepped]]"  # what is reported of a step that is done
     digests: StepDigests | None = None
     lr: float = math.nan
     sums: Sums | None = None  # None: it is not done

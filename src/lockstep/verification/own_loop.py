@@ -4,8 +4,6 @@ The function, or the script, is run once for each placement, in processes of its
 each step, its loss and a digest of each tensor of the model, and compared with one process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -166,7 +164,7 @@ def check_placements(
             yield Checked(label, count, "differs" if departure else "identical", len(found.steps), departure)
 
 
-def _again(loop: _Loop, reference: Trace, spawned: bool) -> Checked:
+def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
     """Run the reference a second time, with another order of sets where the function can be sent to a new process.
 
     Where its data is at fault that need not show in a few steps, which see each sample once.

@@ -7,8 +7,6 @@ several replicas of the experts, after backward, between the ranks that have the
 Shapes: the experts' parameters p_ER..., of E * R rows in all, of which this rank has the e * R of its e experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -85,7 +83,7 @@ def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
     return make
 
 
-def _sums_of(layer: CutLayer, across: Sum) -> _Sums:
+def _sums_of(layer: CutLayer, across: Sum) -> "_Sums":
     experts = layer.module.forward
     assert isinstance(experts, Experts)
     assert isinstance(experts.make, Dispatch)

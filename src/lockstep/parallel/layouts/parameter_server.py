@@ -11,8 +11,6 @@ too. In a step, beside what any data parallelism does:
 Shapes: a bucket's flat pieces are g_N; of a parameter p_R... the server has all R rows, and a worker none: p_0...
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from threading import Condition
@@ -37,7 +35,7 @@ from lockstep.parallel.weights import Weights
 Pieces = Mapping[LeafBlock, Tensor]
 
 
-def parameter_server_layout(world: World, server: Server, calls: Rpc, bucket_bytes: int) -> MakeLayout:
+def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_bytes: int) -> MakeLayout:
     """Return what puts a model on each of several ranks, which push gradients to `server`, that of rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:

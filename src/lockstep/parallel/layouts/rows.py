@@ -6,8 +6,6 @@ keeps the optimizer's state for its rows alone; after an update the ranks send e
 Shapes: a parameter p_R... of R rows, of which this rank updates p_r..., a view of it or a copy in other memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -141,7 +139,7 @@ class RowLayout:
         own = part(len(parameter), self._world.size, rank)
         return parameter[own.start : own.stop]
 
-    def _sort(self) -> list[_Packed]:
+    def _sort(self) -> "list[_Packed]":
         """Sort the parameters into those that are sent as they lie, and the others, which are packed, by dtype."""
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):

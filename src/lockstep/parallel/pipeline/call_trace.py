@@ -7,8 +7,6 @@ It runs on a meta model, whose tensors have shape, dtype and device alone. A sta
 forward, and calls the meta model's modules in the place of those that other ranks hold (replay.py).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -118,7 +116,7 @@ class CallTrace:
         self._read(outputs)
         return outputs
 
-    def _note_call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand for the forward of a module that stays whole."""
         if self._inside:
             return forward(*args, **kwargs)

@@ -6,8 +6,6 @@ parameters, which are memory. Modules are entered (graph_trace.py) only where th
 A row of costs is cut into contiguous parts, so that the dearest part is as cheap as it can be.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -66,7 +64,7 @@ def find_cut(
         )
     start = PipelineCut(kept=blocks | regions, example=example)
 
-    def find(start: PipelineCut, runs: bool) -> _Found:
+    def find(start: PipelineCut, runs: bool) -> "_Found":
         return _cut_before(blank, stages, names, start, runs) if names else _cheapest(blank, stages, start, runs)
 
     try:
@@ -193,7 +191,7 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
 
-def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> _Found:
+def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_Found":
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "

@@ -16,8 +16,6 @@ A region goes like this, for a rank with chunks 2 and 3:
    they were before step 1, and the rest of the region is computed once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +47,7 @@ class Forwards(Protocol):
     def under_way(self) -> bool: ...
 
     def enter(
-        self, chunks: Region, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+        self, chunks: "Region", call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
         """Call before a region is called for a forward of this rank's, so that others can be called for it, too."""
 
@@ -206,7 +204,7 @@ class _OneForward:
 class _RegionCall:
     """A call of a region: its random numbers, what is made by its first layers, and what is given to its last."""
 
-    draws: Draws
+    draws: "Draws"
     made: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
     given: list[Tensor] = field(default_factory=list)
     current: int = 0  # which of this rank's chunks is being computed
@@ -217,7 +215,7 @@ class _RegionCalls(threading.local):
 
     now: _RegionCall | None = None
 
-    def __reduce__(self) -> tuple[type[_RegionCalls], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[_RegionCalls], tuple[()]]":
         """Let a model be copied: of its copy no call is under way."""
         return _RegionCalls, ()
 

@@ -24,8 +24,6 @@ in one order, in backward too. A last `enter` with nothing to visit, `leave`, en
 The sums are added by the tree, as they are where each rank has all chunks of the sequence: so the bits are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, final
@@ -119,7 +117,7 @@ class _InRegions(TorchFunctionMode):
 class SpreadChunks:
     """The chunks of sequences that go through this rank's regions: those of other ranks are dummies."""
 
-    def __init__(self, sequences: SequenceChunks, spread: Spread) -> None:
+    def __init__(self, sequences: SequenceChunks, spread: "Spread") -> None:
         self.count, self.around = sequences.count, sequences.around
         self.inputs, self.evaluation_inputs = sequences.inputs, sequences.evaluation_inputs
         self._sequences = sequences
