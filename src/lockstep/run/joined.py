@@ -351,11 +351,14 @@ class Run:
             error = error or self._step._unfinished()
         if error is not None and self._placed is not None:
             error = explain_error(error, self._placed.model)
+        left = self._steps if self._steps and getgeneratorstate(self._steps) == GEN_SUSPENDED else None
         try:
             if error is None:
                 self._meet("the end of the run")
-                if self._steps is not None and getgeneratorstate(self._steps) == GEN_SUSPENDED:
-                    self._end_early()
+                if left is not None:  # as early stopping leaves it: after the last step that was done
+                    for event in (*self._report(), *self._boundary(self._here(), self._rank.progress)):
+                        self._rank.write(event)
+                    self._finish(self._here())
         except LockstepError as found:
             error = found
         if error is None:
@@ -368,6 +371,8 @@ class Run:
                 self._checkpoints.close()
             if self._placed is not None:
                 self._placed.engine.close()
+        if left is not None:
+            left.close()  # which gives back the signals and the processes that load
         if self._placed is not None:
             self._placed.guard.close()
         if isinstance(error, CorruptionError):
@@ -395,11 +400,11 @@ class Run:
         return folder is not None and self.dir is not None and os.path.realpath(folder) == os.path.realpath(self.dir)
 
     def _abandon(self) -> None:
-        """Close the run, whose step need not be done; its loop gives back the signals and the processes that load."""
+        """Close the run, whose step need not be done."""
         if self._step is not None:
             self._step._leave(early=True)
             self._step = None
-        if self._steps is not None:
+        if self._steps is not None:  # a loop that is not taken for one that its script has left
             self._steps.close()
         try:
             self.close()
@@ -445,13 +450,6 @@ class Run:
         """Return what gives the steps: of a replay those until its last one."""
         last = self._member.last
         return loader.training if last is None else lambda first: islice(loader.training(first), last - first)
-
-    def _end_early(self) -> None:
-        """Save, and end a run whose script left the loop, as early stopping does, after the last step that it did."""
-        placed = self._here()
-        for event in (*self._report(), *self._boundary(placed, self._rank.progress)):
-            self._rank.write(event)
-        self._finish(placed)
 
     def _end_replay(self) -> NoReturn:
         """End the script: what follows the last step of a replay is not wanted."""
