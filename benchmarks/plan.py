@@ -85,7 +85,7 @@ PLACEMENTS: Final = (
 CUT: Final = ("tensor", 2)
 _EACH: Final = 2
 _MICROBATCHES: Final = 4
-_STEPS: Final = 12  # of a run, of which the last ten are graded
+_STEPS: Final = 12  # of a run: the time of the last six is graded, and the memory of the five before
 _ROOM: Final = (0.98, 1.05)  # times the memory of the run
 _TIME: Final = (0.8, 1.2)  # times that of its steps
 _BEST: Final = 1.05  # times the step of the fastest
@@ -138,7 +138,7 @@ def _figures(placed: Placed) -> Figures:
 
 def _estimates(file: Path, strategy: str, processes: int) -> dict[str, float]:
     line = [sys.executable, "-m", "benchmarks.estimators", str(file), strategy, str(processes)]
-    done = subprocess.run(line, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True)
     said: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return said
 

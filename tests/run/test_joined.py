@@ -95,7 +95,7 @@ def test_what_a_script_keeps_comes_back_and_a_loop_that_it_leaves_is_done(tmp_pa
     with joined(tmp_path / "run") as run:
         with_patience(run, until=4)
     saved = sorted(each.name for each in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000003", "step-00000004"]
+    assert saved == ["step-00000003"]
     for _ in range(2):
         with joined(tmp_path / "run") as run:
             with_patience(run)
@@ -105,15 +105,16 @@ def test_what_a_script_keeps_comes_back_and_a_loop_that_it_leaves_is_done(tmp_pa
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000009")  # as if it had not come to its end
 
 
-def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path):
+@pytest.mark.parametrize("value", [torch.ones(3), {3: 7}, {3: 7, "a": 1}, (1, 2)])
+def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path, value):
     with joined(tmp_path / "run") as run:
         loops.placed(run)
-        run.state["mean"] = torch.ones(3)
-        with pytest.raises(lockstep.UsageError, match=r"run\.state: .*Tensor .*; keep numbers, text, lists and dicts"):
+        run.state["mean"] = value
+        with pytest.raises(lockstep.UsageError, match=r"run\.state: .*; keep numbers, text, lists and dicts"):
             run.save()
 
 
-@pytest.mark.parametrize("other", [{"batch": 8}, {"dataset": loops.data()}])
+@pytest.mark.parametrize("other", [{"batch": 8}, {"dataset": TensorDataset(torch.ones(40, 6), torch.zeros(40))}])
 def test_a_run_has_one_dataset_and_one_batch(other):
     given = {"dataset": loops.data(), "batch": 16, "microbatches": 4, "epochs": 2}
     with joined() as run:
@@ -122,7 +123,7 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             for batch in step:
                 step.backward(loops.loss(model, batch))
             step.update()
-        assert [*run.steps(**given)] == []
+        assert [*run.steps(**given | {"dataset": loops.data()})] == []  # which is the same
         with pytest.raises(
             lockstep.UsageError,
             match=r"another dataset, .*; a run has one of each; train what",

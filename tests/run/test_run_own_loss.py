@@ -91,6 +91,8 @@ def penalty() -> Tensor:
         lambda x: ((x - 1).square().mean(-1, keepdim=True) * (x.detach() < 0).float()).sum(),
         lambda x: F.cross_entropy(x, TARGETS) * (TARGETS >= 0).sum(),
         lambda x: F.mse_loss(x, x.detach() + 1) * len(x),
+        lambda x: each_entropy(x).mean() * len(x),
+        lambda x: F.mse_loss(x, x.detach() + 1) * x.numel(),
     ],
 )
 def test_a_sum_is_taken(loss: Loss) -> None:
@@ -110,6 +112,8 @@ def test_a_sum_is_taken(loss: Loss) -> None:
         (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1) / 8, "a part of the loss is a mean"),
         (lambda x: F.cross_entropy(x, x.detach().softmax(1)), "the loss is divided by 4, the number of samples of the"),
         (lambda x: F.cross_entropy(x, TARGETS) * 4, "the loss is a mean"),
+        (lambda x: each_entropy(x)[TARGETS >= 0].mean() * len(x), "the loss is a mean"),
+        (lambda x: each_entropy(x).mean() * 3, "the loss is a mean"),
         (lambda x: 1 - F.cosine_similarity(x, x.detach()).mean(), "the loss is a mean"),
         (lambda x: F.cross_entropy(x, TARGETS) + penalty(), "the loss is a mean"),
         (lambda x: -F.mse_loss(x, x.detach()) + entropy(x), "a part of the loss is a mean"),

@@ -32,7 +32,7 @@ def quantity(text: str, option: str, example: str) -> int | None:
         raise UsageError(f"{option}: expected a number and its unit, such as {example}, got {text}")
     number, prefix, binary, unit = found.groups()
     bytes_or_bits: int = (1024 if binary else 1000) ** _POWERS[prefix]
-    return int(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
+    return math.ceil(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
 
 
 def duration(text: str, option: str, example: str) -> float | None:
@@ -129,7 +129,8 @@ def command(
         raise UsageError("plan starts what it measures itself; run it once, without a launcher")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
-    machine = Machine(quantity(memory, "--memory", "80GB"), quantity(link.removesuffix("/s"), "--link", "400Gb/s"))
+    speed = quantity(link.removesuffix("/s") or link, "--link", "400Gb/s")
+    machine = Machine(quantity(memory, "--memory", "80GB"), speed)
     if save and not mtbf:
         raise UsageError("--save: it goes with --mtbf, for which it is measured otherwise")
     if price is not None and not 0 < price < math.inf:

@@ -96,6 +96,10 @@ class Heartbeat:
     def cause(self) -> Failure | None:
         """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
         more = 2 if self._rendezvous.info.rank == 0 else 4  # most others hear of it from rank 0
+        if self._rendezvous.info.size > 1 + _CHILDREN:  # whose exchange it was is not known
+            others = [each for each in range(self._rendezvous.info.size) if each != self._rendezvous.info.rank]
+            self._silent = {**dict.fromkeys(others, 0), **self._silent}
+            self._watched = others
         looks, until = self._looks, time.monotonic() + (self._missed + more) * self._beat_s
         while self._failed is None and time.monotonic() < until:
             time.sleep(self._beat_s / 5)

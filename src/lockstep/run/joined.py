@@ -105,7 +105,7 @@ class Run:
         self._ended = self._figures_compared = self._parts_told = False
         self._logged: dict[str, str] = {}  # figures, in full
         self._state: dict[str, Any] = {}
-        self._dataset: Any = None
+        self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
         self._modules_checked = 0  # updates of a step
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
@@ -233,24 +233,26 @@ class Run:
                 "placement.workers in other processes; draw what changes in __getitem__"
             )
         loop = {**placed.decisive(), **plan.decisive()}
-        if self._loop is not None and (self._dataset is not dataset or loop != self._loop):
-            raise refusal(
-                "run.steps: another dataset, batch or number of micro-batches than before",
-                "a run has one of each; train what follows in another (lockstep.join), from lockstep.load of this one",
-            )
         if self._resumed is not None:
             refuse_other(self._member.checkpoint, self._resumed, loop)
         with generators_kept():  # fetched by one rank alone too: a dataset may count how often it is asked
             # First, since a dataset may keep what it gave.
             looks = self._member.checkpoint is None and not items.in_memory
             faults = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
-            asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": digest_ends(plan.items)}
+            ends = digest_ends(plan.items)
+            asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends}
+        other = self._seen and self._seen[0] is not dataset and self._seen[1] != ends  # which may draw random numbers
+        if self._loop is not None and (other or loop != self._loop):
+            raise refusal(
+                "run.steps: another dataset, batch or number of micro-batches than before",
+                "a run has one of each; train what follows in another (lockstep.join), from lockstep.load of this one",
+            )
         try:
             self._world.compare({f"run.steps: {name}": value for name, value in asked.items()})
         except UsageError as error:
             differ, _, _ = str(error).rpartition("; ")
             raise refusal(differ, "give every rank the same, and the whole dataset: run.steps shares it out") from None
-        self._loop, self._dataset, self._evaluated = loop, dataset, plan.largest
+        self._loop, self._seen, self._evaluated = loop, (dataset, ends), plan.largest
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
         self._steps = self._run(placed, plan, loader, audits, faults)
@@ -355,9 +357,8 @@ class Run:
         try:
             if error is None:
                 self._meet("the end of the run")
-                if left is not None:  # as early stopping leaves it: after the last step that was done
-                    for event in (*self._report(), *self._boundary(self._here(), self._rank.progress)):
-                        self._rank.write(event)
+                kept = self._checkpoints
+                if left is not None and (kept is None or kept.has(self.step)):  # as early stopping leaves it
                     self._finish(self._here())
         except LockstepError as found:
             error = found
@@ -506,9 +507,11 @@ class Run:
         placed.check_structure()
         changes = placed.changes()
         try:
-            state = json.dumps(self._state)
+            state = json.dumps(self._state, sort_keys=True)
+            if (back := parse_json(state)) != self._state:
+                raise ValueError(f"it would come back as {back}")
         except (TypeError, ValueError) as error:
-            raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts in it") from None
+            raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts by text in it") from None
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         self._world.compare({**compared, "run.state": state})
         if placed.scheduler is not None:

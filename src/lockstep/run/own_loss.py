@@ -98,7 +98,8 @@ class LossCheck:
             )
         every = _parts(loss.grad_fn, microbatch.samples, returned)
         parts = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
-        means = [part for part in parts if part.mean and not _is_sum_again(part, microbatch)]
+        parts = [each._replace(mean=False, scales=()) if _is_sum_again(each, microbatch) else each for each in parts]
+        means = [part for part in parts if part.mean]
         if means and not _of_one_sample(means, microbatch):
             what = "the loss is a mean" if len(means) == len(parts) else "a part of the loss is a mean"
             raise refusal(
@@ -193,10 +194,17 @@ def _division_error(step: int, divisor: float, why: str) -> Exception:
     )
 
 
-def _is_sum_again(mean: LossTerm, microbatch: MicroBatch) -> bool:
-    """Return whether a mean is multiplied by how many it is of: by samples, or by targets that count."""
-    weighted = getattr(mean.node, "_saved_total_weight", None) is not None
-    return mean.factor() in (_reduction_counts(mean.node) if weighted else (microbatch.samples, microbatch.weight))
+def _is_sum_again(part: LossTerm, microbatch: MicroBatch) -> bool:
+    """Return whether a part is a mean times how many values it is of, or samples, where these are what counts."""
+    if not (part.mean and part.scales):
+        return False
+    if _name(part.node).startswith("MeanBackward"):
+        counts = [math.prod(part.node._saved_self_sym_sizes[dim] for dim in _dims(part.node))]
+    else:
+        counts = [*_reduction_counts(part.node)]
+    if getattr(part.node, "_saved_total_weight", None) is None and _rows(part.node) == microbatch.weight:
+        counts += [microbatch.samples]
+    return part.factor() in counts
 
 
 def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:

@@ -22,11 +22,11 @@ from lockstep.parallel.numerics import Numerics
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 
-# What torch says where it cannot compute with a DTensor.
 _TOO_FEW: Final = (
     "BatchNorm needs two samples in each micro-batch, those of an epoch's last step too: take fewer micro-batches, or "
     "drop_last=True in run.steps"
 )
+# What torch says where it cannot compute with a DTensor.
 _OF_ROWS: Final = ("DTensor", "DeviceMesh")
 _IN_ROWS: Final = (
     "this strategy keeps weights in rows on the ranks, whole only while their layer is called: call it, leave the rest "

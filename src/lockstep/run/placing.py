@@ -8,6 +8,7 @@ checkpoints. Rates go through step.update, or are a scheduler's.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from types import MethodType
 from typing import Any, Final, NoReturn, final
 
@@ -70,7 +71,7 @@ def check_pair(model: Any, optimizer: Any) -> None:
         raise refusal(
             f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"
         )
-    if any(not isinstance(group["lr"], float | int | Tensor) for group in optimizer.param_groups):
+    if any(not isinstance(group["lr"], Real | Tensor) for group in optimizer.param_groups):
         raise refusal("run.place: the optimizer finds its own rate: its lr is no number", "give it an lr")
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
