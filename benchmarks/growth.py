@@ -67,10 +67,9 @@ def _measured(folder: Path, size: int) -> dict[str, float]:
     ]
     try:
         _until(lambda: _step(folder) >= 1)
-        first = _cpu_s(ranks)
-        began, before, steps, sent = time.monotonic(), _cpu_s(ranks), _step(folder), _exchanged(port)
+        began, first, steps, sent = time.monotonic(), _cpu_s(ranks), _step(folder), _exchanged(port)
         _until(lambda: _step(folder) >= steps + _STEPS)
-        seconds, spent, steps = time.monotonic() - began, _cpu_s(ranks) - before, _step(folder) - steps
+        seconds, spent, steps = time.monotonic() - began, _cpu_s(ranks) - first, _step(folder) - steps
         exchanged = (_exchanged(port) - sent) / seconds
         connections = sum(each.status == psutil.CONN_ESTABLISHED for each in ranks[0].net_connections("tcp"))
         for rank in ranks:
