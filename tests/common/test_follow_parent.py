@@ -15,6 +15,22 @@ COMMAND = 'echo $$ > "$0.pid"; sleep 60 & echo $! > "$0.child"; wait'
 SAVES = f'trap "echo saved > $0.saved; exit 75" TERM; {COMMAND}'
 STAYS = f'trap "" TERM; {COMMAND}; wait'
 
+# A stop may come while the command is being started.
+AT_ONCE = """
+import os, pathlib, signal, subprocess, sys, time
+from lockstep.common import follow_parent
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **words):
+        super().__init__(command, **words)
+        while not pathlib.Path(command[-1] + ".child").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Popen
+sys.exit(follow_parent.run_until_stdin_closes(sys.argv[1:], 0))
+"""
+
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -27,9 +43,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a shell command tied to this test, and waits until it runs."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(text: str, stop_s: float = 60.0) -> subprocess.Popen[bytes]:
+    def start(text: str, stop_s: float = 60.0, program: str = "") -> subprocess.Popen[bytes]:
         call = f"run_until_stdin_closes(sys.argv[1:], 0, {stop_s})"
-        program = f"import sys; from lockstep.common.follow_parent import run_until_stdin_closes; sys.exit({call})"
+        program = (
+            program or f"import sys; from lockstep.common.follow_parent import run_until_stdin_closes; sys.exit({call})"
+        )
         command = [sys.executable, "-c", program, "sh", "-c", text, str(tmp_path / "it")]
         started.append(subprocess.Popen(command, stdin=subprocess.PIPE))
         child = tmp_path / "it.child"
@@ -98,6 +116,11 @@ def test_a_signal_goes_on_to_the_command(start: Start, tmp_path: Path) -> None:
     process = start(SAVES)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
+    until(lambda: gone(tmp_path / "it.child"))
+
+
+def test_a_signal_that_comes_while_the_command_starts_goes_on_too(start: Start, tmp_path: Path) -> None:
+    assert start(SAVES, program=AT_ONCE).wait(60) == 75
     until(lambda: gone(tmp_path / "it.child"))
 
 

@@ -48,11 +48,21 @@ _FOLLOWED: Final = ("torchrun", "openmpi", "mpich")  # one started by hand may o
 
 def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = STOP_S) -> int:
     """Run a command until it ends, or until the file descriptor `stdin` does; return its exit code, as shells count."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
+    process: subprocess.Popen[bytes] | None = None
+    asked = False  # to end, which a signal may do before there is a command to pass it on to
 
     def end(*_: object) -> None:
-        with suppress(ProcessLookupError):
-            process.terminate()
+        nonlocal asked
+        asked = True
+        if process:
+            with suppress(ProcessLookupError):
+                process.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, end)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
+    if asked:
+        end()
 
     def watch() -> None:
         while os.read(stdin, 4096):
@@ -62,8 +72,6 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
             process.wait(stop_s)
         _kill_group(process.pid)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, end)
     threading.Thread(target=watch, daemon=True).start()
     code = None
     while code is None:  # looks up now and then: a signal given to the other thread does not end a wait
