@@ -1,7 +1,8 @@
 """What `lockstep plan` says of a placement beside a run on it: memory, the time of a step, and which is the fastest.
 
 On this machine a plan measures all ranks, and with a `--link` one rank whose peers are pretended: its memory is
-compared too. Its time is that of other machines. The run is `lockstep train`, with all that it has by default.
+compared too. Its time is that of other machines. Both are commands, as people give them: `lockstep plan`, and then
+`lockstep train` with all that it has by default.
 `python -m benchmarks.plan FILE` sums up such a file of results.
 """
 
@@ -18,13 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from benchmarks.report import Result, Target, compare
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, load
-from lockstep.config.placement import StrategyConfig
-from lockstep.config.write import flow
-from lockstep.planning.measure import Figures
-from lockstep.planning.survey import LINK, Machine, Placed, as_predicted, made_ready, survey
-from lockstep.run.build import Setup
 
 _IMAGES: Final = {"name": "synthetic", "image_size": 32, "options": {"samples": 256, "validation_samples": 16}}
 _LARGER: Final = {**_IMAGES, "image_size": 64}
@@ -85,7 +79,8 @@ PLACEMENTS: Final = (
 CUT: Final = ("tensor", 2)
 _EACH: Final = 2
 _MICROBATCHES: Final = 4
-_STEPS: Final = 12  # of a run: the time of the last six is graded, and the memory of the five before
+_STEPS: Final = 30  # of a run: the time of the last 24 is graded, and the memory of the five before
+_LINK: Final = "1GB/s"
 _ROOM: Final = (0.98, 1.05)  # times the memory of the run
 _TIME: Final = (0.8, 1.2)  # times that of its steps
 _BEST: Final = 1.05  # times the step of the fastest
@@ -103,37 +98,30 @@ def results(quick: bool) -> Iterator[Result]:
 def _of_recipe(number: int, name: str, folder: Path, quick: bool) -> Iterator[Result]:
     recipe = {"microbatches": _MICROBATCHES, "steps": _STEPS, **RECIPES[name]}
     file = folder / f"{number}.yaml"
-    file.write_text(json.dumps({"recipe": recipe}), encoding="utf-8")
-    loaded = load(str(file), ["placement.device=cpu"])
-    ready = made_ready(loaded)
+    file.write_text(json.dumps({"recipe": recipe, "placement": {"device": "cpu"}}), encoding="utf-8")
     own = [PLACEMENTS[(_EACH * number + each) % len(PLACEMENTS)] for each in range(1 if quick else _EACH)]
     if isinstance(recipe["model"], dict) and "chunks" in recipe["model"]:
         own[-1] = CUT
     seconds: dict[str, tuple[float, float]] = {}
     for strategy, processes in own:
-        plans = {"plan": _planned(loaded, ready, strategy, processes, None)}
+        plans = {"plan": _planned(file, strategy, processes)}
         if not seconds:
-            plans["plan with a link"] = _planned(loaded, ready, strategy, processes, LINK)
+            plans["plan with a link"] = _planned(file, strategy, processes, "--link", _LINK)
         was = _trained(file, folder / f"{number}-{strategy}-{processes}", plans["plan"])
         of = f"{name}, {strategy} on {processes}"
-        peaks = {"run": was["peak_bytes"], **{who: _figures(each).peak for who, each in plans.items()}}
+        peaks = {"run": was["peak_bytes"], **{who: each["peak_bytes"] for who, each in plans.items()}}
         peaks |= _estimates(file, strategy, processes) if strategy in ("zero2", "zero3") else {}
         memory = {who: [peak / 2**20] for who, peak in peaks.items()}
         room = [target for who in plans for target in _within(who, _ROOM)]
         yield compare(f"plan-memory-{_key(of)}", f"plan: memory, most in a step, {of}", "MiB", memory, "run", room)
-        seconds[of] = (_figures(plans["plan"]).seconds, was["step_s"])
-        times = {"run": [was["step_s"]], "plan": [_figures(plans["plan"]).seconds]}
+        seconds[of] = (plans["plan"]["step_s"], was["step_s"])
+        times = {"run": [was["step_s"]], "plan": [plans["plan"]["step_s"]]}
         yield compare(f"plan-time-{_key(of)}", f"plan: a step, {of}", "s", times, "run", _within("plan", _TIME))
     chosen, fastest = min(seconds.values())[1], min(was for _, was in seconds.values())
     found = {"the fastest": [fastest], "the plan's": [chosen]}
     best = Target("the plan's", "the fastest", "at most", _BEST)
     title = f"plan: a step of the placement that is best, {name}"
     yield compare(f"plan-best-{_key(name)}", title, "s", found, "the fastest", [best])
-
-
-def _figures(placed: Placed) -> Figures:
-    assert placed.figures is not None, placed.reason
-    return placed.figures
 
 
 def _estimates(file: Path, strategy: str, processes: int) -> dict[str, float]:
@@ -143,25 +131,30 @@ def _estimates(file: Path, strategy: str, processes: int) -> dict[str, float]:
     return said
 
 
-def _planned(loaded: Loaded, ready: Setup, strategy: str, processes: int, link: float | None) -> Placed:
-    [found] = survey(loaded, ready, [StrategyConfig(name=strategy)], (processes,), Machine(link=link), str)
-    return found
+def _planned(file: Path, strategy: str, processes: int, *more: str) -> dict[str, Any]:
+    """Return what a plan predicts, as a run is told."""
+    found = file.with_suffix(".plan")
+    words = ["--placements", strategy, "--processes", str(processes), "--json", str(found), *more]
+    _lockstep("plan", str(file), *words)
+    [row] = json.loads(found.read_text(encoding="utf-8"))["placements"]
+    figures = {"step_s": row["seconds"], "peak_bytes": row["figures"]["peak"]}
+    return {"strategy": strategy, "processes": processes, **figures}
 
 
-def _trained(file: Path, folder: Path, plan: Placed) -> dict[str, float]:
+def _trained(file: Path, folder: Path, plan: Mapping[str, Any]) -> dict[str, float]:
     """Return what the steps of a run took, as the run itself compares it with its plan."""
-    words = [
-        f"placement.strategy={plan.strategy}",
-        f"placement.processes={plan.processes}",
-        f"run.dir={folder}",
-        "run.probe=off",
-    ]
-    words += [f"run.predicted={flow(values(as_predicted(plan)))}"]
-    line = [sys.executable, "-m", "lockstep", "train", str(file), *words]
-    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [f"placement.{key}={plan[key]}" for key in ("strategy", "processes")]
+    _lockstep("train", str(file), *words, f"run.predicted={json.dumps(plan)}", f"run.dir={folder}", "run.probe=off")
     done = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()[-1]
     measured: dict[str, float] = json.loads(done)["measured"]
     return measured
+
+
+def _lockstep(*words: str) -> None:
+    """Run a command, of which only a failure is heard."""
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"lockstep {' '.join(words)}: {done.stderr}")
 
 
 def _within(who: str, bounds: tuple[float, float]) -> list[Target]:
