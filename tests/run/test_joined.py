@@ -352,6 +352,20 @@ def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
         run.place(model, other)
 
 
+def test_other_data_and_another_rate_than_before_a_resume_are_warned_of(tmp_path, capsys):
+    other = TensorDataset(loops.data().tensors[0] + 1, loops.data().tensors[1])
+    changed = "changed since step 2 was saved: the optimizer's lr, the first or the last sample: the run goes on with"
+    for rate, data, warned in ((0.1, loops.data(), 0), (0.1, loops.data(), 0), (0.2, other, 1)):
+        with joined(tmp_path / "run") as run:
+            model = nn.Linear(6, 3)
+            run.place(model, torch.optim.SGD(model.parameters(), lr=rate))
+            for step in loops.computed(run, model, data, epochs=2):
+                step.update()
+                run.save()
+                break
+        assert capsys.readouterr().err.count(changed) == warned
+
+
 def test_the_gradient_is_that_of_the_mean_over_the_whole_batch():
     inputs, targets = loops.data().tensors
     model = nn.Linear(6, 3)

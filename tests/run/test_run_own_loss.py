@@ -59,7 +59,8 @@ def penalty() -> Tensor:
         lambda x: F.mse_loss(x, x.detach(), reduction="sum") / 2,
         lambda x: ((x - 1) ** 2).sum() / x.shape[1],
         lambda x: x.square().sum() / 2 + x.sum(),
-        lambda x: 0.2 * entropy(x) + 0.1 * x.sum(),
+        lambda x: 0.25 * entropy(x) + 0.1 * x.sum(),
+        lambda x: entropy(x) + 0.125 * (x - 1).abs().sum(),
         lambda x: entropy(x) * 0.1,
         lambda x: entropy(x, 5 / 32),  # over five classes: 1/32 of each, beside 27/32
         lambda x: entropy(x, 0.75) * 3,  # of which a quarter stays
@@ -231,7 +232,7 @@ def test_a_divisor_that_changes_within_a_step_makes_a_mean_of_means() -> None:
     ("loss", "factor", "what"),
     [
         (lambda x: entropy(x) * (1 / 8), "0.125", "the number of micro-batches of the step"),
-        (lambda x: 0.25 * entropy(x) + 0.1 * x.sum(), "0.25", "the number of samples of the micro-batch"),
+        (lambda x: 0.25 * entropy(x) + 0.1 * (0.25 * x).sum(), "0.25", "the number of samples of the micro-batch"),
         (lambda x: -(1 / 32) * x.log_softmax(1)[:, 0].sum(), "-0.03125", "the number of samples of the step"),
         (lambda x: entropy(x, 0.1) * torch.tensor(1 / 8), "0.125", "the number of micro-batches of the step"),
         (lambda x: x.exp().sum() * (1 / 20), "0.05", "as many as were added up"),

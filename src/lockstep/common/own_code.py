@@ -103,13 +103,16 @@ def refusal(text: str, advice: str, where: str = "") -> OwnCodeError:
 
 @contextmanager
 def with_its_line() -> Iterator[None]:
-    """Name the user's line that is calling in what is refused in the block without one."""
+    """Name the user's line that is calling in what is refused in the block without one.
+
+    A recipe's keys are arguments there.
+    """
     try:
         yield
     except OwnCodeError:
         raise
     except UsageError as error:
-        text, _, advice = str(error).partition("; ")
+        text, _, advice = str(error).replace("recipe.model.", "").replace("recipe.", "").partition("; ")
         raise (refusal(text, advice) if advice and (where := calling()) and where not in text else error) from None
 
 

@@ -44,7 +44,7 @@ from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
 from lockstep.run.own_placed import ChunkPlan, Placed, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
-from lockstep.run.own_resume import read_own, refuse_other
+from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import Step, seed_all
@@ -225,8 +225,8 @@ class Run:
         placed = self._ready("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
-        plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
-        check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
+            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
+            check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
             self._rank.warn(
                 "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
@@ -253,6 +253,8 @@ class Run:
             differ, _, _ = str(error).rpartition("; ")
             raise refusal(differ, "give every rank the same, and the whole dataset: run.steps shares it out") from None
         self._loop, self._seen, self._evaluated = loop, (dataset, ends), plan.largest
+        if self._resumed is not None:
+            warn_of_changes(self._rank, self._resumed.pop("began", {}), self._began(placed))
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
         self._steps = self._run(placed, plan, loader, audits, faults)
@@ -521,8 +523,13 @@ class Run:
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
-        loop = self._loop or placed.decisive()
+        loop = {**(self._loop or placed.decisive()), "began": self._began(placed)}
         return {"recipe": {"loop": loop, "state": deepcopy(self._state), **placed.changes()}, "data": {}}
+
+    def _began(self, placed: Placed) -> dict[str, Any]:
+        """Return what else decides the numbers, and may be changed at a resume; a scheduler keeps its own rates."""
+        rate = {} if placed.scheduler is not None else {"the optimizer's lr": placed.rate}
+        return rate | ({} if self._seen is None else {"the first or the last sample": self._seen[1]})
 
     def _finish(self, placed: Placed) -> None:
         kept, at = self._checkpoints, self._rank.progress

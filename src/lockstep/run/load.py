@@ -42,10 +42,8 @@ def load(
 
 
 def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:
-    state = saved_state.parse_state(found.path, found.snapshot.state)
-    if "loop" in state.recipe:
-        raise UsageError(f"{found.path}: of a loop of one's own, which alone knows its model; give model=")
     recipe = checkpoint_recipe(found.path, found.snapshot)
+    state = saved_state.parse_state(found.path, found.snapshot.state)
     paths = import_paths(recipe)
     if "model" in paths and not trust:
         raise UsageError(

@@ -106,7 +106,7 @@ class LossCheck:
                 f"step {step}: {what}, which micro-batches of other sizes would not add up to",
                 'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
             )
-        scales = [(scale, part) for part in parts for scale in part.scales]
+        scales = [(scale, part) for part in parts for scale in part.scales if scale.divides or _is_of_all(scale, parts)]
         counts = {self.processes: "the number of processes", **others()} if scales else {}
         for scale, part in scales:
             if _is_of_a_scaler(scale):
@@ -215,17 +215,9 @@ def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:
     return len(means) == samples and all(_rows(part.node) != samples for part in means)
 
 
-def _smooths(factor: Scale, part: LossTerm, parts: Sequence[LossTerm]) -> bool:
-    """Return whether a factor is one of the two that label smoothing weighs the loss and the outputs of it with."""
-    return any(
-        factor.node not in [scale.node for scale in other.scales]
-        and (_leads_to(other.node, part.node) or _leads_to(part.node, other.node))
-        for other in parts
-    )
-
-
-def _leads_to(node: Node, below: Node) -> bool:
-    return below in [each for each, _ in node.next_functions]
+def _is_of_all(factor: Scale, parts: Sequence[LossTerm]) -> bool:
+    """Return whether all parts of a loss are multiplied alike; other factors weigh one against another."""
+    return all(factor.value in [scale.value for scale in part.scales] for part in parts)
 
 
 def _inverse(factor: float) -> float:
@@ -243,7 +235,7 @@ def _count(
     """
     value = divisor.value
     if not divisor.divides:
-        value = 0.0 if _smooths(divisor, part, parts) else _inverse(abs(value))
+        value = _inverse(abs(value))
     if not math.isfinite(value) or value != int(value) or value < 2:
         return ""
     beneath = [each for each in parts if divisor.node in [scale.node for scale in each.scales]]

@@ -61,7 +61,7 @@ class ChunkPlan:
         try:
             return cut(model, self.count, self.plan, type(model).__name__)
         except UsageError as error:
-            raise UsageError(f"run.place: {str(error).replace('recipe.model.', '')}") from None
+            raise UsageError(f"run.place: {error}") from None
 
 
 @dataclass(frozen=True, eq=False)

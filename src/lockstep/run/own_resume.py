@@ -9,6 +9,7 @@ from lockstep.errors import UsageError
 from lockstep.run.checkpoints import Resumed
 from lockstep.run.membership import Member
 from lockstep.run.own_placed import Placed
+from lockstep.run.rank import Rank
 from lockstep.run.resume import read_alike, signing_key
 from lockstep.training.checkpoint import saved_state
 
@@ -36,6 +37,15 @@ def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any
     ]
     if lines:
         raise UsageError("\n".join([f"{place}: of another loop; undo the changes, or choose another dir:", *lines]))
+
+
+def warn_of_changes(rank: Rank, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of what made other numbers before, as far as both know it, and does not forbid to go on."""
+    if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
+        rank.warn(
+            f"changed since step {rank.progress.step} was saved: {', '.join(changed)}: the run goes on with the new "
+            f"one, and not to the bits of an uninterrupted run"
+        )
 
 
 def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

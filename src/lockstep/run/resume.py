@@ -71,7 +71,10 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     """Return the recipe that the checkpoint `path` was made by."""
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
-        raise UsageError(f"{path}: of a loop of one's own, and no recipe; its script goes on with it")
+        raise UsageError(
+            f"{path}: of a loop of one's own, and no recipe; its script goes on with it, and "
+            f"lockstep.load(..., model=...) gives its model"
+        )
     try:
         return Recipe.model_validate(recipe)
     except ValidationError as error:
