@@ -49,6 +49,12 @@ def test_a_worker_has_the_rank_that_ray_says_and_meets_the_others_at_rays_store(
     assert rendezvous_address(info, "env://") == "tcp://10.0.0.7:41234"
 
 
+def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for info in (None, "a node"):
+        monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_preemption_info=lambda info=info: info))
+        assert ray.preempted() == bool(info)
+
+
 @pytest.mark.parametrize(
     ("env", "problem"),
     [

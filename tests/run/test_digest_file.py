@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from lockstep.run import digest_file
 from lockstep.run.rank import Rank
 from lockstep.training.digests import Digest
 
-ALONE = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
+INFO = RankInfo(0, 1, 0, 1, "test")
+ALONE = World(INFO, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def test_another_file_is_told_and_begun_anew(path: Path, content: bytes, problem
 def test_a_run_that_resumes_cuts_off_what_it_does_again(
     path: Path, exactness: str, every: Literal["auto", "off"]
 ) -> None:
-    rank = Rank(SimpleNamespace(rank_log=SimpleNamespace(note=str)), ALONE, path.parent, {}, {})  # type: ignore[arg-type]
+    rendezvous: Any = SimpleNamespace(rank_log=SimpleNamespace(note=str), info=INFO)
+    rank = Rank(rendezvous, ALONE, path.parent, {}, {})
     rank.progress.step = 4
     rank.keep_digests(SimpleNamespace(gradients=dict), exactness, every)  # type: ignore[arg-type]
     assert [each.step for each in digest_file.read(path)] == [1, 2, 3, 4]

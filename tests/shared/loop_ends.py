@@ -14,6 +14,7 @@ import torch
 
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
+from lockstep.common.rank import ALONE
 from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.errors import CorruptionError, UsageError
@@ -30,7 +31,7 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
     """Give a loop a run that has been joined; return what ended it, or the hash of what it trained."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = settings(3, None, "fp32", 1, {"audit_every": audit_every}, None)
-    life: Any = SimpleNamespace(status=None)
+    life: Any = SimpleNamespace(status=None, info=ALONE)
     ends: list[BaseException | None] = []
     held = ExitStack()
     held.push(lambda _kind, error, _trace: ends.append(error) or True)

@@ -5,6 +5,7 @@ import json
 import math
 import time
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -200,6 +201,14 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
         events.extend(training)
     assert shortly(events) in ([], ["step 1"])
     assert [call[1] for call in engine.calls if call[0] == "forward_backward"] == done
+
+
+def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted() -> None:
+    following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
+    ask = partial(next, warned)
+    steps = turns(ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish(), None, ask)  # type: ignore[arg-type]
+    saves = [each for each in shortly(list(train(FakeEngine(), following, steps))) if each.startswith("saved")]
+    assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
 
 
 def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:

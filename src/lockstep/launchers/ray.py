@@ -47,6 +47,11 @@ def place(worker: Worker, env: Mapping[str, str]) -> RankInfo:
     return RankInfo(*numbers, "ray", env.get("MASTER_ADDR"), port, _ADVICE, hosted=True)
 
 
+def preempted() -> bool:
+    """Return whether a node of this run is to be taken soon. All workers call it, and wait for each other."""
+    return sys.modules["ray.train"].get_preemption_info() is not None
+
+
 def run_folder(worker: Worker, folder: str) -> str:
     """Return where a run folder is: a relative one lies in the folder of Ray's run, which is `Result.path`.
 

@@ -430,8 +430,9 @@ class Run:
             return self._finish(placed)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
         try:
-            save, digests, batches = partial(self._boundary, placed), self._rank.digests, self._until_last(loader)
-            for each in turns(self._world, batches, loop_plan, self._rank.progress, None, save, stop, digests):
+            what = self._world, self._until_last(loader), loop_plan, self._rank.progress, None
+            also = stop, self._rank.digests, self._rank.preempted
+            for each in turns(*what, partial(self._boundary, placed), *also):
                 if isinstance(each, Turn):
                     audit = None
                     if audits is not None and audits.due(each.step):

@@ -16,6 +16,7 @@ from lockstep.comm.world import World
 from lockstep.common.text import printable_line
 from lockstep.device.clock import Clock
 from lockstep.errors import EXIT_DONE, CorruptionError, HostError, os_error_as
+from lockstep.launchers import ray
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
@@ -50,6 +51,7 @@ class Rank:
         self.progress = Progress()
         self.digests: StepDigests | None = None  # where they are kept
         self.phase: Phase = "setting up"
+        self.preempted = ray.preempted if self.rendezvous.info.launcher == "ray" else None
         self._began = time.perf_counter()
         self.rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 

@@ -123,10 +123,8 @@ class RankTraining:
         for finding in self.look():
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
-        plan, at, digests = self._plan(), rank.progress, rank.digests
-        following = turns(
-            self.world, self._batches, plan, at, self._evaluate, lambda _: checkpoints.save(), stop, digests
-        )
+        plan, at, also = self._plan(), rank.progress, (stop, rank.digests, rank.preempted)
+        following = turns(self.world, self._batches, plan, at, self._evaluate, lambda _: checkpoints.save(), *also)
         for event in train(self.engine, plan, following):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()

@@ -163,13 +163,15 @@ def turns(
     save: Callable[[Progress], Iterable[Saved]],
     stop: Stop | None = None,
     digests: StepDigests | None = None,
+    preempted: Callable[[], bool] | None = None,
 ) -> Iterator[Turn | Event]:
     """Yield the steps from `progress` to the end of the plan, or to the boundary at which the ranks agree to stop.
 
     `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate, each gets
     the same; the caller does the steps, and reports in the end what was done. `save` gives the saves that are
     done by then, and collects the `digests`. Without `evaluate` nothing is evaluated, and without `stop` nobody asks to
-    stop. A loss that is not finite raises TrainingError, at the latest with the next report.
+    stop. Steps that are reported are saved while ranks are to be `preempted`, which all of them are asked. A loss that
+    is not finite raises TrainingError, at the latest with the next report.
     """
     watch = NonFiniteCheck(world, plan.stop_on_nonfinite, digests, own=plan.rate is None)
     meter = Meter(world.device)
@@ -187,7 +189,8 @@ def turns(
             progress.judge(evaluated, plan.monitor)
             yield evaluated
             meter.restart()
-        if last or level or plan.save.falls_on(step):
+        at_risk = preempted is not None and plan.reports(step) and preempted()
+        if last or level or at_risk or plan.save.falls_on(step):
             watch.check()
             yield from save(progress)
             meter.restart()
