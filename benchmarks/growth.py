@@ -66,10 +66,10 @@ def _measured(folder: Path, size: int) -> dict[str, float]:
         for rank in range(size)
     ]
     try:
-        _until(lambda: _step(folder) >= 1)
-        began, first, steps, sent = time.monotonic(), _cpu_s(ranks), _step(folder), _exchanged(port)
-        _until(lambda: _step(folder) >= steps + _STEPS)
-        seconds, spent, steps = time.monotonic() - began, _cpu_s(ranks) - first, _step(folder) - steps
+        until(lambda: last_step(folder) >= 1)
+        began, first, steps, sent = time.monotonic(), _cpu_s(ranks), last_step(folder), _exchanged(port)
+        until(lambda: last_step(folder) >= steps + _STEPS)
+        seconds, spent, steps = time.monotonic() - began, _cpu_s(ranks) - first, last_step(folder) - steps
         exchanged = (_exchanged(port) - sent) / seconds
         connections = sum(each.status == psutil.CONN_ESTABLISHED for each in ranks[0].net_connections("tcp"))
         for rank in ranks:
@@ -95,15 +95,17 @@ def _measured(folder: Path, size: int) -> dict[str, float]:
     }
 
 
-def _until(reached: Callable[[], bool]) -> None:
-    until = time.monotonic() + _LONGEST_S
+def until(reached: Callable[[], bool]) -> None:
+    """Wait until a run has come so far; TimeoutError where it does not."""
+    last = time.monotonic() + _LONGEST_S
     while not reached():
-        if time.monotonic() > until:
+        if time.monotonic() > last:
             raise TimeoutError(f"no step within {_LONGEST_S:.0f} s")
         time.sleep(0.1)
 
 
-def _step(folder: Path) -> int:
+def last_step(folder: Path) -> int:
+    """Return the last step that a run has logged, 0 for none."""
     file = folder / "events.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     steps: list[int] = [_event(each).get("step", 0) for each in lines]

@@ -23,10 +23,10 @@ from benchmarks.report import Result, Target, compare
 _IMAGES: Final = {"name": "synthetic", "image_size": 32, "options": {"samples": 256, "validation_samples": 16}}
 _LARGER: Final = {**_IMAGES, "image_size": 64}
 _TEXT: Final = {"name": "shakespeare", "options": {"context": 64, "validation": 0.005}}
-_PLAIN: Final = {"optimizer": {"name": "sgd", "lr": 0.1}}
+_PLAIN: Final = {"optimizer": {"name": "sgd", "lr": 0.01}}
 _ADAM: Final = {"optimizer": {"name": "adamw", "lr": 0.001}, "clip_norm": 1.0}
 _NARROW: Final = {**_ADAM, "precision": "bf16"}
-_AVERAGED: Final = {"optimizer": {"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}}, "ema": {"decay": 0.99}}
+_AVERAGED: Final = {"optimizer": {"name": "sgd", "lr": 0.01, "options": {"momentum": 0.9}}, "ema": {"decay": 0.99}}
 _WAYS: Final = (_PLAIN, _ADAM, _NARROW, _AVERAGED)
 _VIT: Final = {"img_size": 32, "patch_size": 4}
 
