@@ -10,7 +10,7 @@ from lockstep.checkup.finding import Finding
 from lockstep.common.platforms import has_gpu_driver
 from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
 from lockstep.errors import UsageError
-from lockstep.launchers import Detection, detect_all, environment
+from lockstep.launchers import Detection, detect, detect_all
 from lockstep.launchers.slurm import resolve_master
 
 
@@ -24,7 +24,7 @@ def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[lis
     findings = [_variables(each, env, each is decides) for each in looks]
     info = decides.info if decides else None
     facts = {"decides": decides.launcher.name if decides else None, "rank": asdict(info) if info else None}
-    return [*findings, *_check_rank(decides, env, rendezvous, device)], facts
+    return [*findings, *_check_rank(env, rendezvous, device)], facts
 
 
 def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> Finding:
@@ -33,10 +33,10 @@ def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> Findin
     return Finding(each.launcher.name, "ok", f"decides: {text}" if decides else text)
 
 
-def _check_rank(decides: Detection | None, env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
+def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
     """Yield the rank, where it meets the others and its device, or what is wrong."""
     try:
-        info = _rank_info(decides, env)
+        info = detect(env)
     except UsageError as error:
         yield from _problems("launcher", error)
         return
@@ -47,16 +47,6 @@ def _check_rank(decides: Detection | None, env: Mapping[str, str], rendezvous: s
             yield Finding(check, "ok", found(info or ALONE))
         except UsageError as error:
             yield from _problems(check, error)
-
-
-def _rank_info(decides: Detection | None, env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that the launcher gave, None where none started this process."""
-    if decides is None:
-        environment.check_half_set(env)
-        return None
-    if decides.problem:
-        raise UsageError(decides.problem)
-    return decides.info
 
 
 def _problems(check: str, error: UsageError) -> Iterator[Finding]:
