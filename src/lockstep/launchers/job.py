@@ -37,13 +37,7 @@ class Resources:
     @property
     def named(self) -> dict[str, str]:
         """What is asked for, by the name of its option, which is Slurm's and ours."""
-        asked = {
-            "--partition": self.partition,
-            "--account": self.account,
-            "--gpus-per-node": self.gpus_per_node,
-            "--cpus-per-task": str(self.cpus_per_task or ""),
-        }
-        return {option: value for option, value in asked.items() if value}
+        return {f"--{field.replace('_', '-')}": str(value) for field, value in vars(self).items() if value}
 
 
 @dataclass(frozen=True)
