@@ -1,6 +1,6 @@
 """A batch: a tensor, or tuples, lists and mappings of them, however nested; samples run along dim 0 of each tensor."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
     return pytree.tree_map_only(Tensor, change, batch)
 
 
-def like(batch: Batch, tensors: list[Tensor]) -> Batch:
-    """Return `tensors` in the shape of `batch`, in place of its own ones."""
-    remaining = iter(tensors)
+def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
+    """Return `leaves`, such as tensors, in the shape of `batch`, in place of its own tensors."""
+    remaining = iter(leaves)
     return map_tensors(lambda _: next(remaining), batch)
 
 

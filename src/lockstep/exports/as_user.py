@@ -15,6 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+# torch has no public door to its pytrees.
+from torch.utils import _pytree as pytree
+
 
 def main(name: str, place: str, where: str) -> None:
     """Load what is at `place` by the function of its format, and write what it gives."""
@@ -33,7 +36,8 @@ def main(name: str, place: str, where: str) -> None:
         "timm": timm,
     }
     with torch.no_grad():
-        outputs = found[name](Path(place), _nest(job["inputs"], tensors), job)
+        # Where the structure of the inputs has a name, the tensor of that name.
+        outputs = found[name](Path(place), pytree.tree_map(tensors.__getitem__, job["inputs"]), job)
     save_file({"outputs": outputs.contiguous()}, folder / "outputs.safetensors")
 
 
@@ -69,7 +73,7 @@ def onnx(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = job["threads"]
     session = runtime.InferenceSession(place, options, providers=["CPUExecutionProvider"])
-    arrays = [tensor.numpy() for tensor in _flat(inputs)]
+    arrays = [tensor.numpy() for tensor in pytree.tree_leaves(inputs)]
     names = [each.name for each in session.get_inputs()]
     return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
 
@@ -119,21 +123,6 @@ def _single(outputs: Any) -> torch.Tensor:
         return outputs
     found: torch.Tensor = outputs["logits"] if "logits" in outputs else outputs["out"]
     return found
-
-
-def _nest(structure: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the inputs: where their structure has a name, the tensor of that name."""
-    if isinstance(structure, str):
-        return tensors[structure]
-    if isinstance(structure, dict):
-        return {name: _nest(each, tensors) for name, each in structure.items()}
-    return [_nest(each, tensors) for each in structure]
-
-
-def _flat(inputs: Any) -> list[torch.Tensor]:
-    if isinstance(inputs, torch.Tensor):
-        return [inputs]
-    return [leaf for each in (inputs.values() if isinstance(inputs, dict) else inputs) for leaf in _flat(each)]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lockstep.common.text import printable
-from lockstep.core.batch import Inputs, with_paths
+from lockstep.core.batch import Inputs, like, tensors_of, with_paths
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user
@@ -80,21 +80,11 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
 
 def _flatten(inputs: Inputs) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors of inputs by names, and their structure with these names in place of the tensors."""
-    tensors: dict[str, Tensor] = {}
     strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
     if strange:
         raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
-
-    def replace_tensors(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            name = f"input {len(tensors)}"
-            tensors[name] = value.contiguous().clone()
-            return name
-        if isinstance(value, Mapping):
-            return {key: replace_tensors(each) for key, each in value.items()}
-        return [replace_tensors(each) for each in value]
-
-    return tensors, replace_tensors(inputs)
+    tensors = {f"input {number}": each.contiguous().clone() for number, each in enumerate(tensors_of(inputs))}
+    return tensors, like(inputs, tensors)
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:
