@@ -9,6 +9,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, final
@@ -103,21 +104,17 @@ class Tail:
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the events that were added; none where there is no log. UsageError where it cannot be read."""
-        try:
-            with plainfile.reader(self._path) as file:
-                file.seek(self._offset)
-                # Of a line that is too long a part is taken for a line, which is none.
-                while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
-                    number = self._line
-                    self._head = self._head or line[:_HEAD]
-                    self._offset += len(line)
-                    self._line += line.endswith(b"\n")
-                    if (event := self._event(line, number)) is not None:
-                        yield event
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise UsageError(f"{self._path}: cannot be read: {error.strerror}") from error
+        unread = os_error_as(UsageError, f"{self._path}: cannot be read")
+        with unread, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
+            file.seek(self._offset)
+            # Of a line that is too long a part is taken for a line, which is none.
+            while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
+                number = self._line
+                self._head = self._head or line[:_HEAD]
+                self._offset += len(line)
+                self._line += line.endswith(b"\n")
+                if (event := self._event(line, number)) is not None:
+                    yield event
 
     def _event(self, line: bytes, number: int) -> dict[str, Any] | None:
         """Return the event of a line, as one of this schema; UsageError where it is of a newer one."""
