@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.batch import Batch, Inputs, call, map_tensors
+from lockstep.core.batch import Batch, Inputs, call, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.errors import VerificationError
 from lockstep.parallel.tensor.plan import region_names
@@ -133,11 +133,7 @@ def _outputs(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, li
 
 
 def _keep(seen: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-    def record(tensor: Tensor) -> Tensor:
-        seen.setdefault(name, []).append(tensor)
-        return tensor
-
-    map_tensors(record, outputs)
+    seen.setdefault(name, []).extend(tensors_of(outputs))
 
 
 def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
