@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.batch import tensors_of
 from lockstep.errors import UsageError
@@ -35,7 +35,9 @@ def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[
     losses, tokens = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     for evaluated in batches:
         own, counted = task.losses(evaluated.outputs, evaluated.batch)
-        losses, tokens = _longer(losses, own.double().sum(0).cpu()), _longer(tokens, counted.sum(0).cpu())
+        # The shorter of two rows ends in zeros.
+        losses = pad_sequence([losses, own.double().sum(0).cpu()]).sum(1)
+        tokens = pad_sequence([tokens, counted.sum(0).cpu()]).sum(1)
     stretch = max(-(-len(tokens) // _MOST_POINTS), 1)
     points = []
     for first in range(0, len(tokens), stretch):
@@ -72,11 +74,3 @@ def _beginning(task: Language, batch: Any) -> list[int]:
         ids = ids[named["attention_mask"][0] != 0]
     found: Sequence[int] = ids[: min(_GIVEN, max(len(ids) // 2, 1))].tolist()
     return [*found]
-
-
-def _longer(one: Tensor, other: Tensor) -> Tensor:
-    """Add two rows, of which the shorter ends in zeros."""
-    sums = torch.zeros(max(len(one), len(other)), dtype=one.dtype)
-    sums[: len(one)] += one
-    sums[: len(other)] += other
-    return sums
