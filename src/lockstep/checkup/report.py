@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.checkup.agreement import who
@@ -58,10 +58,8 @@ def tables(report: CheckupReport) -> Iterator[RenderableType]:
 
 
 def _findings(report: CheckupReport) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for finding in _select(report.findings):
         ranks = f"  [{who(finding.ranks, report.hosts)}]" if finding.ranks else ""
         text = Text(printable_line(f"{finding.found}{ranks}"))
@@ -86,11 +84,9 @@ def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _matrix(report: CheckupReport) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    for rank in range(len(report.hosts)):
-        table.add_column(str(rank), justify="right", no_wrap=True)
-    table.add_column("latency from it", justify="right", no_wrap=True)
+    numbers = [*map(str, range(len(report.hosts))), "latency from it"]
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in numbers]
+    table = Table(Column("rank", no_wrap=True), *columns, box=None, pad_edge=False)
     rates = {(link.source, link.target): link.mb_s for link in report.links}
     for rank, host in enumerate(report.hosts):
         row = [_rate(rates.get((rank, other))) for other in range(len(report.hosts))]

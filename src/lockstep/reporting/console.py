@@ -4,7 +4,7 @@ from typing import Final, TextIO, final
 
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.common.text import size
@@ -116,9 +116,7 @@ class Console:
 
 
 def _table(rows: list[wording.Row]) -> Table:
-    table = Table(show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = Table(Column(style="bold"), Column(overflow="fold"), show_header=False)
     for name, value in rows:
         table.add_row(name, Text(value))
     return table

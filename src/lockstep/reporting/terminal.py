@@ -5,7 +5,7 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
@@ -37,9 +37,6 @@ def live_on(console: Console) -> Live:
 
 def progress_line(place: str, done: int, total: int, after: str) -> RenderableType:
     """Return a bar between words, as wide as the terminal."""
-    line = Table.grid(padding=(0, 1), expand=True)
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(no_wrap=True)
+    line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     line.add_row(Text(place), ProgressBar(total=total, completed=done), Text(after))
     return line
