@@ -1,6 +1,5 @@
 """Sums by name over numbered batches on several ranks: the same bits however batches are distributed."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import final
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.common import plainfile
 
 
 @final
@@ -48,8 +46,7 @@ def add_over_ranks(
     """
     first = next(iter(rows.values()), {})
     own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
-    of_all = [plainfile.parse_json(text) for text in world.all_tell(json.dumps(own))]
-    of_whole, of_rows = next((each for each in of_all if any(each)), own)
+    of_whole, of_rows = next((each for each in world.told_by_all(own) if any(each)), own)
     sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in of_whole.items()}
     for name, shape in of_rows.items():
         table = torch.zeros(count, *shape, dtype=torch.float64)

@@ -296,7 +296,7 @@ class World:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
         if self.size == 1:
             return
-        said = dict(enumerate(map(parse_json, self.all_tell(json.dumps(facts)))))
+        said = dict(enumerate(self.told_by_all(facts)))
         if lines := differences(said, [], advice):
             raise UsageError(lines[0])
 
@@ -318,6 +318,10 @@ class World:
         lengths = [int.from_bytes(each) for each in self.gather(len(own).to_bytes(8))]
         padded = self.gather(own.ljust(max(1, *lengths)))
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
+
+    def told_by_all(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank, by rank, on every rank: what JSON can hold. All ranks call it."""
+        return [parse_json(text) for text in self.all_tell(json.dumps(value))]
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -168,13 +168,13 @@ class NaiveDDP:
                 fractions=list(self._ready.task.fractions),
             )
         self._world.barrier()
-        peaks = self._of_all(float(self._meter.peak_bytes()))
+        peaks = self._world.told_by_all(self._meter.peak_bytes())
         yield Done(
             **self._at(),
             weights_sha256=weights_sha256(self._model.state_dict()),
             seconds=time.perf_counter() - began,
-            seconds_by_rank={"training": self._of_all(trained_s)},
-            peak_bytes_by_rank=[int(each) for each in peaks],
+            seconds_by_rank={"training": self._world.told_by_all(trained_s)},
+            peak_bytes_by_rank=peaks,
         )
 
     def _epoch(self, epoch: int) -> Iterator[Event]:
@@ -196,10 +196,10 @@ class NaiveDDP:
                 peak = self._meter.peak_bytes()
                 yield Stepped(**self._at(), loss=losses[-1], lr=lr, norm=None, samples_per_s=speed, peak_bytes=peak)
         share = list(self._sampler(validation, shuffle=False))  # the first samples again, where it does not divide
-        figures = self._figures(share)
-        printed = {f"{PRINTED}{name}/validation": _mean(self._of_all(value)) for name, value in figures.items()}
-        own = _mean(losses)
-        printed |= {f"{PRINTED}loss/train": own, OF_ALL: _mean(self._of_all(own))}
+        figures, own = self._figures(share), _mean(losses)
+        of_all = self._world.told_by_all
+        printed = {f"{PRINTED}{name}/validation": _mean(of_all(value)) for name, value in figures.items()}
+        printed |= {f"{PRINTED}loss/train": own, OF_ALL: _mean(of_all(own))}
         yield Logged(**self._at(), figures=printed)
 
     def _update(self, indices: Sequence[int], epoch: int, lr: float) -> float:
@@ -244,10 +244,6 @@ class NaiveDDP:
         size, rank = self._world.size, self._world.rank
         numbers = cast(Dataset[Any], range(len(split)))  # it asks for no more than a length
         return DistributedSampler(numbers, size, rank, shuffle, self._ready.recipe.seed, drop)
-
-    def _of_all(self, value: float) -> list[float]:
-        """Return each rank's value."""
-        return [float(text) for text in self._world.all_tell(repr(value))]
 
     @property
     def _samples(self) -> int:

@@ -28,7 +28,6 @@ from lockstep.parallel.corruption import (
     changed_on_the_way,
     link_verdict,
     name_ranks,
-    told_by_all,
 )
 from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
@@ -160,7 +159,7 @@ class Audit:
         """Raise CorruptionError on all ranks where what one sent is not what another one received."""
         noted = [{peer: hash_of(each) for peer, each in by_peer(messages, way).items()} for way in (SENT, RECEIVED)]
         links = [[*map(list, each.items())] for each in noted]
-        told = told_by_all(self._world, {"host": self._world.host, "links": links})
+        told = self._world.told_by_all({"host": self._world.host, "links": links})
         sent, received = ([dict(each["links"][way]) for each in told] for way in (0, 1))
         if found := changed_on_the_way(sent, received):
             raise link_verdict(step, *found, told)
@@ -174,7 +173,7 @@ class Audit:
         """Return what the ranks do not agree on. All ranks call it."""
         own = [[*subject, hash_of(digests)] for subject, digests in findings]
         opinions: Opinions = {}
-        for rank, every in enumerate(told_by_all(self._world, own)):
+        for rank, every in enumerate(self._world.told_by_all(own)):
             for kind, rows, found in every:
                 opinions.setdefault(Subject(kind, rows), []).append((rank, found))
         return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
@@ -187,7 +186,7 @@ class Audit:
         # What the fewest ranks have wrong is nearest to the fault: rows of a weight, not what a replica makes of them.
         subject = min(decided or disputed, key=lambda each: len(named[each]))
         told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
-        return _verdict(step, subject, disputed[subject], told_by_all(self._world, told))
+        return _verdict(step, subject, disputed[subject], self._world.told_by_all(told))
 
 
 def _microbatch(index: int) -> Subject:

@@ -1,11 +1,8 @@
 """How the ranks of an audit compare what they found, and the words for whom they name."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.comm.world import World
-from lockstep.common import plainfile
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 
@@ -13,11 +10,6 @@ SHOWN: Final = 3  # names of what differs
 NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
 RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
 OTHER_HOSTS: Final = f"{NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {RESUME}"
-
-
-def told_by_all(world: World, value: Any) -> list[Any]:
-    """Return what each rank tells, by rank: what JSON can hold. All ranks call it."""
-    return [plainfile.parse_json(each) for each in world.all_tell(json.dumps(value))]
 
 
 def name_ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:

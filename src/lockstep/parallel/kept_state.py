@@ -15,7 +15,7 @@ from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import NOT_APPLIED, RESUME, SHOWN, name_ranks, told_by_all
+from lockstep.parallel.corruption import NOT_APPLIED, RESUME, SHOWN, name_ranks
 from lockstep.parallel.engine import Engine, Predict, State, Update
 
 
@@ -71,7 +71,7 @@ class KeptState:
         """
         findings, before = self._findings(), self._before
         self._before = None
-        told = told_by_all(self._world, {"host": self._world.host, "changed": _changed(before or findings, findings)})
+        told = self._world.told_by_all({"host": self._world.host, "changed": _changed(before or findings, findings)})
         if odd := [rank for rank, each in enumerate(told) if each["changed"]]:
             kind, names, bit = told[odd[0]]["changed"]
             what = f"{kind} ({list_some(names, SHOWN)}{bit})"

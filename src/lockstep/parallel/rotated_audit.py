@@ -25,7 +25,6 @@ from lockstep.parallel.corruption import (
     changed_on_the_way,
     link_verdict,
     name_ranks,
-    told_by_all,
 )
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
@@ -124,14 +123,14 @@ class RotatedAudit:
     def _differ(self, *played: Played) -> bool:
         """Return whether two ranks did not do the same in a place. All ranks call it."""
         found: dict[int, set[str]] = {}
-        for every in told_by_all(self.world, [(each.place, hash_of(each.messages)) for each in played]):
+        for every in self.world.told_by_all([(each.place, hash_of(each.messages)) for each in played]):
             for place, messages in every:
                 found.setdefault(place, set()).add(messages)
         return any(len(each) > 1 for each in found.values())
 
     def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
         """Return who is wrong about what. All ranks call it, and get the same."""
-        ranks = told_by_all(self.world, {"host": self.world.host, "played": played})
+        ranks = self.world.told_by_all({"host": self.world.host, "played": played})
         every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
         start = f"audit at step {step.number + 1}"
         for at_once in zip(*every, strict=True):

@@ -572,7 +572,7 @@ class Run:
         if not self._world.figures_differ or self._figures_compared:
             return
         self._figures_compared = True
-        first, *others = map(parse_json, self._world.all_tell(json.dumps(self._logged)))
+        first, *others = self._world.told_by_all(self._logged)
         if names := [name for name in first if any(each.get(name, first[name]) != first[name] for each in others)]:
             self._rank.warn(
                 f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up "

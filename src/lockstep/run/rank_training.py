@@ -1,6 +1,5 @@
 """The training of one rank: what its loop yields goes to the sinks, and its state to checkpoints."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -9,7 +8,6 @@ from typing import Any, Final, TextIO
 import torch
 
 from lockstep.comm.world import World
-from lockstep.common import plainfile
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
@@ -185,8 +183,8 @@ class RankTraining:
         """Report the files that some rank could not read since the last report. All ranks call it."""
         for number, file in enumerate(self.ready.data.files or ()):
             met, reported = self.loader.unreadable[number], self.reported[number]
-            of_all = self.world.all_tell(json.dumps(sorted(met - reported)))
-            new = sorted({each for text in of_all for each in plainfile.parse_json(text)} - reported)
+            of_all = self.world.told_by_all(sorted(met - reported))
+            new = sorted({each for of_rank in of_all for each in of_rank} - reported)
             reported.update(new)
             for first in range(0, len(new), _FILES):
                 files = tuple(file(each) for each in new[first : first + _FILES])
@@ -196,7 +194,7 @@ class RankTraining:
         skipped = self.world.add_(torch.tensor([self.loader.skipped]))
         spent, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
         predicted, measured = self.resolved.run.predicted, {} if self.grading is None else self.grading.measured()
-        ranks = [plainfile.parse_json(text) for text in self.world.all_tell(json.dumps([spent, peak, measured]))]
+        ranks = self.world.told_by_all([spent, peak, measured])
         progress = self.rank.progress
         return Done(
             **progress.at,

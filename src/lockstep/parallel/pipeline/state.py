@@ -1,6 +1,5 @@
 """What a rank of a pipeline says of its optimizer's state: under the names and numbers of a single process."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -10,7 +9,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
-from lockstep.common import plainfile
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
@@ -64,7 +62,7 @@ class OptimizerNames:
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
-        heard = [plainfile.parse_json(text) for text in world.all_tell(json.dumps(told if primary else {}))]
+        heard = world.told_by_all(told if primary else {})
         owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
         forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
         numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}
