@@ -3,7 +3,6 @@
 Exit code 0 if all ran and those that promise the same bits have them, 1 if one failed, 3 if one broke its promise.
 """
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 
 from lockstep.commands import _completion
 from lockstep.common.text import printable
-from lockstep.launchers import detect
+from lockstep.launchers import check_alone
 
 
 @click.command("compare")
@@ -46,11 +45,10 @@ def command(
     from lockstep.comparison.output import Display, write
     from lockstep.comparison.plan import ComparisonRequest, folder_for, placements_in, plan_runs, processes_in
     from lockstep.config.load import split
-    from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
+    from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION
     from lockstep.reporting.png import check_png
 
-    if detect(os.environ):
-        raise UsageError("compare starts the processes of each placement itself; run it once, without a launcher")
+    check_alone("compare starts the processes of each placement")
     source, overrides = split(words)
     folder = folder or folder_for(source)
     strategies, counts = placements_in(placements), processes_in(processes)

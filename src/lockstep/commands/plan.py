@@ -14,7 +14,7 @@ import click
 from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable, step_time
 from lockstep.errors import EXIT_FAILED, UsageError, os_error_as
-from lockstep.launchers import detect
+from lockstep.launchers import check_alone
 
 _WIDEST: Final = 200  # characters of a line that is not for a terminal
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
@@ -125,8 +125,7 @@ def command(
     from lockstep.planning.survey import Machine, as_predicted, made_ready, save_seconds, survey
     from lockstep.planning.table import best, draw, in_order, refused, to_json
 
-    if detect(os.environ):
-        raise UsageError("plan starts what it measures itself; run it once, without a launcher")
+    check_alone("plan starts what it measures")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
     speed = quantity(link.removesuffix("/s") or link, "--link", "400Gb/s")

@@ -3,7 +3,6 @@
 Exit code 0 only if all agree, 3 if not.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ from lockstep.commands._overrides import split_overrides
 from lockstep.common.names import choices
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
-from lockstep.launchers import detect
+from lockstep.launchers import check_alone
 
 _WIDEST: Final = 200  # characters of a line that is not for a terminal
 
@@ -61,8 +60,7 @@ def command(
     from lockstep.reporting.verification import draw, to_json
     from lockstep.verification.cases import verify
 
-    if detect(os.environ):
-        raise UsageError("verify starts the processes of each placement itself; run it once, without a launcher")
+    check_alone("verify starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
     shown = sys.stderr.isatty()

@@ -50,6 +50,12 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return None
 
 
+def check_alone(work: str) -> None:
+    """Raise UsageError where a launcher started this process, of a command that does its work by itself."""
+    if detect(os.environ):
+        raise UsageError(f"{work} itself; run it once, without a launcher")
+
+
 def detect_rank() -> RankInfo | None:
     """Return this process's rank where a launcher started it, and tie its life to that launcher's."""
     info = detect(os.environ)
