@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.host import Around, of_host, of_rank
+from lockstep.checkup.host import OF_HOST, OF_RANK, Around, judge
 
 GIB = 1 << 30
 ALONE = Around(1, 1, 1)
@@ -41,7 +41,7 @@ def good(**odd: Any) -> dict[str, Any]:
 
 
 def judged(facts: dict[str, Any], around: Around) -> list[Finding]:
-    return [*of_rank(facts, around), *of_host(facts, around)]
+    return judge((*OF_RANK, *OF_HOST), facts, around)
 
 
 def test_all_is_well() -> None:

@@ -25,17 +25,8 @@ Facts = Mapping[str, Any]
 Check = Callable[[Facts, Around], Iterator[Finding]]
 
 
-def of_rank(facts: Facts, around: Around) -> list[Finding]:
-    """Return the findings of what each rank has for itself."""
-    return _run_checks(_OF_RANK, facts, around)
-
-
-def of_host(facts: Facts, around: Around) -> list[Finding]:
-    """Return the findings of what all ranks of a host share, and one of them has looked at."""
-    return _run_checks(_OF_HOST, facts, around)
-
-
-def _run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, around: Around) -> list[Finding]:
+def judge(checks: Sequence[tuple[str, Check]], facts: Facts, around: Around) -> list[Finding]:
+    """Return the findings of OF_RANK, or of OF_HOST."""
     return [finding for section, check in checks if section in facts for finding in check(facts, around)]
 
 
@@ -203,14 +194,15 @@ def folder(facts: Facts, around: Around) -> Iterator[Finding]:
 
 
 # Each with the section of the facts that it judges, which is missing where that did not answer in time.
-_OF_RANK: Final[tuple[tuple[str, Check], ...]] = (
+# OF_RANK is what each rank has for itself, OF_HOST what all ranks of a host share, and one of them has looked at.
+OF_RANK: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", timeouts),
     ("versions", versions),
     ("cards", cards),
     ("limits", limits),
     ("variables", lambda facts, _: of_variables(facts["variables"])),
 )
-_OF_HOST: Final[tuple[tuple[str, Check], ...]] = (
+OF_HOST: Final[tuple[tuple[str, Check], ...]] = (
     ("cores", cores),
     ("memory", memory),
     ("memory", shared_memory),

@@ -20,7 +20,7 @@ from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merge_ranks
 from lockstep.checkup.folder import existing, folder_facts
-from lockstep.checkup.host import Around, of_host, of_rank
+from lockstep.checkup.host import OF_HOST, OF_RANK, Around, judge
 from lockstep.checkup.report import CheckupReport
 from lockstep.comm.golden import Golden, run_golden_cases
 from lockstep.comm.links import Link, links, rounds
@@ -193,9 +193,9 @@ def _all_findings(
         if each["device"] and "cards" in facts[rank]:
             facts[rank]["cards"]["problem"] = each["device"]
     around = [Around(len(hosts), hosts.count(own), len(set(hosts))) for own in hosts]
-    findings = merge_ranks({rank: of_rank(facts[rank], around[rank]) for rank in range(len(hosts))})
+    findings = merge_ranks({rank: judge(OF_RANK, facts[rank], around[rank]) for rank in range(len(hosts))})
     findings += merge_ranks(
-        {rank: of_host(facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
+        {rank: judge(OF_HOST, facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
     found_links = tuple(Link(**link) for each in measured for link in each["links"])
     findings += of_ranks(facts, hosts)
