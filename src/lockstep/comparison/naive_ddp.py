@@ -131,6 +131,8 @@ class NaiveDDP:
 
     def __init__(self, ready: Setup, world: World, log_every: int) -> None:
         self._ready, self._world, self._log_every = ready, world, log_every
+        assert ready.data.validation is not None  # see check_naive
+        self._validation = ready.data.validation
         self._model = ready.uncut().to(world.device)
         cards = [world.device.index] if world.on_gpu else None
         alone = world.size == 1
@@ -154,16 +156,14 @@ class NaiveDDP:
         while self.step < self._steps:
             yield from self._epoch(self.step // self._per_epoch)
         trained_s = time.perf_counter() - began
-        validation = self._ready.data.validation
-        assert validation is not None
         if self._world.rank == 0:  # as a test of the file that it saved would
-            figures = self._figures(range(len(validation)))
+            figures = self._figures(range(len(self._validation)))
             yield Evaluated(
                 **self._at(),
                 loss=figures.pop("loss"),
                 figures=figures,
-                evaluated=len(validation),
-                of=len(validation),
+                evaluated=len(self._validation),
+                of=len(self._validation),
                 seconds=time.perf_counter() - began - trained_s,
                 fractions=list(self._ready.task.fractions),
             )
@@ -179,9 +179,7 @@ class NaiveDDP:
 
     def _epoch(self, epoch: int) -> Iterator[Event]:
         """Train an epoch, or what is left of one, and print what the script prints."""
-        train, validation = self._ready.data.train, self._ready.data.validation
-        assert validation is not None
-        sampler = self._sampler(train, shuffle=True)
+        sampler = self._sampler(self._ready.data.train, shuffle=True)
         sampler.set_epoch(epoch)
         losses = []
         count = min(self._per_epoch, self._steps - self.step)
@@ -195,8 +193,8 @@ class NaiveDDP:
                 speed, _ = self._meter.read()
                 peak = self._meter.peak_bytes()
                 yield Stepped(**self._at(), loss=losses[-1], lr=lr, norm=None, samples_per_s=speed, peak_bytes=peak)
-        share = list(self._sampler(validation, shuffle=False))  # the first samples again, where it does not divide
-        figures, own = self._figures(share), _mean(losses)
+        # The first samples again, where it does not divide.
+        figures, own = self._figures(list(self._sampler(self._validation, shuffle=False))), _mean(losses)
         of_all = self._world.told_by_all
         printed = {f"{PRINTED}{name}/validation": _mean(of_all(value)) for name, value in figures.items()}
         printed |= {f"{PRINTED}loss/train": own, OF_ALL: _mean(of_all(own))}
@@ -223,14 +221,12 @@ class NaiveDDP:
 
     def _figures(self, indices: Sequence[int]) -> dict[str, float]:
         """Return the figures of these validation samples by this rank's model, `loss` among them."""
-        task, split = self._ready.task, self._ready.data.validation
-        assert split is not None
-        added = NamedSums()
+        task, added = self._ready.task, NamedSums()
         batches = list(_batches(indices, evaluation_batch(self._ready.recipe)))
         self._model.eval()
         with torch.no_grad():
             for number, part in enumerate(batches):
-                fetched = split.fetch(np.array(part), None)
+                fetched = self._validation.fetch(np.array(part), None)
                 weight = length(fetched) if task.counts_samples else task.weight(fetched)
                 batch = self._change.for_evaluation(self._to_device(fetched))
                 added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
@@ -259,14 +255,12 @@ class NaiveDDP:
     def _start_event(self) -> Started:
         ready, world = self._ready, self._world
         return Started(
-            step=0,
-            epoch=0,
-            samples=0,
+            **self._at(),
             steps=self._steps,
             epochs=self._steps / self._per_epoch,
             steps_per_epoch=self._per_epoch,
             train_samples=len(ready.data.train),
-            validation_samples=len(ready.data.validation or ()),
+            validation_samples=len(self._validation),
             batch=ready.recipe.batch * world.size,
             microbatches=world.size,
             processes=world.size,
