@@ -12,7 +12,6 @@ from lockstep.common.text import printable
 from lockstep.comparison.page import sections
 from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, naive_cells, table, to_json
 from lockstep.reporting import wording
-from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
 from lockstep.reporting.terminal import is_moving, live_on, terminal_on
@@ -78,7 +77,7 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
         title = f"{comparison.recipe} under {len(comparison.rows)} placements"
         paths[1].write_text(page(title, shown), encoding="utf-8")
     if with_png:
-        paths += write_png([each for each in shown if isinstance(each, Chart)], folder)
+        paths += write_png(shown, folder)
     return paths
 
 

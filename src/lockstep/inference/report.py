@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from lockstep.errors import UsageError, os_error_as
 from lockstep.jobs.reader import runs_by_name
-from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import page
 from lockstep.reporting.png import check_png, write_png
 from lockstep.reporting.run_page import sections
@@ -89,5 +88,4 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     title = found[0].folder if len(found) == 1 else f"{len(found)} runs"
     with os_error_as(UsageError, f"--out {out}: not written"):
         out.write_text(page(title, shown), encoding="utf-8")
-    charts = [each for each in shown if isinstance(each, Chart)]
-    return Report(out, tuple(write_png(charts, out.with_suffix("")) if options.png else ()), tuple(warnings))
+    return Report(out, tuple(write_png(shown, out.with_suffix("")) if options.png else ()), tuple(warnings))

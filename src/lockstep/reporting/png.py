@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from lockstep.errors import UsageError
 from lockstep.reporting.charts import Chart, plain
+from lockstep.reporting.page import Section
 
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _WIDTH: Final = 900
@@ -23,11 +24,12 @@ def check_png() -> None:
         raise UsageError("--png needs Chromium or Chrome, which is not found; on Debian: apt-get install chromium")
 
 
-def write_png(charts: Sequence[Chart], folder: Path) -> list[Path]:
+def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
     """Write each chart to a file of the folder, named after it, and return the files; light, as they are for paper."""
     from kaleido import write_fig_from_object_sync
 
     folder.mkdir(exist_ok=True)
+    charts = [each for each in sections if isinstance(each, Chart)]
     paths = [folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png" for chart in charts]
     drawn: list[dict[str, Any]] = []
     for chart, path in zip(charts, paths, strict=True):
