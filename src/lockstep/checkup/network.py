@@ -105,13 +105,12 @@ def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> I
 
 def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding]:
     """Name the ranks on which a collective gave a wrong result."""
-    wrong: dict[str, list[int]] = {}
+    wrong: dict[str, dict[int, str]] = {}  # by collective, the first case of each rank
     for rank, golden in enumerate(found):
         for text in golden.wrong:
-            wrong.setdefault(text.partition(" ")[0].rstrip(":"), []).append(rank)
-    for collective, ranks in wrong.items():
-        texts = [text for text in found[ranks[0]].wrong if text.partition(" ")[0].rstrip(":") == collective]
-        text = f"{collective} is wrong on {who(sorted(set(ranks)), hosts)}: {texts[0]}"
+            wrong.setdefault(text.partition(" ")[0].rstrip(":"), {}).setdefault(rank, text)
+    for collective, cases in wrong.items():
+        text = f"{collective} is wrong on {who([*cases], hosts)}: {next(iter(cases.values()))}"
         remedy = "lockstep doctor on fewer hosts finds which one it is: a bad card, memory or library"
         yield Finding("collectives", "problem", text, "a run trains with wrong numbers", remedy)
     for text in sorted({text for golden in found for text in golden.refused}):
