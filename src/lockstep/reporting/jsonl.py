@@ -104,8 +104,8 @@ class Tail:
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Yield the events that were added; none where there is no log. UsageError where it cannot be read."""
-        unread = os_error_as(UsageError, f"{self._path}: cannot be read")
-        with unread, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
+        wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
+        with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
             file.seek(self._offset)
             # Of a line that is too long a part is taken for a line, which is none.
             while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
@@ -140,12 +140,10 @@ def last_step(path: Path) -> int:
 
 def last(path: Path) -> dict[str, Any]:
     """Return the last event of a log, empty where there is none; only the end of the log is read."""
-    try:
-        with plainfile.reader(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-            lines = file.read(_END_BYTES).splitlines()
-    except FileNotFoundError:
-        return {}
+    lines: list[bytes] = []
+    with suppress(FileNotFoundError), plainfile.reader(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+        lines = file.read(_END_BYTES).splitlines()
     found = (_json(line) for line in reversed(lines))  # None: half a line, at either end
     return next((event for event in found if isinstance(event, dict)), {})
 

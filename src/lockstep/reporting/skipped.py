@@ -1,6 +1,7 @@
 """skipped.txt: the files that a run could not read, a path in each line."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -20,7 +21,9 @@ class SkippedFiles:
         if not isinstance(event, Skipped):
             return
         if self._known is None:
-            self._known = set(self._before())
+            self._known = set()
+            with suppress(FileNotFoundError), plainfile.reader(self._path) as before:
+                self._known.update(before.read().splitlines())
         lines = [os.fsencode(file).replace(b"\n", b"\\n") for file in event.files]
         new = [line for line in dict.fromkeys(lines) if line not in self._known]
         self._known.update(new)
@@ -29,10 +32,3 @@ class SkippedFiles:
 
     def close(self) -> None:
         """Do nothing: each event leaves the file whole."""
-
-    def _before(self) -> list[bytes]:
-        try:
-            with plainfile.reader(self._path) as file:
-                return file.read().splitlines()
-        except FileNotFoundError:
-            return []

@@ -7,6 +7,7 @@ in the order of the steps. A resumed run first cuts off those of the steps that 
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,13 +32,10 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
         records = _parse(b"")
         warn(f"{error}; begun anew")
     kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
-    with os_error_as(HostError, f"{path}: not written"):
-        opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
-        try:
-            os.ftruncate(opened, len(_HEAD) + kept.nbytes)
-            os.pwrite(opened, _HEAD, 0)
-        finally:
-            os.close(opened)
+    wrong = os_error_as(HostError, f"{path}: not written")
+    with wrong, os.fdopen(plainfile.descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        file.truncate(len(_HEAD) + kept.nbytes)
+        file.write(_HEAD)
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
@@ -55,13 +53,10 @@ def read(path: Path) -> list[Digest]:
 
 def _records(path: Path) -> NDArray[np.uint64]:
     """Return the records of a file, none where it is not there; one that is not whole is left out."""
-    try:
-        with plainfile.reader(path) as file:
-            head, data = file.read(len(_HEAD)), file.read()
-    except FileNotFoundError:
-        return _parse(b"")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    head, data = _HEAD, b""
+    wrong = os_error_as(UsageError, f"{path}: cannot be read")
+    with wrong, suppress(FileNotFoundError), plainfile.reader(path) as file:
+        head, data = file.read(len(_HEAD)), file.read()
     if head != _HEAD:
         what = "of a newer version" if head.startswith(_HEAD[:8]) else "not a file of digests"
         raise UsageError(f"{path}: {what}")
