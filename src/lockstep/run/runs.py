@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -95,18 +96,12 @@ def is_held(folder: Path) -> bool:
     The kernel tells only whoever asks for the lock. Asked for is the shared kind, for a moment, with which several may
     ask at once; a run that begins in that moment tries again (training/lock.py).
     """
-    try:
-        descriptor = plainfile.descriptor(folder / LOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system that cannot lock: no run begins there either
-        return False
-    finally:
-        os.close(descriptor)
+    # OSError: there is no lock, or a file system that cannot lock, where no run begins either.
+    with suppress(OSError), plainfile.reader(folder / LOCK) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
