@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.common import plainfile
 from lockstep.common.follow_parent import GIVE_ADDRESS, SRUN_PORT, host_problem, listening_socket
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, EXITS_AGAIN, LockstepError, UsageError
@@ -200,12 +199,11 @@ def _report(text: str) -> None:
 
 def _result(job: Job) -> dict[str, Any]:
     """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
-    from lockstep.run.runs import RESULT
+    from lockstep.run.runs import RESULT, json_in
 
     if job.words[0] != "train":
         return {}
-    with suppress(LockstepError, OSError, ValueError):  # the ranks tell what is wrong with their words
+    with suppress(LockstepError):  # the ranks tell what is wrong with their words
         folder = _loaded(job).config.run.dir
-        found = plainfile.parse_json(Path(folder, RESULT).read_bytes()) if folder else {}
-        return found if isinstance(found, dict) else {}
+        return json_in(Path(folder, RESULT)) if folder else {}
     return {}

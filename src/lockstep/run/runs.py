@@ -74,14 +74,14 @@ def job_of(folder: Path) -> Submitted | None:
 
 def failure(folder: Path) -> str:
     """Return why the last start of a run failed, as its result.json says; empty where it does not."""
-    found = _json(folder / RESULT)
+    found = json_in(folder / RESULT)
     reason = found.get("reason") if found.get("event") == "failed" else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
 
 
 def machine_of(folder: Path) -> str:
     """Return cores, GPUs and versions in words, as a run's environment.json says; empty where it cannot be read."""
-    found = _json(folder / _ENVIRONMENT)
+    found = json_in(folder / _ENVIRONMENT)
     cpu, packages, gpus = found.get("cpu"), found.get("packages"), found.get("gpus")
     cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     words = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
@@ -115,7 +115,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _below(folder / entry.name, depth - 1)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def json_in(file: Path) -> dict[str, Any]:
     """Return what a file of JSON holds, empty where it cannot be read."""
     try:
         found = plainfile.parse_json(plainfile.content(file, _LARGEST))
