@@ -109,5 +109,4 @@ def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
 
 
 def _history(row: ResultRow) -> History:
-    log = Path(row.folder) / jsonl.EVENTS
-    return history(jsonl.read(log)) if log.exists() else History()
+    return history(jsonl.Tail(Path(row.folder) / jsonl.EVENTS, strict=True).new())
