@@ -18,7 +18,7 @@ import lockstep
 from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
 from lockstep.core.batch import Inputs, call
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.exports.base import ExportSource, Format
 from lockstep.exports.check import check_export
 from lockstep.exports.sample import sample_of
@@ -92,14 +92,13 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch(exist_ok=False)  # what writes it may raise errors of another kind
-        temporary.unlink()
-        sizes = chosen.write(subject, temporary)
-        found = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
-        os.rename(temporary, place)
-    except OSError as error:
-        raise TrainingError(f"{place}: cannot be written: {error.strerror or error}; choose another --out") from error
+        with os_error_as(TrainingError, f"{place}: cannot be written", "; choose another --out"):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch(exist_ok=False)  # what writes it may raise errors of another kind
+            temporary.unlink()
+            sizes = chosen.write(subject, temporary)
+            found = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
+            os.rename(temporary, place)
     finally:
         with suppress(OSError):
             shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
