@@ -118,11 +118,8 @@ class Outside:
         return plainfile.parse_json(line) if line else {"error": "its process has ended; see its log"}
 
     def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        with self._process:  # which closes its pipes, and waits for its end
+            self._process.kill()
 
 
 def main(name: str) -> int:
