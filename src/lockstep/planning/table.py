@@ -28,12 +28,10 @@ def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
 def draw(rows: Sequence[Placed], machine: Machine) -> Table:
     """Return the measured rows as a table."""
     table = Table(box=None, pad_edge=False, header_style="")
-    for number, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     measured = [row for row in rows if row.figures is not None]
     asked = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured)]
-    for key in asked:
-        table.add_column(_COSTS[key], justify="right", no_wrap=True)
+    for number, heading in enumerate([*_HEADINGS, *(_COSTS[key] for key in asked)]):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for row in measured:
         costs = [_cost(key, getattr(row.costs, key)) for key in asked]
         table.add_row(*map(Text, [*_cells(row, machine), *costs]))

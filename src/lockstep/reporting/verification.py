@@ -15,6 +15,7 @@ Verdict = Literal["identical", "within tolerance", "differs", "failed", "not pos
 
 _GOOD: Final = ("identical", "within tolerance", "not possible")
 _MIB: Final = 1 << 20
+_NUMBERS: Final = ("processes", "seconds")  # columns of the table
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,8 @@ def _heading(verification: Verification) -> str:
 
 def _table(rows: Sequence[VerdictRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    table.add_column("processes", justify="right", no_wrap=True)
-    table.add_column("result", no_wrap=True)
-    table.add_column("resumed on", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
+    for heading in ("strategy", "processes", "result", "resumed on", "seconds"):
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
     table.add_column("peak MiB")  # of each rank: in a narrow terminal they take several lines
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
