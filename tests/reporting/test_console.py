@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from event_examples import SHA, done, evaluated, every, saved, started, stepped, stopped
+from event_examples import SHA, done, evaluated, every, saved, started, stepped, stopped, write
 
 from lockstep.reporting.console import Console
 
@@ -53,13 +53,11 @@ def test_in_a_pipe_a_step_has_the_means_of_its_epoch_so_far_and_the_time_left(co
 
 def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
     sink, stream = console(False)
-    for event in [started(), stepped(), evaluated(), saved(), done()]:
-        sink.write(event, 0.0)
-    sink.close()
+    write(sink, started(), stepped(), evaluated(), saved(), done())
     assert stream.getvalue().splitlines()[3:] == [
         "3.25 MFLOP for each sample, forward and backward",
         RULE,
-        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 samples/s  1000 B  0:00 left",
+        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 samples/s  1000 B  0:09 left",
         "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023",
         "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far",
         "steps            690",
@@ -81,8 +79,7 @@ def test_a_stream_that_is_no_terminal_or_a_dumb_one_gets_no_control_sequences(
 ) -> None:
     monkeypatch.setenv(name, value)
     sink, stream = console(terminal)
-    for event in every():
-        sink.write(event, 0.0)
+    write(sink, *every())
     assert "\x1b" not in stream.getvalue()
     assert "step 69/690" in stream.getvalue()
 
@@ -105,8 +102,7 @@ def test_on_a_terminal_steps_move_and_lines_stay(console: Open) -> None:
 
 def test_on_a_terminal_the_end_is_a_table_and_the_hash_a_line_of_its_own(console: Open) -> None:
     sink, stream = console(True)
-    for event in [started(), stepped(), done()]:
-        sink.write(event, 0.0)
+    write(sink, started(), stepped(), done())
     lines = seen(stream).splitlines()
     assert any("top1" in line and "98.33 %, best 98.61 %" in line and "│" in line for line in lines)
     assert lines[-1] == f"weights sha256 {SHA}"
@@ -150,14 +146,12 @@ def test_no_thread_draws(console: Open) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_long_path_can_be_copied_whole(console: Open, terminal: bool) -> None:
     sink, stream = console(terminal)
-    sink.write(started(46, "runs/" + "[bold]x/" * 30), 0.0)
-    sink.close()
+    write(sink, started(46, "runs/" + "[bold]x/" * 30))
     assert "resuming after step 46 from runs/" + "[bold]x/" * 30 + "\n" in seen(stream)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_run_that_is_stopped_says_so_last(console: Open, terminal: bool) -> None:
     sink, stream = console(terminal)
-    for event in [started(), stepped(), saved(), stopped()]:
-        sink.write(event, 0.0)
+    write(sink, started(), stepped(), saved(), stopped())
     assert seen(stream).splitlines()[-1].startswith("stopped by SIGTERM after step 690")

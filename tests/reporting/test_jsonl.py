@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_examples import SHA, done, evaluated, every, saved, started, stepped
+from event_examples import SHA, done, evaluated, every, saved, started, stepped, write
 
 from lockstep.errors import TrainingError, UsageError
 from lockstep.reporting import jsonl
@@ -19,10 +19,7 @@ def log(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, *steps: int) -> None:
-    sink = JsonLines(path)
-    for step in steps:
-        sink.write(stepped(step), 1.5)
-    sink.close()
+    write(JsonLines(path), *(stepped(step) for step in steps))
 
 
 def test_every_event_comes_back_flat(tmp_path: Path) -> None:
@@ -59,9 +56,7 @@ def test_what_is_not_finite_is_still_strict_json(tmp_path: Path, value: float, t
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    sink = JsonLines(tmp_path / "events.jsonl")
-    sink.write(stepped(loss=value), 0.0)
-    sink.close()
+    write(JsonLines(tmp_path / "events.jsonl"), stepped(loss=value))
     line = json.loads((tmp_path / "events.jsonl").read_text(), parse_constant=refuse)
     assert line["loss"] == text
     assert repr(float(line["loss"])) == repr(value)

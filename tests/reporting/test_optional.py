@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from event_examples import started, stepped
+from event_examples import started, stepped, write
 
 from lockstep.reporting.optional import Optional
 
@@ -30,9 +30,7 @@ class Fragile:
 def test_after_an_error_it_is_closed_and_gets_nothing_more(error: BaseException) -> None:
     inner, said = Fragile("step", error), []
     sink = Optional("sink mine:Sink", inner, said.append)
-    for event in (started(), stepped(), stepped()):
-        sink.write(event, 1.0)
-    sink.close()
+    write(sink, started(), stepped(), stepped())
     assert inner.calls == ["started", "step", "close"]
     (warning,) = said
     assert warning.startswith(f"warning: sink mine:Sink: {type(error).__name__}")
@@ -42,9 +40,7 @@ def test_after_an_error_it_is_closed_and_gets_nothing_more(error: BaseException)
 def test_an_error_in_close_is_said_once_too() -> None:
     inner, said = Fragile("close", RuntimeError("late")), []
     sink = Optional("sink mine:Sink", inner, said.append)
-    sink.write(started(), 1.0)
-    sink.close()
-    sink.close()
+    write(sink, started())
     assert inner.calls == ["started", "close"]
     assert len(said) == 1
 
@@ -52,8 +48,7 @@ def test_an_error_in_close_is_said_once_too() -> None:
 def test_one_that_works_says_nothing() -> None:
     inner, said = Fragile("", RuntimeError()), []
     sink = Optional("sink mine:Sink", inner, said.append)
-    sink.write(started(), 1.0)
-    sink.close()
+    write(sink, started())
     assert (inner.calls, said) == (["started", "close"], [])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from browser import Browse, Tab, chromium
 from component import require_chromium
-from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped
+from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped, write
 
 from lockstep.jobs.reader import Watch
 from lockstep.reporting import page_server
@@ -38,11 +38,8 @@ class Live:
         self.publish()
 
     def add(self, *events: Event) -> None:
-        log = JsonLines(self.run / "events.jsonl")
-        for event in events:
-            self.time += 1
-            log.write(event, self.time)
-        log.close()
+        write(JsonLines(self.run / "events.jsonl"), *events, first=self.time + 1)
+        self.time += len(events)
 
     def publish(self, *events: Event, over: bool = False) -> None:
         self.add(*events)
