@@ -54,7 +54,10 @@ def test_in_a_pipe_a_step_has_the_means_of_its_epoch_so_far_and_the_time_left(co
 def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
     sink, stream = console(False)
     write(sink, started(), stepped(), evaluated(), saved(), done())
-    assert stream.getvalue().splitlines()[3:] == [
+    assert stream.getvalue().splitlines() == [
+        "77,706 parameters, 1,437 training samples, 360 validation samples",
+        "690 steps in 30 epochs of 23, batch 64 in 4 micro-batches",
+        "1 process, strategy single, device cpu",
         "3.25 MFLOP for each sample, forward and backward",
         RULE,
         "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 samples/s  1000 B  0:09 left",
