@@ -161,8 +161,8 @@ def put(folder: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
-def invoke(*words: str, code: int = 0) -> Result:
-    """Run a command in this process and expect an exit code."""
-    result = CliRunner().invoke(main, words)
+def invoke(*words: str, code: int = 0, **env: str) -> Result:
+    """Run a command in this process, with these variables, and expect an exit code."""
+    result = CliRunner().invoke(main, words, env=env)
     assert result.exit_code == code, result.output
     return result

@@ -3,17 +3,14 @@
 from importlib import import_module
 
 import pytest
-from click.testing import CliRunner
+from conftest import invoke
 
-from lockstep.cli import main
 from lockstep.commands import strategies as listing
 from lockstep.strategies import names
 
 
 def test_piped_every_strategy_has_a_paragraph():
-    result = CliRunner().invoke(main, ["strategies"])
-    assert result.exit_code == 0
-    paragraphs = result.output.rstrip("\n").split("\n\n")
+    paragraphs = invoke("strategies").output.rstrip("\n").split("\n\n")
     assert [each.splitlines()[0] for each in paragraphs] == names()
     for each in paragraphs:
         labels = [line.split(":")[0].strip() for line in each.splitlines()[1:]]
@@ -34,4 +31,4 @@ def test_on_a_terminal_the_table_holds_the_same_names(capsys):
 
 
 def test_a_word_too_many_is_a_mistake():
-    assert CliRunner().invoke(main, ["strategies", "ddp"]).exit_code == 2
+    invoke("strategies", "ddp", code=2)

@@ -3,14 +3,12 @@
 import json
 import os
 import socket
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
-from conftest import FOLDER
+from conftest import FOLDER, invoke
 from forked import imported
 from waiting import free_port
-
-from lockstep.cli import main
 
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
@@ -20,8 +18,7 @@ def free() -> str:
     return str(free_port())
 
 
-def doctor(*words: str, **env: str):
-    return CliRunner().invoke(main, ("doctor", "launch", "--device", "cpu", *words), env=env)
+doctor = partial(invoke, "doctor", "launch", "--device", "cpu")
 
 
 def lines(found) -> list[str]:
@@ -30,7 +27,6 @@ def lines(found) -> list[str]:
 
 def test_nobody_started_it():
     found = doctor()
-    assert found.exit_code == 0
     assert lines(found)[0].startswith("launch of 1 rank on 1 host, ")
     assert "ok torchrun none of its variables is set" in lines(found)
     assert "ok rank no launcher started this process: lockstep train would start its processes itself" in lines(found)
@@ -40,7 +36,6 @@ def test_nobody_started_it():
 
 def test_who_decides_and_why(free):
     found = doctor(**HYDRA, MASTER_PORT=free, SLURM_JOB_ID="7", SLURM_STEP_ID="0")
-    assert found.exit_code == 0, found.output
     shown = " ".join(f"{name}={value}" for name, value in {**HYDRA, "MASTER_PORT": free}.items())
     assert f"ok mpich decides: {shown}" in lines(found)
     assert f"ok slurm SLURM_JOB_ID=7 SLURM_STEP_ID=0 MASTER_PORT={free}" in lines(found)
@@ -62,8 +57,7 @@ def test_as_json_in_the_order_in_which_they_are_asked(free):
 
 def test_a_port_in_use_is_told_with_its_holder():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = doctor(**HYDRA, MASTER_PORT=str(server.getsockname()[1]))
-    assert found.exit_code == 2
+        found = doctor(code=2, **HYDRA, MASTER_PORT=str(server.getsockname()[1]))
     assert f"rank 0 cannot listen there: Address already in use by pid {os.getpid()} (" in " ".join(lines(found))
 
 
@@ -89,8 +83,7 @@ def test_a_port_in_use_is_told_with_its_holder():
     ],
 )
 def test_what_is_wrong_is_told(env, problems):
-    found = doctor("--json", **env)
-    assert found.exit_code == 2
+    found = doctor("--json", code=2, **env)
     bad = [each["found"] for each in json.loads(found.stdout)["findings"] if each["level"] == "problem"]
     assert bad == problems
 
@@ -108,8 +101,7 @@ def test_another_rendezvous(free, rendezvous, meet):
 
 
 def test_a_place_that_is_none() -> None:
-    found = doctor("--json", "--rendezvous", "tcp://localhost", **HYDRA)
-    assert found.exit_code == 2
+    found = doctor("--json", "--rendezvous", "tcp://localhost", code=2, **HYDRA)
     [problem] = [each["found"] for each in json.loads(found.stdout)["findings"] if each["level"] == "problem"]
     assert problem.startswith("rendezvous tcp://localhost: expected env://, tcp://HOST:PORT or file:///PATH")
 

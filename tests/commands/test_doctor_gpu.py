@@ -1,12 +1,12 @@
 """`lockstep doctor gpu`: its exit codes, and what of a recipe has no exact kernel. checkup/cards.py judges."""
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
+from conftest import invoke
 
 from lockstep.checkup import cards
-from lockstep.cli import main
 from lockstep.device.cards import Card, Device, Driver, Evidence
 
 CARD = Card("NVIDIA RTX A5000", "GPU-3", "0000:81:00.0", uncorrected=2)
@@ -33,14 +33,11 @@ def host(monkeypatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def doctor(*words: str):
-    return CliRunner().invoke(main, ("doctor", "gpu", *words))
+doctor = partial(invoke, "doctor", "gpu")
 
 
 def test_warnings_change_no_exit_code(host) -> None:
-    found = doctor()
-    assert found.exit_code == 0, found.output
-    lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in doctor().stdout.splitlines()]
     assert "warning card 0 2 uncorrected errors of its memory" in lines
     assert "ok driver 590.44.01, knows CUDA up to 13.1" in lines
     assert lines[-1] == "1 warning"
@@ -54,9 +51,7 @@ def test_what_of_a_recipe_has_no_exact_kernel_is_told_without_a_card(run, tmp_pa
 
 
 def test_a_recipe_that_is_exact(host) -> None:
-    found = doctor("--json", "digits")
-    assert found.exit_code == 0, found.output
-    last = json.loads(found.stdout)["findings"][-1]
+    last = json.loads(doctor("--json", "digits").stdout)["findings"][-1]
     assert (last["level"], last["found"]) == ("ok", "its model and loss have exact kernels on CUDA")
 
 

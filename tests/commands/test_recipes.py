@@ -1,17 +1,14 @@
 """`lockstep recipes`: a plain table when piped, a drawn one on a terminal."""
 
 import pytest
-from click.testing import CliRunner
+from conftest import invoke
 
-from lockstep.cli import main
 from lockstep.commands import recipes
 from lockstep.config.shipped import list_shipped_recipes
 
 
 def test_piped_it_is_plain_text_with_a_line_for_each_recipe():
-    result = CliRunner().invoke(main, ["recipes"])
-    head, *lines = result.output.splitlines()
-    assert result.exit_code == 0
+    head, *lines = invoke("recipes").output.splitlines()
     assert head.split() == ["name", "model", "data", "batch", "length", "description"]
     assert [line.split()[0] for line in lines] == list(list_shipped_recipes())
     assert "digits_convnet" in next(line for line in lines if line.startswith("digits "))

@@ -1,18 +1,15 @@
 """`lockstep show`: the configuration, and the arithmetic that follows."""
 
 import pytest
-from click.testing import CliRunner
+from conftest import invoke
 from forked import imported
 
-from lockstep.cli import main
 from lockstep.commands.show import consequences
 from lockstep.config.load import load
 
 
 def test_it_prints_origins_and_consequences():
-    result = CliRunner().invoke(main, ["show", "digits", "recipe.batch=32"])
-    assert result.exit_code == 0
-    lines = [line.split() for line in result.output.splitlines()]
+    lines = [line.split() for line in invoke("show", "digits", "recipe.batch=32").output.splitlines()]
     assert ["batch:", "32", "#", "override"] in lines
     assert ["global", "batch", "32", "samples"] in lines
 
@@ -30,12 +27,12 @@ def test_it_prints_origins_and_consequences():
     ],
 )
 def test_it_says_what_carries_tensors(overrides, words):
-    result = CliRunner().invoke(main, ["show", "digits", *overrides])
+    result = invoke("show", "digits", *overrides)
     assert result.output.splitlines()[-1].split(maxsplit=1) == ["exchange", words]
 
 
 def test_it_says_what_another_name_drops():
-    result = CliRunner().invoke(main, ["show", "digits", "recipe.loss=mine:loss"])
+    result = invoke("show", "digits", "recipe.loss=mine:loss")
     assert result.stderr == (
         "note: recipe.loss is mine:loss instead of cross_entropy; dropped what was set for that: "
         "label_smoothing=0.05 (digits.yaml:10:10)\n"

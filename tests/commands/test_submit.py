@@ -10,10 +10,8 @@ from typing import Any
 import kubeflow_trainer_api.models as kubeflow
 import pytest
 import yaml
-from click.testing import CliRunner
 from conftest import invoke, put
 
-from lockstep.cli import main
 from lockstep.run.runs import job_of
 
 SBATCH = """#!/bin/sh
@@ -114,7 +112,7 @@ def test_a_run_from_a_checkpoint_elsewhere_begins_there_once(folder: Path) -> No
 def test_a_folder_with_a_run_of_another_recipe_is_refused(folder: Path) -> None:
     run = folder / "runs" / "a"
     run.mkdir(parents=True)
-    recipe = CliRunner().invoke(main, ("show", "digits")).stdout.partition("\n\n")[0]
+    recipe = invoke("show", "digits").stdout.partition("\n\n")[0]
     (run / "config.yaml").write_text(recipe, encoding="utf-8")
     submit("--", "train", "digits", "run.dir=runs/a")
     said = submit("--", "train", "digits", "run.dir=runs/a", "recipe.seed=5", code=2).stderr
@@ -152,7 +150,7 @@ def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_submitted_is_seen(folder: Path) -> None:
     submit("--", "train", "digits", "run.dir=runs/a")
     put(folder, "squeue", "#!/bin/sh\necho '12|PENDING|Priority'\n")
-    [found] = json.loads(CliRunner().invoke(main, ("jobs", "--json")).stdout)
+    [found] = json.loads(invoke("jobs", "--json").stdout)
     assert (found["run"], found["state"], found["job"]) == ("runs/a", "queued", 12)
 
 

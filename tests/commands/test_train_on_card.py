@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from card import DEVICE, Card
-from click.testing import CliRunner
+from conftest import invoke
 
-from lockstep.cli import main
 from lockstep.core import norm
 from lockstep.device import machine
 from lockstep.run import computing
@@ -39,9 +38,7 @@ MAY_WAIT = {
 
 
 def _weights(arguments: list[str]) -> str:
-    result = CliRunner().invoke(main, ["train", *arguments])
-    assert result.exit_code == 0, result.output
-    [found] = re.findall(r"weights sha256 (\w+)", result.output)
+    [found] = re.findall(r"weights sha256 (\w+)", invoke("train", *arguments).output)
     return str(found)
 
 
