@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from forked import Command, Server
+from held import HOLD, hold
 from PIL import Image
 
 from lockstep.cli import main
@@ -152,6 +153,25 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
     return tmp_path
+
+
+def held_at(start: Start, step: int, *words: str, **env: str) -> Command:
+    """Start a run and return it standing still at a step."""
+    hold("run", step)
+    command = start(*words, **env)
+    command.until_step(step)
+    return command
+
+
+def stopped_at(start: Start, step: int, *words: str, number: int = signal.SIGTERM) -> Command:
+    """Start a run and signal it once a step is logged; return it ended."""
+    command = held_at(start, step, *words)
+    command.signal(number)
+    if number != signal.SIGKILL:
+        command.until_heard()  # and passed on: else it may do more steps, and save more often, than told here
+    HOLD.unlink()
+    command.wait()
+    return command
 
 
 def put(folder: Path, name: str, text: str) -> None:

@@ -1,10 +1,8 @@
 """A recipe whose sequences are cut has one set of bits, however many processes share them, and is verified."""
 
-import signal
-
 import pytest
+from conftest import stopped_at
 from forked import events
-from held import HOLD, hold
 
 from lockstep.run.digest_file import read
 
@@ -32,13 +30,7 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, tiny, wor
     whole = run("train", tiny, "run.dir=run", "placement.processes=1", *words)
     expected = (whole.folder / MANIFEST).read_bytes()
     (whole.folder / "run").rename(whole.folder / "whole")
-    hold("run", 4)
-    stopped = start("train", tiny, "run.dir=run", *words, *first)
-    stopped.until_step(4)
-    stopped.signal(signal.SIGTERM)
-    stopped.until_heard()
-    HOLD.unlink()
-    stopped.wait()
+    stopped = stopped_at(start, 4, "train", tiny, "run.dir=run", *words, *first)
     (end,) = events(stopped.folder / "run", "stopped")
     assert 0 < end["step"] < 8
     resumed = run("train", tiny, "run.dir=run", *words, *second)

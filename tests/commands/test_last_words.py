@@ -3,8 +3,7 @@
 import signal
 from pathlib import Path
 
-from conftest import DIGITS
-from held import hold
+from conftest import DIGITS, held_at
 
 TRAIN = ("train", *DIGITS, "run.dir=run")
 
@@ -26,9 +25,7 @@ def test_a_crash_of_the_only_process_is_on_the_terminal(run) -> None:
 
 def test_ranks_meet_in_a_file_that_nobody_can_remove(start) -> None:
     """It is in memory, where no disk is full, and has no name; a second Ctrl-C leaves nothing behind."""
-    hold("run", 3)
-    command = start(*TRAIN, "placement.processes=2")
-    command.until_step(3)
+    command = held_at(start, 3, *TRAIN, "placement.processes=2")
     opened = [str(each.readlink()) for each in Path(f"/proc/{command.pid}/fd").iterdir() if each.is_symlink()]
     assert [name for name in opened if "lockstep" in name] == ["/memfd:lockstep (deleted)"]
     assert list(Path("/dev/shm").glob(f"*{command.pid}*")) == []

@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 import stored
 import torch
-from conftest import DIGITS, FOLDER
+from conftest import DIGITS, FOLDER, held_at, stopped_at
 from forked import Command, Server, events
-from held import HOLD, hold
+from held import HOLD
 from test_train import FP16, assert_same_run
 
 from lockstep.config.load import load
@@ -22,16 +22,7 @@ TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
 
 
 def stop(start, *words: str, step: int = 12, number: int = signal.SIGTERM) -> Command:
-    """Start a run and signal it once a step is logged; return it ended."""
-    hold("run", step)
-    command = start(*TRAIN, *words)
-    command.until_step(step)
-    command.signal(number)
-    if number != signal.SIGKILL:
-        command.until_heard()  # and passed on: else it may do more steps, and save more often, than told here
-    HOLD.unlink()
-    command.wait()
-    return command
+    return stopped_at(start, step, *TRAIN, *words, number=number)
 
 
 def damage(path) -> None:
@@ -251,9 +242,7 @@ def test_another_placement_and_another_rhythm_of_reports_are_fine(start, run, fi
 
 
 def test_a_folder_in_use_names_who_uses_it(start, run):
-    hold("run", 3)
-    first = start(*TRAIN, "placement.processes=2")
-    first.until_step(3)
+    first = held_at(start, 3, *TRAIN, "placement.processes=2")
     second = run("train", "run.dir=run", "placement.processes=1", code=2)
     assert f"run: in use by process {first.pid} on host " in second.err
     HOLD.unlink()

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import held_at
 from held import HOLD
 from test_resume import undisturbed
-from test_stopping import TRAIN, assert_goes_on, held_at
+from test_stopping import TRAIN, assert_goes_on
 
 SOON = ("placement.processes=3", "placement.stall_timeout_s=2")
 

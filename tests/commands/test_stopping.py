@@ -9,20 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import DIGITS, FOLDER
-from forked import Command, events
+from conftest import DIGITS, FOLDER, held_at
+from forked import events
 from held import HELD, HOLD, hold
 
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
 PAIRS = pytest.mark.extended("the gate has each of its values with one of the others, here and in scripts/prove-kills")
-
-
-def held_at(start, step: int, *words: str, **env: str) -> Command:
-    """Start a run and return it standing still at a step."""
-    hold("run", step)
-    command = start(*words, **env)
-    command.until_step(step)
-    return command
 
 
 def assert_goes_on(run, finished, processes: int) -> None:
