@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DIGITS
+from conftest import DIGITS, FOLDER
 from forked import as_rank
-from PIL import Image
 from waiting import free_port
 
 TRAIN = ("train", *DIGITS, "run.dir=run")
@@ -67,17 +66,11 @@ def test_of_a_rank_that_fails_and_gone_before(run, tmp_path: Path, processes: in
 
 
 @pytest.mark.parametrize(("processes", "ranks"), [(1, [0]), (2, [0, 1])])
-def test_of_a_file_that_is_damaged(run, tmp_path: Path, processes: int, ranks: list[int]) -> None:
-    for name in ("train/cat/0", "train/cat/1", "train/dog/0", "train/dog/1", "val/cat/0", "val/dog/0"):
-        file = tmp_path / f"images/{name}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(file)
-    file.write_bytes(b"no picture")
-    shown = ("recipe.data={name: folder, root: images, image_size: 8}", "recipe.model=resnet18")
-    steps = ("recipe.epochs=1", "recipe.batch=4", "recipe.microbatches=2", f"placement.processes={processes}")
-    run("train", *shown, *steps, "recipe.threads=1", "run.dir=run", code=1)
+def test_of_a_file_that_is_damaged(run, tmp_path: Path, images: Path, processes: int, ranks: list[int]) -> None:
+    (images / "val/dog/0.jpg").write_bytes(b"no picture")
+    run(*TRAIN, *FOLDER, f"placement.processes={processes}", code=1)
     found = result(tmp_path)
-    assert "images/val/dog/0.png: cannot be read as an image" in found.pop("reason")
+    assert "images/val/dog/0.jpg: cannot be read as an image" in found.pop("reason")
     assert found.pop("ranks")[0] in ranks
     assert found == {"event": "failed", "exit_code": 1, "cause": "data"}
 
