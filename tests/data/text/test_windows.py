@@ -26,10 +26,6 @@ def test_a_training_sample_starts_at_each_multiple_of_the_stride(count: int, con
     assert targets.tolist() == [[*range(start + 1, start + context + 1)] for start in expected]
 
 
-def test_as_many_starts_as_nanogpt_draws_from() -> None:
-    assert len(TrainingWindows(TokenArray(np.zeros(1_003_854, np.uint8)), 64, 1)) == 1_003_854 - 64
-
-
 @given(count=st.integers(2, 60), context=st.integers(1, 20))
 @settings(deadline=None)
 def test_in_validation_each_token_but_the_first_is_a_target_once(count: int, context: int) -> None:
