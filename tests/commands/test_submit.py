@@ -1,6 +1,5 @@
 """`lockstep submit`: what it refuses, what it writes, and what becomes of a job that a cluster does not take."""
 
-import json
 import os
 import subprocess
 from functools import partial
@@ -145,13 +144,6 @@ def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     assert submit("--", "train", "digits", code=2).stderr.startswith("error: sbatch is not found")
     assert left(folder) == []
-
-
-def test_what_is_submitted_is_seen(folder: Path) -> None:
-    submit("--", "train", "digits", "run.dir=runs/a")
-    put(folder, "squeue", "#!/bin/sh\necho '12|PENDING|Priority'\n")
-    [found] = json.loads(invoke("jobs", "--json").stdout)
-    assert (found["run"], found["state"], found["job"]) == ("runs/a", "queued", 12)
 
 
 def test_the_script_is_one(folder: Path) -> None:
