@@ -30,11 +30,12 @@ launch = partial(invoke, "launch")
 
 def test_a_dry_run_prints_the_line_and_nothing_else(programs):
     put(programs, "srun", STANDS_IN)
+    asked = ("--partition", "gpu", "--account", "physics", "--gpus-per-node", "2", "--cpus-per-task", "8")
     words = ("--nodes", "2", "--dry-run", "--python", "py", "--", "train", "digits", "recipe.loss={label_smoothing: 0}")
-    found = launch("--on", "slurm", *words)
+    found = launch("--on", "slurm", *asked, *words)
     assert found.stdout == (
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 py -m lockstep train digits "
-        "'recipe.loss={label_smoothing: 0}'\n"
+        "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --kill-on-bad-exit=1 --partition=gpu --account=physics "
+        "--gpus-per-node=2 --cpus-per-task=8 py -m lockstep train digits 'recipe.loss={label_smoothing: 0}'\n"
     )
     assert found.stderr == ""
     assert not (programs / "calls").exists()
@@ -109,13 +110,6 @@ def test_a_name_that_stands_for_no_address_ends_it_in_seconds(programs, monkeypa
     found = launch("--on", "torchrun", *words, code=2)
     assert " does not know the host no.such.host.invalid, where the processes of the job are to meet (" in found.stderr
     assert "); give an address of it in --endpoint ADDRESS:PORT" in found.stderr
-
-
-def test_what_only_slurm_can_do_is_asked_of_slurm(programs):
-    asked = ("--partition", "gpu", "--account", "physics", "--gpus-per-node", "4", "--cpus-per-task", "8")
-    words = (*asked, "--dry-run", "--python", "py", "--", "train", "digits")
-    shown = " --partition=gpu --account=physics --gpus-per-node=4 --cpus-per-task=8 py -m lockstep train digits\n"
-    assert launch("--on", "slurm", *words).stdout.endswith(shown)
 
 
 def test_a_port_that_is_used_is_taken(programs):
