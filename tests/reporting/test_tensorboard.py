@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,6 @@ def test_figures_stand_against_the_step(tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == [(69, pytest.approx(value))]
-
-
-def test_flops_have_curves_where_they_are_known(tmp_path: Path) -> None:
-    write(TensorBoard(tmp_path), started(), replace(stepped(), flops_per_s=4e14, mfu=0.4))
-    found = curves(tmp_path)
-    assert found["flops_per_s"] == [(69, pytest.approx(4e14))]
-    assert found["mfu"] == [(69, pytest.approx(0.4))]
 
 
 def test_a_resumed_run_takes_up_the_curve_where_it_goes_on(tmp_path: Path) -> None:
