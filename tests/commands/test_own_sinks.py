@@ -1,13 +1,12 @@
 """Sinks of a loop of the user's own: those of a recipe, which see the same on any ranks, also after a kill."""
 
-import csv
 import json
 import signal
 from pathlib import Path
 
 import pytest
 from component import require_package
-from forked import Command
+from event_examples import rows
 from test_sinks import SINK
 
 pytestmark = pytest.mark.worlds
@@ -51,11 +50,6 @@ def on(ranks: int, sinks: str, *more: str) -> tuple[str, ...]:
     return ("launch", f"--processes-per-node={ranks}", "--", "python", "loop.py", sinks, *more)
 
 
-def rows(command: Command, name: str) -> list[dict[str, str]]:
-    with (command.folder / "run" / name).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None:
     sinks = "['csv', 'mine:Sink']"
     killed = start(*on(1, sinks))
@@ -63,8 +57,9 @@ def test_a_killed_loop_goes_on_in_the_same_tables_and_curves(start, run) -> None
     killed.signal_group(signal.SIGKILL)
     killed.wait()
     resumed = run(*on(2, sinks))
-    assert [int(row["step"]) for row in rows(resumed, "steps.csv")] == list(range(1, 25))
-    logged = [(int(row["step"]), bool(row["accuracy"]), bool(row["quick"])) for row in rows(resumed, "logged.csv")]
+    steps, logs = (rows(resumed.folder / "run" / f"{name}.csv") for name in ("steps", "logged"))
+    assert [int(row["step"]) for row in steps] == list(range(1, 25))
+    logged = [(int(row["step"]), bool(row["accuracy"]), bool(row["quick"])) for row in logs]
     assert [each for each in logged if each[1]] == [(step, True, False) for step in range(4, 25, 4)]
     assert [each[0] for each in logged if each[2]] == [10, 20]
     lines = [json.loads(line) for line in (resumed.folder / "run/events.jsonl").read_text().splitlines()]

@@ -1,6 +1,5 @@
 """Sinks of a run: they see the same on any ranks, change no bit, and end no run that has begun."""
 
-import csv
 import json
 import signal
 import sys
@@ -10,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import DIGITS
+from event_examples import rows
 from test_resume import TRAIN, undisturbed
 
 from lockstep.config.load import load, load_text, to_yaml
@@ -55,10 +55,8 @@ def test_a_sink_has_what_the_log_has_and_changes_no_bit(run, finished, processes
     assert trained.err == ""
     lines = [json.loads(line) for line in (trained.folder / "run/events.jsonl").read_text().splitlines()]
     assert [json.loads(line) for line in (trained.folder / "run/mine.jsonl").read_text().splitlines()] == lines
-    with (trained.folder / "run/steps.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    steps = [line for line in lines if line["event"] == "step"]
-    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(each["step"], each["loss"]) for each in steps]
+    steps = [(line["step"], line["loss"]) for line in lines if line["event"] == "step"]
+    assert [(int(row["step"]), float(row["loss"])) for row in rows(trained.folder / "run/steps.csv")] == steps
     environment = json.loads((trained.folder / "run/environment.json").read_text())
     assert "mine.py" in environment["source"]
 
@@ -105,8 +103,7 @@ def test_a_killed_run_goes_on_in_the_same_tables(start, run, finished) -> None:
     assert killed.wait() == -signal.SIGKILL
     resumed = run(*words, "placement.processes=2")
     assert resumed.sha256 == undisturbed(finished).sha256
-    with (resumed.folder / "run/steps.csv").open(newline="") as file:
-        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 24))
+    assert [int(row["step"]) for row in rows(resumed.folder / "run/steps.csv")] == list(range(1, 24))
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

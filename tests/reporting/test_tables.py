@@ -1,19 +1,13 @@
 """The tables of a run: a row for each report, once for each step whatever was done again."""
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from event_examples import RESUMED_FROM, evaluated, every, started, stepped, write
+from event_examples import RESUMED_FROM, evaluated, every, rows, started, stepped, write
 
 from lockstep.reporting.tables import EVALUATIONS, LOGGED, STEPS, Tables
 from lockstep.training.events import Logged
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_row_has_the_figures_of_its_event(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""One event of each kind, for the tests of the sinks."""
+"""One event of each kind, for the tests of the sinks, and what is read back of their tables."""
 
+import csv
+from pathlib import Path
 from typing import Any
 
 from lockstep.training.events import Done, Evaluated, Event, Saved, Started, Stepped, Stopped
@@ -87,6 +89,12 @@ def write(sink: Any, *events: Event, first: float = 1000.0) -> None:
         sink.write(event, first + number)
     sink.close()
     sink.close()
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table by the names of its columns."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def every() -> list[Event]:
