@@ -66,13 +66,10 @@ CASES = [
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to import from, whose modules are forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    state = torch.get_rng_state()
-    yield tmp_path
-    torch.set_rng_state(state)
+    yield here
     sys.modules.pop("M", None)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,11 @@ NETS = (
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that modules are imported from."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(here), *sys.path])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
+    return here
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

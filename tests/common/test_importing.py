@@ -11,12 +11,11 @@ from lockstep.errors import UsageError
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current directory of its own, not yet on the path, and none of its modules left behind."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
+    return here
 
 
 def test_returns_the_object() -> None:

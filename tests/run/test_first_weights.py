@@ -17,8 +17,7 @@ SHA256 = store.weights_sha256(TENSORS)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _files(here: Path) -> None:
     safetensors.torch.save_file(TENSORS, "file.safetensors")
     Path("empty").mkdir()
     Path("broken/checkpoints/step-00000001").mkdir(parents=True)
