@@ -80,28 +80,20 @@ def test_a_corrupt_image_is_named(run, images, workers):
     assert failed.left() == []
 
 
-def test_corrupt_images_are_skipped_and_counted_by_choice(run, images):
-    for name in ("cat/3.jpg", "dog/5.jpg"):
-        (images / "train" / name).write_bytes(b"no picture")
-    words = (*TRAIN, *FOLDER, "recipe.data.on_error=skip")
+def test_corrupt_images_are_skipped_and_counted_by_choice_and_named_once_whoever_met_them(run, images):
+    named = [f"images/{name}" for name in ("train/cat/3.jpg", "train/dog/5.jpg", "val/dog/0.jpg")]
+    for name in named:
+        (images.parent / name).write_bytes(b"no picture")
+    words = (*TRAIN, *FOLDER, "recipe.data.on_error=skip", "recipe.epochs=2")
     alone = run(*words)
     shared = run(*words, "run.dir=shared", "placement={processes: 2, workers: 1}")
     assert alone.sha256 == shared.sha256
-    assert events(shared.folder / "shared", "done")[0]["skipped_samples"] == 2
-    assert "skipped samples  2\n" in shared.out
-
-
-def test_each_file_that_is_skipped_is_named_once_whoever_met_it(run, images):
-    for name in ("train/cat/3.jpg", "train/dog/5.jpg", "val/dog/0.jpg"):
-        (images / name).write_bytes(b"no picture")
-    placement = "placement={processes: 2, workers: 1}"
-    words = (*TRAIN, *FOLDER, "recipe.data.on_error=skip", "recipe.epochs=2", placement)
-    trained = run(*words)
-    named = [f"images/{name}" for name in ("train/cat/3.jpg", "train/dog/5.jpg", "val/dog/0.jpg")]
-    folder = trained.folder / "run"
+    folder = shared.folder / "shared"
+    assert events(folder, "done")[0]["skipped_samples"] == 4  # in each epoch those of training
+    assert "skipped samples  4\n" in shared.out
     assert [file for each in events(folder, "skipped") for file in each["files"]] == named
     assert (folder / "skipped.txt").read_text().splitlines() == named
-    for text in (trained.out, (folder / "logs/rank-0.log").read_text()):
+    for text in (shared.out, (folder / "logs/rank-0.log").read_text()):
         assert [line for line in text.splitlines() if line.startswith("skipped ") and "/" in line] == [
             f"skipped {name}: cannot be read" for name in named
         ]
