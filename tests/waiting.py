@@ -1,8 +1,9 @@
 """Waits for what another process does, and with shorter times than ranks wait for each other."""
 
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -54,3 +55,17 @@ def free_port() -> int:
 def below(pid: int) -> list[int]:
     """Return the processes that a process has started, and those that they have started, and so on."""
     return [each.pid for each in psutil.Process(pid).children(recursive=True)]
+
+
+def killed(command: Sequence[str | Path], number: int, up: Path, least: int = 1) -> int:
+    """Start a program that makes the file `up`, and send it a signal once so many run below it: none is left of them.
+
+    Return its exit code.
+    """
+    with subprocess.Popen(command) as process:
+        until(lambda: up.exists() and len(below(process.pid)) >= least)
+        pids = below(process.pid)
+        process.send_signal(number)
+        code = process.wait(60)
+    until(lambda: all(map(ended, pids)))
+    return code

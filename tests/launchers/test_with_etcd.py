@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from component import require_etcd, require_hosts
-from waiting import below, ended, until
+from waiting import killed
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-etcd"
 # Writes and reads by the client that torch uses, and says where.
@@ -49,13 +49,8 @@ def test_it_listens_where_other_hosts_reach_it() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGKILL, -9)])
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
-    with subprocess.Popen([SCRIPT, "sh", "-c", f"touch {tmp_path}/up; sleep 100"]) as process:
-        until((tmp_path / "up").exists)
-        pids = below(process.pid)
-        assert len(pids) > 1
-        process.send_signal(number)
-        assert process.wait(60) == code
-    until(lambda: all(map(ended, pids)))
+    up = tmp_path / "up"
+    assert killed([SCRIPT, "sh", "-c", 'touch "$0"; sleep 100', up], number, up, least=2) == code
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from component import require_hosts
-from waiting import below, ended, until
+from waiting import killed
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-hosts"
 # A port that nobody listens at refuses at once, where it is reached at all.
@@ -94,13 +94,8 @@ def test_what_runs_on_a_host_hears_signals_and_ends_with_who_started_it(tmp_path
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGKILL, -9)])
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
-    with subprocess.Popen([SCRIPT, "1", "on", "h0", "sh", "-c", 'touch "$0"; sleep 100', tmp_path / "up"]) as process:
-        until((tmp_path / "up").exists)
-        pids = below(process.pid)
-        assert pids
-        process.send_signal(number)
-        assert process.wait(60) == code
-    until(lambda: all(map(ended, pids)))
+    up = tmp_path / "up"
+    assert killed([SCRIPT, "1", "on", "h0", "sh", "-c", 'touch "$0"; sleep 100', up], number, up) == code
 
 
 @pytest.mark.parametrize("words", [(), ("2",), ("0", "true"), ("many", "true"), ("201", "true")])

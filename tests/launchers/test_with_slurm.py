@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from component import require_slurm
-from waiting import below, ended, until
+from waiting import killed
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-slurm"
 
@@ -24,12 +24,8 @@ def test_its_exit_code_is_that_of_the_command() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGKILL, -9)])
 def test_killed_it_leaves_no_process(tmp_path: Path, number: int, code: int) -> None:
-    with subprocess.Popen([SCRIPT, "sh", "-c", 'sinfo > "$0"; srun -n2 sleep 100', str(tmp_path / "up")]) as process:
-        until(lambda: (tmp_path / "up").exists() and len(below(process.pid)) > 8)
-        pids = below(process.pid)
-        process.send_signal(number)
-        assert process.wait(60) == code
-    until(lambda: all(map(ended, pids)))
+    up = tmp_path / "up"
+    assert killed([SCRIPT, "sh", "-c", 'sinfo > "$0"; srun -n2 sleep 100', up], number, up, least=9) == code
 
 
 def test_without_a_command_it_says_how_it_is_used() -> None:
