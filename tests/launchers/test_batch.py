@@ -45,7 +45,7 @@ def test_what_slurm_is_told() -> None:
 
 def test_what_is_asked_for_stands_in_the_header_for_all_starts_and_not_in_the_step() -> None:
     """Slurm keeps the header of a job that goes back into the queue."""
-    job = replace(JOB, resources=Resources("gpu", "physics", "a100:4", 8), options=())
+    job = replace(JOB, resources=Resources("gpu", "physics", "a100:4", 8), options=("--comment=it's a b",))
     text = script(check_batch(replace(BATCH, job=job)))
     asked = ["--partition=gpu", "--account=physics", "--gpus-per-node=a100:4", "--cpus-per-task=8"]
     assert [word for word in directives(text) if word in asked] == asked
@@ -68,10 +68,6 @@ def test_each_start_draws_a_secret_that_only_the_ranks_see(tmp_path: Path) -> No
     assert said[0] != said[1]
     own = f"export LOCKSTEP_JOB_SECRET=of-my-own-choosing\n{script(BATCH)}"
     assert run(tmp_path, own, srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1] == "of-my-own-choosing"
-
-
-def test_the_line_it_runs_is_that_of_srun() -> None:
-    assert f"\n{shlex.join(slurm.command(replace(JOB, options=())))}\ncode=$?\n" in script(BATCH)
 
 
 def test_what_is_left_out_leaves_no_line() -> None:

@@ -7,7 +7,7 @@ from environments import ENV
 
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.launchers import ORDER, detect, detect_all, environment, horovodrun, mpich, openmpi, slurm, torchrun
+from lockstep.launchers import ORDER, detect, detect_all, horovodrun, mpich, openmpi, slurm
 
 ADDRESS = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
@@ -77,6 +77,7 @@ def test_each_launcher_knows_its_own() -> None:
         (ENV.slurm_block | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
         (ENV.openmpi | {"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
         (ENV.slurm_block | {"WORLD_SIZE": "4"}, "slurm"),  # as batch scripts set it
+        (ENV.slurm_block | {"RANK": "0"}, "slurm"),
         (ENV.openmpi | {"HOROVOD_CONTROLLER": "mpi"}, "openmpi"),  # horovodrun over mpirun
         (ENV.slurm_block | ENV.openmpi, "openmpi"),
         (ENV.mpich_in_slurm, "mpich"),
@@ -198,10 +199,3 @@ def test_a_step_without_its_variables_is_told(name: str) -> None:
     env = {key: value for key, value in ENV.slurm_block.items() if key != name}
     with pytest.raises(UsageError, match=f"{name} is not set; srun sets it in each task"):
         slurm.detect(env)
-
-
-def test_torchrun_is_not_what_has_torchs_names() -> None:
-    by_hand = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert torchrun.detect(by_hand) is None
-    assert environment.detect(by_hand) == RankInfo(0, 2, 0, 1, "environment")
-    assert environment.detect({"RANK": "0"}) is None
