@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_examples import SHA, done, evaluated, every, saved, started, stepped, write
+from event_examples import SHA, done, evaluated, every, saved, stepped, write
 
 from lockstep.errors import TrainingError, UsageError
 from lockstep.reporting import jsonl
@@ -115,10 +115,6 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     path.write_text("[1]\n")
     with pytest.raises(UsageError, match=r"events\.jsonl:1: not an event"):
         log(path)
-
-
-def test_started_says_where_it_goes_on() -> None:
-    assert jsonl.figures(started(46, "runs/x"), 0.0)["resumed_from"] == "runs/x"
 
 
 def test_a_log_that_was_removed_is_not_written_on(tmp_path: Path) -> None:
