@@ -10,16 +10,12 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-kills"
 
 
-def prove(tmp_path, monkeypatch, *words):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    # One layer: what takes the time is to import what a model needs, in every process.
-    words = [sys.executable, str(SCRIPT), *words, 'recipe.model={name: "held:linear"}']
-    return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-
-
 @pytest.mark.extended("test_stopping.py kills a worker, test_data_sets_train.py a run that goes on on other ranks")
 def test_a_trial(tmp_path, monkeypatch):
-    proof = prove(tmp_path, monkeypatch, "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    # One layer: what takes the time is to import what a model needs, in every process.
+    words = [sys.executable, str(SCRIPT), "1", 'recipe.model={name: "held:linear"}']
+    proof = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert proof.returncode == 0, proof.stdout + proof.stderr
     lines = proof.stdout.splitlines()
     expected = lines[0].split()[-1]
