@@ -54,10 +54,10 @@ def _measured(folder: Path, size: int) -> tuple[float, float]:
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: last_step(folder) >= _KILLED)
-        began, before = time.monotonic(), last_step(folder)
+        began = time.monotonic()
         ([*psutil.Process(job.pid).children()] or [psutil.Process(job.pid)])[-1].kill()
         job.wait()
-        ended = time.monotonic() - began
+        ended, before = time.monotonic() - began, last_step(folder)
         job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until(lambda: last_step(folder) > before)
         return ended, time.monotonic() - began

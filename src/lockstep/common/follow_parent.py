@@ -59,7 +59,8 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
                 process.terminate()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, end)
+        if signal.getsignal(number) != signal.SIG_IGN:  # which the command inherits, as nohup has it
+            signal.signal(number, end)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
     if asked:
         end()

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ _CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attentio
 _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 
+_KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
 Place = tuple[str, int]  # a file and a line of it
 
 
@@ -112,8 +114,10 @@ def with_its_line() -> Iterator[None]:
     except OwnCodeError:
         raise
     except UsageError as error:
-        text, _, advice = str(error).replace("recipe.model.", "").replace("recipe.", "").partition("; ")
-        raise (refusal(text, advice) if advice and (where := calling()) and where not in text else error) from None
+        said = _KEY.sub("", str(error))
+        text, _, advice = said.partition("; ")
+        unplaced = advice and (where := calling()) and where not in text
+        raise (refusal(text, advice) if unplaced else UsageError(said)) from None
 
 
 def location(path: str, line: int | None) -> str:

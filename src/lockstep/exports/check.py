@@ -67,7 +67,7 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
     with TemporaryDirectory() as folder:
         tensors, structure = _flatten(inputs)
         save_file(tensors, Path(folder, "inputs.safetensors"))
-        Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}), encoding="utf-8")
+        Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
         # No hub, whatever a config names: all that is needed is at the place.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         words = [sys.executable, as_user.__file__, name, str(place.absolute()), folder]

@@ -56,7 +56,7 @@ def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, ren
 
     One that was spawned has the recipe to make real.
     """
-    gc.freeze()  # collections, before each look at memory, leave out what came with the fork: 0.25 s each
+    gc.freeze()  # collections, before each look at memory, leave out what is there by now: 0.25 s each
     recipe, placement = resolved.recipe, resolved.placement
     device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
     with ExitStack() as held:

@@ -529,7 +529,8 @@ class Run:
 
     def _began(self, placed: Placed) -> dict[str, Any]:
         """Return what else decides the numbers, and may be changed at a resume; a scheduler keeps its own rates."""
-        rate = {} if placed.scheduler is not None else {"the optimizer's lr": placed.rate}
+        rates = [float(group["lr"]) for group in placed.optimizer.param_groups]
+        rate = {} if placed.scheduler is not None else {"the optimizer's lr": rates}
         return rate | ({} if self._seen is None else {"the first or the last sample": self._seen[1]})
 
     def _finish(self, placed: Placed) -> None:

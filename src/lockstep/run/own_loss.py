@@ -106,7 +106,9 @@ class LossCheck:
                 f"step {step}: {what}, which micro-batches of other sizes would not add up to",
                 'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
             )
-        scales = [(scale, part) for part in parts for scale in part.scales if scale.divides or _is_of_all(scale, parts)]
+        values = [{scale.value for scale in part.scales} for part in parts]
+        of_all = set.intersection(*values) if values else set()  # other factors weigh one part against another
+        scales = [(scale, part) for part in parts for scale in part.scales if scale.divides or scale.value in of_all]
         counts = {self.processes: "the number of processes", **others()} if scales else {}
         for scale, part in scales:
             if _is_of_a_scaler(scale):
@@ -213,11 +215,6 @@ def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:
     if samples == microbatch.weight == 1:
         return True
     return len(means) == samples and all(_rows(part.node) != samples for part in means)
-
-
-def _is_of_all(factor: Scale, parts: Sequence[LossTerm]) -> bool:
-    """Return whether all parts of a loss are multiplied alike; other factors weigh one against another."""
-    return all(factor.value in [scale.value for scale in part.scales] for part in parts)
 
 
 def _inverse(factor: float) -> float:

@@ -43,8 +43,8 @@ def warn_of_changes(rank: Rank, before: Mapping[str, Any], now: Mapping[str, Any
     """Warn of what made other numbers before, as far as both know it, and does not forbid to go on."""
     if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
         rank.warn(
-            f"changed since step {rank.progress.step} was saved: {', '.join(changed)}: the run goes on with the new "
-            f"one, and not to the bits of an uninterrupted run"
+            f"changed since step {rank.progress.step} was saved: {', '.join(changed)}: the run goes on with what is "
+            f"there now, and may not come to the bits of an uninterrupted one"
         )
 
 
