@@ -49,18 +49,24 @@ def results(quick: bool) -> Iterator[Result]:
 
 def _measured(folder: Path, size: int) -> tuple[float, float]:
     words = [f"placement.processes={size}", "placement.device=cpu", f"run.dir={folder}", "run.log_every=1"]
-    words += ["recipe.epochs=1000", f"run.save_every.steps={_SAVED}"]
+    words += ["recipe.epochs=1000", f"run.save_every.steps={_SAVED}", f"recipe.microbatches={SIZES[-1]}"]
     line = [sys.executable, "-m", "lockstep", "train", "digits", *words]
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: last_step(folder) >= _KILLED)
+        until(lambda: _ended(job) or last_step(folder) >= _KILLED)
         began = time.monotonic()
         ([*psutil.Process(job.pid).children()] or [psutil.Process(job.pid)])[-1].kill()
         job.wait()
         ended, before = time.monotonic() - began, last_step(folder)
         job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: last_step(folder) > before)
+        until(lambda: _ended(job) or last_step(folder) > before)
         return ended, time.monotonic() - began
     finally:
         job.send_signal(signal.SIGTERM)
         job.wait()
+
+
+def _ended(job: subprocess.Popen[bytes]) -> bool:
+    if job.poll() is not None:
+        raise RuntimeError(f"lockstep train ended with exit code {job.returncode}")
+    return False
