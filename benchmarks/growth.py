@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -67,9 +67,9 @@ def _measured(folder: Path, size: int) -> dict[str, float]:
         for rank in range(size)
     ]
     try:
-        until(lambda: _ended(ranks) or last_step(folder) >= 1)
+        until(lambda: last_step(folder) >= 1, ranks)
         began, first, steps, sent = time.monotonic(), _cpu_s(ranks), last_step(folder), _exchanged(port)
-        until(lambda: _ended(ranks) or last_step(folder) >= steps + _STEPS)
+        until(lambda: last_step(folder) >= steps + _STEPS, ranks)
         seconds, spent, steps = time.monotonic() - began, _cpu_s(ranks) - first, last_step(folder) - steps
         exchanged = (_exchanged(port) - sent) / seconds
         connections = sum(each.status == psutil.CONN_ESTABLISHED for each in ranks[0].net_connections("tcp"))
@@ -96,16 +96,12 @@ def _measured(folder: Path, size: int) -> dict[str, float]:
     }
 
 
-def _ended(ranks: list[psutil.Popen]) -> bool:
-    if codes := [rank.returncode for rank in ranks if rank.poll() is not None]:
-        raise RuntimeError(f"ranks ended with exit codes {codes}")
-    return False
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Wait until a run has come so far; TimeoutError where it does not."""
+def until(reached: Callable[[], bool], processes: Sequence[psutil.Popen | subprocess.Popen[bytes]]) -> None:
+    """Wait until a run has come so far; TimeoutError where it does not, RuntimeError where a process of it ended."""
     last = time.monotonic() + _LONGEST_S
     while not reached():
+        if codes := [each.returncode for each in processes if each.poll() is not None]:
+            raise RuntimeError(f"ended with exit codes {codes}")
         if time.monotonic() > last:
             raise TimeoutError(f"no step within {_LONGEST_S:.0f} s")
         time.sleep(0.1)

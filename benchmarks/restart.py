@@ -53,20 +53,14 @@ def _measured(folder: Path, size: int) -> tuple[float, float]:
     line = [sys.executable, "-m", "lockstep", "train", "digits", *words]
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: _ended(job) or last_step(folder) >= _KILLED)
+        until(lambda: last_step(folder) >= _KILLED, [job])
         began = time.monotonic()
         ([*psutil.Process(job.pid).children()] or [psutil.Process(job.pid)])[-1].kill()
         job.wait()
         ended, before = time.monotonic() - began, last_step(folder)
         job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: _ended(job) or last_step(folder) > before)
+        until(lambda: last_step(folder) > before, [job])
         return ended, time.monotonic() - began
     finally:
         job.send_signal(signal.SIGTERM)
         job.wait()
-
-
-def _ended(job: subprocess.Popen[bytes]) -> bool:
-    if job.poll() is not None:
-        raise RuntimeError(f"lockstep train ended with exit code {job.returncode}")
-    return False
