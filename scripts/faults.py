@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -144,6 +145,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.jobs = len(list(self.folder.glob("job-*.log")))
         (self.folder / "paced.py").write_text(MODEL, encoding="utf-8")
         (self.folder / "small.yaml").write_text(RECIPE.format(steps=self.steps), encoding="utf-8")
         self.tell("pace", PACE)
@@ -201,6 +203,16 @@ class Run:
         for pid in found:
             os.kill(pid, signal.SIGKILL)
         return found
+
+    def left(self) -> dict[str, float]:
+        """Return what a run that is at rest has on the disk and in shared memory."""
+        files = [path for path in (self.folder / "run").rglob("*") if path.is_file() and path.name != "events.jsonl"]
+        elsewhere = [os.scandir(place) for place in (tempfile.gettempdir(), "/dev/shm")]
+        return {
+            "files": len(files),
+            "mib": round(sum(path.stat().st_size for path in files) / 2**20, 3),
+            **{name: len(list(found)) for name, found in zip(("temporary", "shared"), elsewhere, strict=True)},
+        }
 
     def seen(self, how: str, job: Job, pattern: str) -> Seen:
         """Wait until the job says what matches `pattern`."""
