@@ -136,3 +136,9 @@ def test_what_the_script_passes_over_gives_it_no_row(tmp_path: Path) -> None:
     assert [variant for strategy, variant in found if strategy == "single"] == ["", *variants]
     with pytest.raises(UsageError, match=r"usual script: its BatchNorm is that of a process"):
         plan_runs(ComparisonRequest("digits", variants[:1], ({"name": "ddp"},), (1,), (), tmp_path / "b", usual=True))
+
+
+def test_a_variant_that_is_the_recipe_itself_is_trained_once(tmp_path: Path) -> None:
+    variants = ("recipe.optimizer.lr=0.05", "recipe.optimizer.lr=0.1", "recipe.optimizer.lr=5e-2")
+    plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path))
+    assert [plan.row.variant for plan in plans] == [variants[1], variants[0]]

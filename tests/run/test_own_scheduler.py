@@ -91,6 +91,19 @@ def test_rates_are_those_of_plain_pytorch_and_a_resumed_run_goes_on_with_them(na
     assert rates[0] != rates[-1]
 
 
+def test_settings_that_a_resume_overrules_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def made(decay: float) -> Make:
+        return lambda optimizer: lr_scheduler.StepLR(optimizer, 1, decay)
+
+    said, rates = [], []
+    for last, decay in ((1, 0.5), (2, 0.5), (3, 0.9), (4, 0.9)):
+        with joined(tmp_path / "run") as run:
+            rates += train(run, made(decay), last)
+        said.append("run.place: the scheduler was made with another gamma when the run began" in capsys.readouterr().err)
+    assert said == [False, False, True, True]
+    assert rates == plain(made(0.5))[:4]
+
+
 def loop(run: Any) -> None:
     train(run, SCHEDULERS["LambdaLR"])
 

@@ -97,9 +97,8 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     plans: list[PlannedRun] = []
     problems: list[str] = []
     seen: list[Recipe] = []  # by the usual script
-    for variant in ("", *dict.fromkeys(request.variants)):
-        recipe = (*request.overrides, *([variant] if variant else []))
-        loaded = load(request.source, [*recipe, *_placement_overrides(*single)])
+    for variant, loaded in _variants(request, _placement_overrides(*single)):
+        recipe = _overrides(request, variant)
         ready = _ready(loaded)
         of, script = f", {variant}" if variant else "", as_seen(loaded.config.recipe)
         named = [(_strategy_label(each), each, count) for each, count in unique]
@@ -114,6 +113,24 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
     return plans
+
+
+def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
+    """Return the recipes to compare: first the one that was given, and of those that are alike the first.
+
+    Each is called after its override, by which the given one is called only where one says what it has.
+    """
+    given = load(request.source, [*request.overrides, *placement])
+    found: list[tuple[str, Loaded]] = []
+    for variant in (*request.variants, ""):
+        loaded = load(request.source, [*_overrides(request, variant), *placement]) if variant else given
+        if all(loaded.config != other.config for _, other in found):
+            found.append((variant, loaded))
+    return sorted(found, key=lambda each: each[1].config != given.config)
+
+
+def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
+    return (*request.overrides, *([variant] if variant else []))
 
 
 def _ready(loaded: Loaded) -> Setup:

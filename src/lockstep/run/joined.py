@@ -185,7 +185,7 @@ class Run:
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
-                    placed.take_settings(resumed.state.recipe)
+                    placed.take_settings(resumed.state.recipe, self._rank.warn)
                     self._state |= resumed.state.recipe.get("state", {})
                 every = self._member.settings.run.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)

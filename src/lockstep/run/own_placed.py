@@ -1,6 +1,6 @@
 """A model of a loop of the user's own, spread over the ranks by a strategy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -120,17 +120,22 @@ class Placed:
         if self.world.size > 1:
             self.world.note(self.groups.facts(step, {"of": of, "lr": rate, "clip": clip}))
 
-    def take_settings(self, saved: Mapping[str, Any]) -> None:
+    def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Take over the settings of groups that a checkpoint was saved with, where it says so."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
         if self.scheduler is not None:
-            self.scheduler.load(saved.get("scheduler"))
+            other = self.scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))
+            if other:
+                warn(
+                    f"run.place: the scheduler was made with another {', '.join(other)} when the run began: it keeps "
+                    "what was saved, and the change has no effect; choose another dir to train with it"
+                )
 
     def changes(self) -> dict[str, Any]:
         """Return what `take_settings` takes over."""
-        scheduler = None if self.scheduler is None else self.scheduler.state()
-        return {"settings": self.groups.changes(), "scheduler": scheduler}
+        scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
+        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made}
 
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""

@@ -38,6 +38,7 @@ class OwnScheduler:
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._saved: Any = None  # its state, where this step was saved
+        self.made = self.state()  # as it was when the run began
 
     @property
     def name(self) -> str:
@@ -53,9 +54,15 @@ class OwnScheduler:
         """Return what it counts, ready for JSON."""
         return _plain(self._scheduler.state_dict())
 
-    def load(self, saved: Any) -> None:
-        """Take over what `state` returned of one that was made alike."""
+    def load(self, saved: Any, made: Any) -> list[str]:
+        """Take over what `state` returned of one whose state was `made` at first; return what is made otherwise here.
+
+        What was saved holds for that, too.
+        """
         self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), saved))
+        now, self.made = self.made, made or self.made  # checkpoints of earlier versions lack it
+        other = [name for name in now if now[name] != self.made.get(name)]
+        return [name for name in other if not name.startswith("_")] or other
 
     def note_update(self) -> None:
         """Let it know that there was an update, before which it should not be stepped."""
