@@ -69,7 +69,8 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    found = lockstep.compare("digits", placements=["zero3"], overrides={overrides}, also={{"recipe.seed": 5}}, dir="a")
+    also = [{{"recipe.seed": 5}}, {{"recipe.seed": 6}}]
+    found = lockstep.compare("digits", placements=["zero3"], overrides={overrides}, also=also, dir="a")
     assert torch.get_num_threads() == 2 and torch.equal(torch.get_rng_state(), before)
     print([(row.label, row.state, found.same_bits(row)) for row in found.rows])
     try:
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     placements = [("single on 1", "done", True), ("zero3 on 2", "done", True)]
     assert ast.literal_eval(rows) == [
         *placements,
-        *((f"{label}, recipe.seed=5", *other) for label, *other in placements),
+        *((f"{label}, recipe.seed={seed}", *other) for seed in (5, 6) for label, *other in placements),
     ]
     assert refused.startswith("zero4 on 2: ")
     assert not (tmp_path / "b").exists()

@@ -246,6 +246,7 @@ recipe:
         ("run.save_every.hours=2", ": unknown key; valid: steps, epochs"),
         ("optimizer.lr=2", "optimizer: unknown key; did you mean 'recipe.optimizer'? Valid: recipe, placement, run"),
         ("lr=2", ": unknown key; did you mean 'recipe.optimizer.lr'? Valid: recipe, placement, run"),
+        ("recipe.model.widht=8", ": unknown key; did you mean 'weights' or 'recipe.model.options.widht'?"),
         ("recipe.model.dropout=0.1", ": unknown key; did you mean 'recipe.model.options.dropout'?"),
         (
             "recipe.microbatches=65",

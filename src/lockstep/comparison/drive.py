@@ -30,15 +30,15 @@ def compare(
     placements: Sequence[str | Strategy] = ("ddp",),
     processes: Sequence[int] = (1, 2),
     overrides: Mapping[str, Any] | None = None,
-    also: Mapping[str, Any] | None = None,
+    also: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     usual: bool = False,
     dir: str | Path | None = None,
 ) -> Comparison:
     """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
 
     `placements` are strategies, by name or as mappings of `name` and options, which run on each of `processes` above 1,
-    after one process alone. With each of `also`, an override, all are trained once more; `usual` adds a naive DDP
-    script.
+    after one process alone. With each of `also`, an override, all are trained once more; `also` is a mapping of them,
+    or, for several values of one key, a list of mappings. `usual` adds a naive DDP script.
     The runs are in `dir`, left out a new folder in runs/; runs that are finished there are only read.
 
     A run that fails becomes a row with the reason. UsageError, before any run starts, where one of them cannot run.
@@ -46,7 +46,8 @@ def compare(
     strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
     counts = processes_in(",".join(map(str, processes)))
     folder = folder_for(str(recipe)) if dir is None else Path(dir)
-    words, variants = tuple(as_words(overrides)), tuple(as_words(also))
+    each_also = [also] if isinstance(also, Mapping) else also
+    words, variants = tuple(as_words(overrides)), tuple(word for each in each_also for word in as_words(each))
     threads = torch.get_num_threads()
     try:
         request = ComparisonRequest(str(recipe), words, strategies, counts, variants, folder, usual)

@@ -140,8 +140,9 @@ def _unknown(path: Path) -> str:
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
         return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{list_names(valid)}"
-    if "options" in valid and not nearest(name, valid):
-        return f"unknown key; did you mean '{format_key(path[:-1])}.options.{name}'?{list_names(valid)}"
+    if "options" in valid:
+        meant = "' or '".join([*nearest(name, valid, 1), f"{format_key(path[:-1])}.options.{name}"])
+        return f"unknown key; did you mean '{meant}'?{list_names(valid)}"
     return f"unknown key{choices(name, valid)}"
 
 
