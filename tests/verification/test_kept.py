@@ -36,3 +36,18 @@ def test_what_is_kept_is_named_with_its_line() -> None:
     assert re.fullmatch(r"0 -> 1, \S*test_kept\.py:\d+", found["0.count of the model"])
     assert found["0.centre of the model"] == "a buffer"
     assert re.fullmatch(r"list \[\] -> list \[1\], \S*test_kept\.py:\d+", found[f"{__name__}.CACHE"])
+
+
+def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
+    generator, unchanged, seen, logged, total = torch.Generator(), torch.Generator(), [torch.ones(1)], [], 0.0
+    before = Kept([])
+    torch.rand(1, generator=generator)
+    seen.append(torch.ones(1))
+    logged.append(0.5)
+    total += 0.5
+    made_later = torch.zeros(1)
+    found = before.changes(Kept([]))
+    assert found.keys() == {"generator", "seen"}
+    made = test_local_variables_of_the_function_with_the_loop_are_named_too.__code__.co_firstlineno + 1
+    assert re.fullmatch(rf"a generator, \S*test_kept\.py:{made}", found["generator"])
+    del unchanged, made_later

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -90,16 +90,29 @@ def place_of_attribute(kind: type, name: str) -> str:
     return ""
 
 
-def place_of_global(module: ModuleType, name: str) -> str:
-    """Return where functions of a module change its global `name`, as far as can be told, else where it is made."""
-    file = _file(module)
+def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
+    """Return where functions change a module's global `name`, or one its local, as far as can be told.
+
+    Else where it is made.
+    """
+    file = _file(scope)
     if file is None:
         return ""
-    tree = ast.parse(inspect.getsource(module))
+    lines, first = inspect.getsourcelines(scope)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
 
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
     line = _line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
-    return location(file, line)
+    return location(file, max(first, 1) + line - 1)
+
+
+def own_frames() -> Iterator[FrameType]:
+    """Yield the functions of the user's own code that have called this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals is not frame.f_globals and is_own(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
 
 
 def place_of_frame(frame: FrameType | None) -> str:
@@ -141,7 +154,7 @@ def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
     return False
 
 
-def _file(thing: type | ModuleType) -> str | None:
+def _file(thing: type | ModuleType | CodeType) -> str | None:
     try:
         return inspect.getsourcefile(thing)
     except TypeError:  # built in

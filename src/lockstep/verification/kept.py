@@ -1,12 +1,13 @@
-"""What a loop of the user's own keeps from one step to the next, in its model and in variables of its modules."""
+"""What a loop of the user's own keeps from one step to the next, in its model and in variables."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Self, final
+from typing import Any, Self, final
 
 from torch import nn
 
 from lockstep.run.probe.state import Globals, ModelState
-from lockstep.run.user_code import own_modules, place_of_attribute
+from lockstep.run.user_code import own_frames, own_modules, place_of_attribute
 
 
 @final
@@ -16,10 +17,16 @@ class Kept:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = own_modules(())
         self._models = [(model, ModelState(model)) for model in models]
-        self._globals = Globals(modules, ())
+        scopes = [
+            ({name: value for name, value in frame.f_locals.items() if not _is_log(value)}, frame.f_code)
+            for frame in own_frames()
+        ]
+        self._globals = Globals(modules, (), scopes)
         self._variables = {
             f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()
         }
+        for variables, _ in scopes:
+            self._variables |= variables
 
     def changes(self, after: Self) -> Mapping[str, str]:
         """Return what is not as it was, and how it changed: with the line where that can be told."""
@@ -31,9 +38,16 @@ class Kept:
                 found[f"{name} of the model"] = _told(change, where)
             found |= {f"{name} of the model": "a buffer" for name in before.buffer_changes(now)}
         for name, change in self._globals.changes(after._globals).items():
-            if name not in self._variables or self._variables[name] is after._variables.get(name):
+            values = [held[name] for held in (self._variables, after._variables) if name in held]
+            if not values or (len(values) == 2 and values[0] is values[1]):
                 found[name.removeprefix("__main__.")] = _told(change, after._globals.place(name))
         return found
+
+
+def _is_log(value: Any) -> bool:
+    """Return whether a local variable holds nothing but numbers, as what a loop prints at its end."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | deque) else [None]
+    return all(isinstance(each, int | float) for each in items)
 
 
 def _told(change: str, where: str) -> str:

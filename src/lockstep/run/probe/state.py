@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import _lru_cache_wrapper, partial
 from itertools import count, islice
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
@@ -80,11 +80,24 @@ class _Owner(NamedTuple):
 
 @final
 class Globals:
-    """What the modules of the user's own code keep in global variables, class attributes, functions and closures."""
+    """What the modules of the user's own code keep in global variables, class attributes, functions and closures.
 
-    def __init__(self, modules: Mapping[str, ModuleType], kinds: Iterable[type]) -> None:
+    And in `scopes`: local variables by their names, and the function that has them.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ModuleType],
+        kinds: Iterable[type],
+        scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
+    ) -> None:
         found = [each for name, module in modules.items() for each in _variables(name, module)]
         found += [each for kind in kinds if kind.__module__ in modules for each in _class_attributes(kind)]
+        for variables, code in scopes:
+            found += [
+                _Owner(name, value, partial(user_code.place_of_variable, code, name))
+                for name, value in variables.items()
+            ]
         self._values = {each.name: _format_global(each.value, modules) for each in found}
         self._places = {each.name: each.place for each in found}
 
@@ -108,7 +121,7 @@ def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
         elif isinstance(value, FunctionType | _lru_cache_wrapper):
             yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of, value))
         else:
-            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of_global, module, variable))
+            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
 
 
 def _class_attributes(kind: type) -> Iterator[_Owner]:
@@ -154,7 +167,8 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     # A weight that a hook of torch makes anew before each forward follows from its parameters and buffers.
     made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
-        if name not in {*registries, *made} and not name.endswith("_hooks") and "_hooks_" not in name:
+        torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
+        if name not in {*registries, *made} and not torchs:
             yield name, value
 
 
