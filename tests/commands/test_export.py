@@ -11,6 +11,7 @@ from component import require_package
 from forked import Server
 from safetensors.torch import load_file
 from test_predict import TRUST, plain
+from torch import nn
 
 import lockstep
 from lockstep.errors import TrainingError, UsageError
@@ -90,10 +91,11 @@ def test_from_python_the_same_is_written(trained, capfd):
 
 
 def test_a_program_takes_any_number_of_samples(run, trained):
-    found = run("export", "run", "--to", "torch", "--out", "net.pt2", TRUST)
-    assert found.out.endswith(f"{EQUAL}\nnet.pt2, inputs of shape [any, 1, 8, 8]\n")
+    found = run("export", "run", "--to", "torch", "--out", "net", TRUST)
+    assert found.out.endswith(f"{EQUAL}\nnet, inputs of shape [any, 1, 8, 8]\n")
     facts = {"lockstep.json": ""}
-    program = torch.export.load("net.pt2", extra_files=facts)
+    with Path("net").open("rb") as file:
+        program = torch.export.load(file, extra_files=facts)
     assert program.module()(torch.zeros(7, 1, 8, 8)).shape == (7, 10)
     assert json.loads(facts["lockstep.json"])["std"] == [0.3771]
     assert program.example_inputs is None  # nobody's samples
@@ -163,6 +165,24 @@ def test_outputs_are_compared_with_what_roundings_may_do(saved, trained, monkeyp
         monkeypatch.setattr("lockstep.exports.check._run_export", lambda *_, wrong=wrong: wrong)
         with pytest.raises(TrainingError, match="nothing was written"):
             check_export("torch", trained, model, inputs, outputs, {}, exact=False)
+
+
+class OfPair(nn.Module):
+    """A model whose one input is a pair, of which the second is not aligned in the file that the check reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(3, 16)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (self.a(pair[0]) + self.b(pair[1])).relu()
+
+
+def test_inputs_that_are_a_pair_come_as_they_were(tmp_path: Path) -> None:
+    model, inputs, place = OfPair(), ((torch.rand(3, 4), torch.rand(3, 3)),), tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(model, inputs), place)
+    job = {"threads": 1, "lockstep": False}
+    assert check_export("torch", place, model, inputs, model(*inputs).detach(), job, exact=True).words == EQUAL
 
 
 @pytest.mark.usefixtures("_loaded")

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+# torch has no public door to its pytrees.
+from torch.utils import _pytree as pytree
+
 from lockstep.common.text import printable
-from lockstep.core.batch import Inputs, like, tensors_of, with_paths
+from lockstep.core.batch import Inputs, tensors_of, with_paths
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user
@@ -65,8 +68,8 @@ def check_export(
 
 def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
     with TemporaryDirectory() as folder:
-        tensors, structure = _flatten(inputs)
-        save_file(tensors, Path(folder, "inputs.safetensors"))
+        save_file(_named(inputs), Path(folder, "inputs.safetensors"))
+        structure = pytree.treespec_dumps(pytree.tree_structure(inputs))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
         # No hub, whatever a config names: all that is needed is at the place.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -78,13 +81,12 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 
-def _flatten(inputs: Inputs) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of inputs by names, and their structure with these names in place of the tensors."""
+def _named(inputs: Inputs) -> dict[str, Tensor]:
+    """Return the tensors of inputs by their numbers."""
     strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
     if strange:
         raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
-    tensors = {f"input {number}": each.contiguous().clone() for number, each in enumerate(tensors_of(inputs))}
-    return tensors, like(inputs, tensors)
+    return {str(number): each.contiguous().clone() for number, each in enumerate(tensors_of(inputs))}
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:

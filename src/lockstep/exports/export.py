@@ -17,7 +17,7 @@ from torch import nn
 import lockstep
 from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
-from lockstep.core.batch import Inputs, call
+from lockstep.core.batch import Inputs, call, map_tensors
 from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.exports.base import ExportSource, Format
 from lockstep.exports.check import check_export
@@ -89,7 +89,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
     has_adapters = merge_adapters(model)
     subject = ExportSource(saved, model, sample.inputs, model_card(saved))
-    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}")  # torch looks at how it ends
+    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}{chosen.SUFFIX}")  # torch looks at how it ends
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
         with os_error_as(TrainingError, f"{place}: cannot be written", "; choose another --out"):
@@ -137,7 +137,7 @@ def _place(saved: SavedModel, suffix: str) -> Path:
 def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
     torch.set_num_threads(saved.recipe.threads)
     with torch.no_grad(), OwnCode(saved.name):
-        return predictions(call(model, inputs), saved.name)
+        return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # aligned as those of the check
 
 
 def _job(subject: ExportSource) -> dict[str, Any]:
