@@ -68,10 +68,30 @@ def training(folder: str | None = None, epochs: int = 2) -> None:
 
 
 def as_long_as_ranks() -> None:
-    """Go through the data once for each process."""
+    """Go through the data once for each process, and evaluate on data of one's own."""
     run = lockstep.join(seed=3)
     model, _ = placed(run)
     for step in computed(run, model, epochs=run.size):
+        step.update()
+        run.sum(loss(model, batch) for batch in run.each(PlainItems()))
+
+
+class PlainItems:
+    """Draws nothing; but generators are seeded for each item."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return data()[index]
+
+
+def seeded_by_rank() -> None:
+    """Build another model on each rank."""
+    run = lockstep.join(seed=3)
+    torch.manual_seed(run.rank)
+    model, _ = placed(run)
+    for step in computed(run, model, epochs=1):
         step.update()
 
 

@@ -65,7 +65,8 @@ def test_two_models_are_trained_as_one():
 
 
 def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other():
-    [row] = lockstep.verify(loops.exchanging, processes=(3,), strategies=("ddp",))
+    [row] = check_placements(loops.exchanging, (3,), ("ddp",), None)
+    assert row.verdict == "failed"
     assert re.search(r"step 1: torch\.distributed\.all_reduce within the step.*loops\.py:\d+\)", row.reason)
 
 
@@ -116,9 +117,16 @@ def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
     [row] = check_placements(loops.as_long_as_ranks, (2,), ("ddp",), 2)
     assert re.match(
         r"ddp on 2: differs: run.steps: steps is 6, not 3; likely cause: the loop reads the rank or "
-        r"the number of ranks \(\S*loops\.py:\d+\)",
+        r"the number of ranks \(\S*loops\.py:\d+\); let",
         row.line,
     )
+
+
+def test_what_only_one_process_passes_is_a_failure_and_what_no_strategy_can_be_is_no_comparison():
+    with pytest.raises(lockstep.VerificationError, match=r"ddp on 2: failed: first weights: .* two ranks disagree"):
+        lockstep.verify(loops.seeded_by_rank, processes=(1, 2), strategies=("ddp",), steps=2)
+    with pytest.raises(lockstep.UsageError, match="nothing was compared"):
+        lockstep.verify(loops.training, processes=(2,), strategies=("pipeline",))
 
 
 @pytest.mark.parametrize("processes", [(1, 2), (2,)])

@@ -77,7 +77,7 @@ def _script(
 ) -> int:
     """Compare a loop of the user's own, and return the exit code."""
     from lockstep.strategies import names
-    from lockstep.verification.own_loop import STRATEGIES, check_placements, script
+    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, script
 
     if not path.is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join, or a recipe")
@@ -89,8 +89,9 @@ def _script(
     for each in chosen:
         if each not in names() and ":" not in each:
             raise UsageError(f"--strategy {each}: no such strategy{choices(each, names())}")
-    good = True
+    rows = []
     for row in check_placements(script(path, arguments), counts, chosen or STRATEGIES, steps):
         click.echo(printable(row.line))
-        good = good and row.good
-    return EXIT_DONE if good else EXIT_VERIFICATION
+        rows.append(row)
+    check_compared(rows)
+    return EXIT_DONE if all(row.good for row in rows) else EXIT_VERIFICATION

@@ -42,7 +42,7 @@ from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
-from lockstep.run.own_placed import ChunkPlan, Placed, spread
+from lockstep.run.own_placed import ChunkPlan, Placed, fitting, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
@@ -226,7 +226,8 @@ class Run:
         with with_its_line():
             items = Items(dataset, collate)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
-            check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
+            with fitting():
+                check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
             self._rank.warn(
                 "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
@@ -296,6 +297,7 @@ class Run:
                     yield each
                     guard.check(modes=True)
                     self._gate.end_batch()
+                    self._gate.open = False
                 self._pass.whole = True
         finally:
             self._gate.open = False
@@ -394,9 +396,9 @@ class Run:
         return None if self._placed is None else self._placed.model
 
     @property
-    def _computing(self) -> bool:
-        """Whether a micro-batch is under way, or a batch of `each`."""
-        return self._gate.open
+    def _computing(self) -> int:
+        """0 where neither a micro-batch nor a batch of `each` is under way; another number for each of the latter."""
+        return self._gate.open and 1 + len(self._pass.numbers)
 
     def _is_in(self, folder: str | None) -> bool:
         """See OpenRun."""

@@ -19,8 +19,8 @@ class OpenRun(Protocol):
     """A run that must be closed when the function that joined it returns."""
 
     @property
-    def _computing(self) -> bool:
-        """Whether a micro-batch is under way."""
+    def _computing(self) -> int:
+        """0 where no batch is under way, and another number after generators were seeded for another."""
 
     @property
     def _model(self) -> nn.Module | None:

@@ -21,7 +21,7 @@ from lockstep.common.patterns import list_some
 from lockstep.config.blame import with_places
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
-from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, StrategyError, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.verification import Verdict, against
@@ -35,6 +35,7 @@ from lockstep.verification.kept import Kept
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
+_UNFIT: Final = "unfit"
 _WITNESSED: Final = "witnessed-{}.json"  # by a rank
 _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
@@ -96,7 +97,8 @@ def verify(
 
     `strategies`, names or mappings of `name` and options, replace what the function gives to `run.place`, on each of
     `processes` above 1. With 1 among them the reference is run twice, the second time with another seed of Python's
-    hashes. VerificationError where any placement differs or fails, UsageError where the function joins no run.
+    hashes. VerificationError where any placement differs or fails, UsageError where the function joins no run or no
+    placement is possible.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _of_recipe(str(function), processes, strategies, steps or _STEPS)
@@ -105,7 +107,14 @@ def verify(
     rows = list(check_placements(function, processes, strategies, steps))
     if not all(row.good for row in rows):
         raise VerificationError("\n".join(["placements differ from one process:", *(row.line for row in rows)]))
+    check_compared(rows)
     return rows
+
+
+def check_compared(rows: Sequence[Checked]) -> None:
+    """Raise UsageError where no placement was possible, so that nothing was compared."""
+    if all(row.verdict == "not possible" for row in rows):
+        raise UsageError("nothing was compared: none of these placements is possible for the loop; choose others")
 
 
 def _of_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
@@ -154,8 +163,9 @@ def check_placements(
                 continue
             code, message = loop.run(strategy, count, str(number))
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
-            if code != EXIT_DONE:
-                yield Checked(label, count, "not possible" if code == EXIT_USAGE else "failed", reason=message)
+            if code != EXIT_DONE:  # what one process passed, and several are refused, is a fault of the loop
+                verdict: Verdict = "not possible" if loop.is_unfit(str(number)) else "failed"
+                yield Checked(label, count, verdict, reason=message)
                 continue
             found = loop.trace(str(number))
             departure = _mismatch(reference, found)
@@ -226,6 +236,10 @@ class _Loop:
         code, text = in_workers_silently(work, None, Placement(), count, hashes)
         return code, text.partition("error: ")[2] or text
 
+    def is_unfit(self, name: str) -> bool:
+        """Return whether a run ended because the strategy does not fit."""
+        return (self.folder / name / _UNFIT).exists()
+
     def trace(self, name: str) -> Trace:
         """Return what rank 0 saw; UsageError where it made no step."""
         path = self.folder / name / _TRACE
@@ -278,6 +292,10 @@ class _Loop:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
+            except UsageError as error:
+                if _of_strategy(error):
+                    (folder / _UNFIT).touch()
+                raise
             if not ambient.runs:
                 raise UsageError("it joined no run: call lockstep.join in it")
             for run in ambient.runs:
@@ -288,6 +306,11 @@ class _Loop:
         return EXIT_DONE
 
 
+def _of_strategy(error: BaseException | None) -> bool:
+    """Return whether an error is that of a strategy, or was raised in its place."""
+    return error is not None and (isinstance(error, StrategyError) or _of_strategy(error.__context__))
+
+
 @contextmanager
 def _record_reads(ambient: WorkerContext, reads: dict[str, str], states: list[Kept]) -> Iterator[None]:
     """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
@@ -296,8 +319,8 @@ def _record_reads(ambient: WorkerContext, reads: dict[str, str], states: list[Ke
     sample; but what a micro-batch draws from is torch's to seed.
     """
 
-    def computing() -> bool:
-        found = any(run._computing for run in ambient.runs)
+    def computing() -> int:
+        found = max((run._computing for run in ambient.runs), default=0)
         if found and not states:
             states.append(_kept(ambient))
         return found

@@ -36,10 +36,11 @@ _ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # of torc
 
 
 @contextmanager
-def record_reads(counts: Callable[[], bool] = lambda: True) -> Iterator[Mapping[str, str]]:
+def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
     """While the block runs, note what is read, and the line that does, in the mapping that is yielded.
 
-    What is read while it `counts` not is left out, but for the rank.
+    What is read while it `counts` not, which is 0, is left out, but for the rank. So is what has changed of generators
+    from one number of `counts` to another: they were seeded in between.
     """
     found: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
@@ -56,7 +57,7 @@ def record_reads(counts: Callable[[], bool] = lambda: True) -> Iterator[Mapping[
 class _Calls:
     """A profiler that notes calls of functions which tell a process or a moment from another."""
 
-    def __init__(self, found: dict[str, str], counts: Callable[[], bool]) -> None:
+    def __init__(self, found: dict[str, str], counts: Callable[[], int]) -> None:
         self._found = found
         self._counts = counts
         clocks = (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns)
@@ -82,11 +83,12 @@ class _Calls:
 class _Draws:
     """A tracer that notes the lines which advance a generator: NumPy's draws are calls that no profiler sees."""
 
-    def __init__(self, found: dict[str, str], counts: Callable[[], bool]) -> None:
+    def __init__(self, found: dict[str, str], counts: Callable[[], int]) -> None:
         self._found = found
         self._counts = counts
         self._frames: list[tuple[FrameType, int]] = []  # those of no library that run, and the line that each is at
-        self._states: dict[str, Any] = self._now() if counts() else {}  # at the last look, if that counted
+        self._counted = counts()  # at the last look
+        self._states: dict[str, Any] = self._now() if self._counted else {}  # the same
 
     def begin(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
@@ -107,8 +109,10 @@ class _Draws:
 
     def _look(self) -> None:
         """Blame what changed since the last look on the line that was begun then; what a library did, on none."""
-        if not self._counts():
+        before, self._counted = self._counted, self._counts()
+        if self._counted != before:
             self._states = {}
+        if not self._counted:
             return
         now = self._now()
         for name in [name for name, state in self._states.items() if now[name] != state] if self._frames else []:
