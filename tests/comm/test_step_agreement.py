@@ -63,7 +63,7 @@ def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
 
 def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
     [found] = {*worlds.run(2, noted)}
-    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8; make it a function of step.number")
+    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8; let it follow from step.number")
     [found] = {*worlds.run(3, noted_more)}
     assert found.startswith("clip: rank 2 differs from rank 0: null, not 7; ")
 

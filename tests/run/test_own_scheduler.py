@@ -113,6 +113,13 @@ def differing(run: Any) -> None:
     train(run, lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5 + run.rank / 10))
 
 
+def in_other_modes(run: Any) -> None:
+    model, _ = loops.placed(run)
+    for each in loops.computed(run, model, epochs=1):
+        each.update()
+        model.train(run.rank == 0)
+
+
 @pytest.mark.worlds
 def test_every_placement_comes_to_the_same_bits_and_ranks_that_differ_are_refused() -> None:
     [alone] = worlds.run(1, ended, "single", loop)
@@ -120,6 +127,8 @@ def test_every_placement_comes_to_the_same_bits_and_ranks_that_differ_are_refuse
         assert worlds.run(size, ended, strategy, loop) == [alone] * size
     for text in worlds.run(2, ended, "ddp", differing):
         assert text.startswith("step.update: settings of group 0: rank 1 differs from rank 0: lr: 0.042, not 0.035; ")
+    for text in worlds.run(2, ended, "ddp", in_other_modes):
+        assert text.startswith("step.update: modules in evaluation mode: rank 1 differs from rank 0: ")
 
 
 def saved_first(run: Any, scheduler: Any) -> None:

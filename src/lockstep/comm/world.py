@@ -290,7 +290,10 @@ class World:
 
     def _settle(self, agreement: StepAgreement) -> None:
         if not agreement.settle():
-            self.compare(agreement.compared, "make it a function of step.number, step.epoch and step.samples_seen")
+            self.compare(
+                agreement.compared,
+                "let it follow from step.number, step.epoch and step.samples_seen, and not from the rank",
+            )
 
     def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same") -> None:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""

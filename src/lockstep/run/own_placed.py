@@ -116,10 +116,12 @@ class Placed:
         return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
     def agree(self, step: int, rate: float, clip: float | None, of: str | None) -> None:
-        """Hand the optimizer's settings on, and see that they, the rate, `clip` and `of` are the same on all ranks."""
+        """Hand the optimizer's settings on, and see that they, modes, rate, `clip` and `of` are alike on all ranks."""
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            self.world.note(self.groups.facts(step, {"of": of, "lr": rate, "clip": clip}))
+            evaluating = sum(not module.training for module in self.model.modules())
+            given = {"of": of, "lr": rate, "clip": clip, "modules in evaluation mode": evaluating}
+            self.world.note(self.groups.facts(step, given))
 
     def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Take over the settings of groups that a checkpoint was saved with, where it says so."""
