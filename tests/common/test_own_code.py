@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 import lockstep
 from lockstep.common.own_code import OwnCode, describe_error, is_own, own_error, place
@@ -86,6 +87,13 @@ def test_an_error_that_passed_no_guard_is_told_by_its_frames() -> None:
     with pytest.raises(KeyError) as ours:
         total({}, 1, max)
     assert own_error(ours.value) is None
+
+
+def test_what_is_left_of_ddp_is_told_how_to_go() -> None:
+    with pytest.raises(ValueError, match="process group") as caught:
+        DistributedSampler([0])
+    assert "(" in str(found := own_error(caught.value))
+    assert str(found).endswith("run.place and run.steps share the work out, and run.sum adds up")
 
 
 def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:

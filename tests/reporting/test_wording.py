@@ -12,7 +12,7 @@ def test_started_tells_what_a_sample_costs() -> None:
     on_a_card = dataclasses.replace(started(), device="cuda:0", flops_per_sample=24_299_077_632)
     known = dataclasses.replace(on_a_card, peak_flops_per_s=2 * 989e12)
     unknown = dataclasses.replace(started(), flops_per_sample=None, task="task classification")
-    assert [wording.start_lines(each, "")[-2] for each in (known, on_a_card, unknown)] == [
+    assert [wording.start_lines(each, "")[-1] for each in (known, on_a_card, unknown)] == [
         "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
         "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
         "FLOP of a sample not counted: the model does not run without values, on torch's meta device",
@@ -26,6 +26,8 @@ def test_a_loop_of_ones_own_counts_no_flop() -> None:
 
 def test_started_tells_where_a_run_goes_on() -> None:
     assert wording.start_lines(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
+    complete = wording.start_lines(started(690, RESUMED_FROM), "")[-1]
+    assert complete == f"complete: nothing is left to train after step 690 from {RESUMED_FROM}"
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])

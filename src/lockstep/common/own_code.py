@@ -22,6 +22,12 @@ _CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attentio
 _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 
+_NO_GROUP: Final = "Default process group has not been initialized"
+_LEFT_OVER: Final = (
+    "remove what is left of DDP, such as DistributedDataParallel, DistributedSampler or all_reduce: run.place and "
+    "run.steps share the work out, and run.sum adds up"
+)
+
 _KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
 Place = tuple[str, int]  # a file and a line of it
 
@@ -54,15 +60,18 @@ class OwnCode:
 
 def own_error(error: BaseException) -> OwnCodeError | None:
     """Return what to report of an error that came from the user's code without passing an `OwnCode`, else None."""
-    if isinstance(error, LockstepError | KeyboardInterrupt) or _origin(error.__traceback__) != "own":
+    if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
-    return OwnCodeError(describe_error(error))
+    if _NO_GROUP in str(error) and place(error):
+        return OwnCodeError(describe_error(error, _LEFT_OVER))
+    return OwnCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
     """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or `advice`."""
     where = place(error)
-    advice = advice or ("mend it there" if where else "")
+    mend = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "mend it there"
+    advice = advice or (mend if where else "")
     return _words(error) + (f" ({where})" if where else "") + (f"; {advice}" if advice else "")
 
 

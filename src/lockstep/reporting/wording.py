@@ -24,21 +24,26 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
+    counted = (
+        (event.parameters, "parameter"),
+        (event.train_samples, "training sample"),
+        (event.validation_samples, "validation sample"),  # of which a loop of one's own says nothing
+    )
     lines = [
         *([event.task] if event.task else []),
-        f"{format_count(event.parameters, 'parameter')}, {format_count(event.train_samples, 'training sample')}, "
-        f"{format_count(event.validation_samples, 'validation sample')}",
+        ", ".join(format_count(number, of) for number, of in counted if number or event.task),
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
-        rate_rule,
+        *([rate_rule] if rate_rule else []),
         # Several ranks are warned of their seeds in a line of its own, which says more.
         *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
-        lines.append(f"resuming after step {event.step:,} from {printable_line(event.resumed_from)}")
+        how = "resuming" if event.step < event.steps else "complete: nothing is left to train"
+        lines.append(f"{how} after step {event.step:,} from {printable_line(event.resumed_from)}")
     if event.again:
         verb = "is" if event.again == 1 else "are"
         lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")
@@ -143,8 +148,8 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
         share = name in run.fractions
         best = f", best {figure(event.best[name], share)}" if name in event.best else ""
         rows.append((name, f"{figure(last, share)}{best}"))
-    rows.append(("time", duration(event.seconds)))
-    if event.seconds > 0:
+    rows += [("time", duration(event.seconds))] if event.step > run.step else []
+    if event.seconds > 0 and event.step > run.step:
         rate = (event.samples - run.samples) / event.seconds
         rows.append(("samples/s", f"{rate:,.0f}, evaluating and saving included"))
     skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}

@@ -203,12 +203,11 @@ def _sinks(
     kept: Kept, decided: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Give the sinks of rank 0, which writes to `streams`: the terminal and, where there is one, its log."""
-    rule = "the loop is the script's own"
     if folder is None:
-        with closing(Console(streams[0], None, rule)) as console:
+        with closing(Console(streams[0], None, "")) as console:
             yield [console]
         return
-    with open_sinks(kept, decided, rule, folder, streams) as found:
+    with open_sinks(kept, decided, "", folder, streams) as found:
         yield found
 
 
