@@ -1,4 +1,7 @@
-"""A DCGAN: two nets that learn in turn from the same micro-batches, with the same bits on any number of processes."""
+"""A DCGAN: two nets that learn in turn from the same micro-batches, with the same bits on any number of processes.
+
+It needs scikit-learn, for its digits: pip install scikit-learn
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The loop of plain_loop.py with Lockstep: the same bits on any number of processes, resumed where it stopped."""
+"""The loop of plain_loop.py with Lockstep: the same bits on any number of processes, resumed where it stopped.
+
+It needs scikit-learn, for its digits: pip install scikit-learn
+"""
 
 import sys
 
