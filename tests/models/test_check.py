@@ -96,6 +96,9 @@ def test_several_outputs_in_training_only() -> None:
 def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(UsageError, match=r"cannot take inputs of shape \(2, 5\) and torch.float32: RuntimeError"):
         check(lambda: nn.Linear(4, 3), torch.zeros(1, 5), 3)
+    pair = ((torch.zeros(2, 4), torch.zeros(2, 4)),)
+    with pytest.raises(UsageError, match="is called with one argument, a tuple: let its forward take that"):
+        check_model(lambda: nn.Bilinear(4, 4, 3), name="m", evaluation=pair, training=pair, check=lambda *_: None)
 
 
 def test_single_sample_and_batchnorm() -> None:

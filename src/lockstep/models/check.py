@@ -235,7 +235,10 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
         raise
     except BaseException as error:  # a stranger's model may raise anything, and may even exit
         fitting = "an image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
-        message = describe_error(error, "" if place(error) else f"choose a model and {fitting} that fit each other")
+        advice = f"choose a model and {fitting} that fit each other"
+        if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
+            advice = f"the model is called with one argument, a {type(inputs[0]).__name__}: let its forward take that"
+        message = describe_error(error, "" if place(error) else advice)
         if "Expected more than 1 value per channel" in message:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "
