@@ -40,6 +40,7 @@ def train(
     backward: Callable[[nn.Module, Tensor], None] = mean_of_ranks,
     seed: Callable[[], int] = lambda: 0,
     norm: Callable[[Tensor], Tensor] = lambda norm: norm,
+    clip: float = 9.0,
     metric: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> None:
     """Train two steps as a loop of somebody's own does."""
@@ -50,7 +51,7 @@ def train(
         outputs = model(INPUTS[own])
         backward(model, outputs.square().mean())
         trace.samples(own, outputs)
-        trace.gradients(model, norm(nn.utils.clip_grad_norm_(model.parameters(), 9.0)))
+        trace.gradients(model, norm(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
         trace.weights(model)
@@ -86,9 +87,10 @@ def test_the_same_placement_has_the_same_bits() -> None:
         ({"seed": dist.get_world_size}, r"step 1, order: sample \d+, .* in place of sample \d+, "),
         (
             {"layers": lambda: nn.Dropout(0.5)},
-            r"step 1, random numbers: rank \d, sample \d+ at \[\d\] is \S+, not \S+$",
+            r"step 1, random numbers \(or BatchNorm\): rank \d, sample \d+ at \[\d\] is \S+, not \S+$",
         ),
         ({"backward": sum_of_ranks}, r"step 1, loss scale: rank 0, \S+ at .*; all of it is 2 times the other"),
+        ({"backward": sum_of_ranks, "clip": 0.01}, r"step 1, loss scale: rank 0, norm is .* is 2 times the other"),
         ({"backward": own_alone}, r"step 1, gradient sum: rank 0, 1.weight at \[\d, \d\] is \S+, not \S+$"),
         ({"norm": lambda norm: norm * dist.get_world_size()}, r"step 1, gradient norm: rank 0, norm is \S+, not \S+$"),
         ({"metric": lambda loss: loss + dist.get_rank()}, r"step 1, evaluation: rank 1, loss is \S+, not \S+$"),

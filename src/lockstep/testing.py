@@ -142,9 +142,9 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
     """Yield what differs, the first to come about first."""
     for number, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
         expected, found = steps[: len(reference)], steps[len(reference) :]
-        taken, other = (sorted(name for each in side for name in each.get(ORDER, {})) for side in (expected, found))
-        if taken != other:
-            lost, new = ([*(Counter(one) - Counter(two))] for one, two in ((taken, other), (other, taken)))
+        taken, dealt = (sorted(name for each in side for name in each.get(ORDER, {})) for side in (expected, found))
+        if taken != dealt:
+            lost, new = ([*(Counter(one) - Counter(two))] for one, two in ((taken, dealt), (dealt, taken)))
             difference = f"{list_some(new, _SHOWN) or 'none'} in place of {list_some(lost, _SHOWN) or 'none'}"
             yield f"step {number}, {ORDER}: {difference}"
         outputs: dict[str, Tensor] = {}
@@ -152,12 +152,16 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
             outputs |= each.get(ORDER, {})
         for rank, each in enumerate(found):
             if difference := _first(outputs, each.get(ORDER, {}), tolerance, partial=True):
-                yield f"step {number}, {RANDOM}: rank {rank}, {difference}"
+                yield f"step {number}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
         for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
             for rank, each in enumerate(found):
                 if difference := _first(expected[0].get(gate, {}), each.get(gate, {}), tolerance):
                     sides = expected[0].get(gate, {}), each.get(gate, {})
                     multiple = _multiple(*sides) if gate == GRADIENT else ""
+                    norms = expected[0].get(NORM, {}), each.get(NORM, {})
+                    # Gradients that were clipped differ by rounding alone, and their norm still has the scale.
+                    if gate == GRADIENT and not _first(*sides, _ROUNDING) and (other := _first(*norms, _ROUNDING)):
+                        difference, multiple = other, _multiple(*norms)
                     yield f"step {number}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
 
 

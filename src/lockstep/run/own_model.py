@@ -98,7 +98,7 @@ class Gate:
             raise refusal(
                 "the placed model is called outside of a micro-batch",
                 "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`; "
-                "lockstep.load(folder, model=...) returns what was trained",
+                "lockstep.load(folder, model=...) returns what a run that was joined with dir=folder has saved",
             )
         if self.alike is not None:
             self.alike.call(number, self.at)
