@@ -101,8 +101,8 @@ def _check_training(job: Job) -> Loaded:
     """Return the configuration, if `lockstep train` with so many processes would refuse nothing but the data."""
     if not job.words or job.words[0] != "train":
         raise UsageError(
-            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; only "
-            "training can stop and go on. For other commands: lockstep launch"
+            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; a script of "
+            "yours has a batch script of its own (docs/launchers.md#a-script-of-your-own), other commands lockstep launch"
         )
     loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):
