@@ -40,8 +40,8 @@ class Mine:
         (CLASSES, WHOLE, Classification, "task classification: the data has 2 classes"),
         ({**CLASSES, "pixels": True}, WHOLE, Segmentation, "task segmentation: the data has a class for each pixel"),
         ({"vocabulary": 65}, WHOLE[1][None], Language, "task language: the data has a vocabulary of 65"),
-        ({"outputs": 1}, FLOATS, Regression, "task regression: the targets are floats"),
-        ({}, FLOATS, Regression, "task regression: the targets are floats"),
+        ({"outputs": 1}, FLOATS, Regression, "task regression: the targets are amounts"),
+        ({}, FLOATS, Regression, "task regression: the targets are amounts"),
     ],
 )
 def test_auto_follows_from_the_data_and_says_so(facts: Any, example: Any, kind: type, said: str) -> None:

@@ -55,7 +55,7 @@ def _rows(saved: SavedModel, table: Any) -> Rows:
         if isinstance(each, Number):
             check_numbers(each.name, table[each.name], each.means)
     unknown = torch.zeros(len(table), dtype=torch.int64)
-    return Rows(columns, [table[each.name] for each in columns], unknown, bool(options.get("codes")))
+    return Rows(columns, table, unknown, bool(options.get("codes")))
 
 
 def _prediction(saved: SavedModel, found: torch.Tensor) -> Row:

@@ -104,7 +104,7 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
         wording.of(status.epoch, status.epochs),
         "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
         "" if ended or status.left_s is None else wording.duration(status.left_s),
-        "" if status.loss is None else f"{status.loss:.4f}",
+        "" if status.loss is None else wording.loss(status.loss),
         "" if figure is None else f"{figure.name} {wording.figure(figure.value, figure.is_fraction)}",
         "" if status.time is None else ago(now - status.time),
         f"{run.job or ''} {run.queued}".strip(),

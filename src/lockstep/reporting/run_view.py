@@ -170,4 +170,4 @@ def _figure(name: str, history: History) -> str:
     value = history.last_of(name)
     if value is None:
         return ""
-    return f"{value:.4f}" if name.startswith("loss/") else wording.figure(value, history.is_share(name))
+    return wording.loss(value) if name.startswith("loss/") else wording.figure(value, history.is_share(name))

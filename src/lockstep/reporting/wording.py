@@ -14,6 +14,7 @@ from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, St
 
 Row = tuple[str, str]
 _SURE: Final = 0.95  # that audits would have shown a fault
+_LARGE: Final = 1e6  # a loss whose decimals say nothing
 _NOTHING_KEPT: Final = "the run keeps nothing"
 _RANDOM: Final = (
     f"hash seed random: a set of strings has another order at each start; if that may matter here, set {VARIABLE}=0"
@@ -78,8 +79,8 @@ class Means:
 def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})) -> str:
     """Give a step's figures; `last`, those of the last evaluation, stand after the task's, and `means` in brackets."""
     own, evaluated = of_task(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
-    mean = f" ({means['loss']:.4f})" if "loss" in means else ""
-    words = [f"loss {event.loss:.4f}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
+    mean = f" ({loss(means['loss'])})" if "loss" in means else ""
+    words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
     if event.flops_per_s is not None:
         words.append(f"{_flops(event.flops_per_s)}/s")
     if event.mfu is not None:
@@ -112,6 +113,11 @@ def figure(value: float, is_fraction: bool) -> str:
     return percent(value) if is_fraction else f"{value:.4g}"
 
 
+def loss(value: float) -> str:
+    """Give a loss."""
+    return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4g}"
+
+
 def log_line(event: Logged) -> str:
     """Give the figures of a loop of the user's own."""
     return f"step {event.step}  {of_task(event.figures, ())}"
@@ -120,7 +126,7 @@ def log_line(event: Logged) -> str:
 def evaluation_line(event: Evaluated) -> str:
     """Give the result of an evaluation, with how many samples it saw of how many there are."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
-    figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {event.loss:.4f}") if word)
+    figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {loss(event.loss)}") if word)
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 

@@ -80,7 +80,7 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
     if "vocabulary" in facts:
         return "language", f": the data has a vocabulary of {facts['vocabulary']}"
     if "outputs" in facts or _floats(example):
-        return "regression", ": the targets are floats, and the data has no classes"
+        return "regression", ": the targets are amounts, and the data has no classes"
     raise UsageError(
         f"recipe.task: auto, but the data has neither classes nor a vocabulary, and its targets are no floats; say how "
         f"many classes there are with recipe.data.options.classes, or which task it is: {', '.join(NAMES)} or "

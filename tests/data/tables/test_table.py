@@ -63,7 +63,7 @@ def test_floats_are_regression_and_several_targets_too(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "points.parquet")
     data = _open(tmp_path / "points.parquet", target="y", validation=0)
     assert data.validation is None
-    assert data.facts["outputs"] == 1
+    assert (data.facts["outputs"], data.warnings) == (1, ())
     assert data.train.fetch(np.array([2]), None)[1].tolist() == [[2.5]]
     data = _open(tmp_path / "points.parquet", target=["y", "z"], validation=0)
     assert data.train.fetch(np.array([1]), None)[1].tolist() == [[1.5, 2.0]]
@@ -83,7 +83,9 @@ def test_whole_numbers_with_gaps_may_be_amounts(tmp_path: Path) -> None:
         )
         assert (asked in data.question) == (gap == 1000)
     assert _open(tmp_path, target="y", validation=0, kind="classification").question == ""
-    assert _open(tmp_path, target="y", validation=0, kind="regression").facts["outputs"] == 1
+    data = _open(tmp_path, target="y", validation=0, kind="regression")
+    assert data.facts["outputs"] == 1
+    assert data.warnings[0].startswith("target 'y' has mean 2.45e+04 and standard deviation 1.443e+04, and far from 1")
     (tmp_path / "val.csv").write_text("x,y\n1,500\n")
     with pytest.raises(UsageError, match=r"set options\.kind=regression if they are amounts"):
         _open(tmp_path, target="y")
@@ -103,9 +105,8 @@ def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Pa
     assert train <= more
     assert held_out <= more_held_out
     data = _open(file, target="y", validation=0.2)
-    targets = (
-        data.train.fetch(np.arange(len(data.train)), None)[1].flatten().tolist()
-    )  # half more than the row's number
+    # Half more than the number of the row.
+    targets = data.train.fetch(np.arange(len(data.train)), None)[1].flatten().tolist()
     assert [data.name_of(number) for number in range(len(data.train))] == [
         f"sample {number} row {int(each)}" for number, each in enumerate(targets)
     ]

@@ -23,10 +23,8 @@ class Rows:
 
     in_memory: bool = True
 
-    def __init__(
-        self, columns: Sequence[Number | Category], values: Sequence[Any], targets: Tensor, codes: bool
-    ) -> None:
-        encoded = [(column, column.encode(value)) for column, value in zip(columns, values, strict=True)]
+    def __init__(self, columns: Sequence[Number | Category], table: Any, targets: Tensor, codes: bool) -> None:
+        encoded = [(column, column.encode(table[column.name])) for column in columns]
         numbers = [found for column, found in encoded if isinstance(column, Number)]
         categories = [(column, found) for column, found in encoded if isinstance(column, Category)]
         rows = len(targets)

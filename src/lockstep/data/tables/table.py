@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Of whole numbers that are not declared to be classes; and how many there may be with fewer rows than ten for each.
 _MOST_CLASSES: Final = 1000
 _MOST_RARE: Final = 20
+_LARGE: Final = 100  # a target that is learned slowly, as one below its reciprocal is
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     classes = _classes(train, targets, options.kind)
     question = "" if options.kind or classes is None else _question(train, targets[0], classes)
     parts = [
-        Rows(
-            columns,
-            [part[column.name] for column in columns],
-            _targets(part, targets, classes, question),
-            options.codes,
-        )
+        Rows(columns, part, _targets(part, targets, classes, question), options.codes)
         for part in (train, validation)
         if part is not None
     ]
@@ -87,8 +83,21 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         facts=facts,
         skipped=None if classes is None else skip_mask,
         name=lambda number: f"row {rows[number]}",
+        warnings=() if classes is not None else tuple(_warnings(train, targets)),
         question=question,
     )
+
+
+def _warnings(train: pyarrow.Table, targets: Sequence[str]) -> Iterator[str]:
+    """Warn of targets so far from 1, where outputs begin, that the usual rates do not come to them."""
+    for name in targets:
+        values = _floats(name, train[name]).astype(np.float64)
+        mean, std = values.mean(), values.std()
+        if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
+            yield (
+                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, and far from 1 targets are "
+                f"learned slowly, if at all; divide the column, or subtract its mean and divide by the deviation"
+            )
 
 
 def _files(root: Path) -> list[pyarrow.Table]:
