@@ -109,6 +109,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(stopped
 
 def test_a_run_that_saved_nothing_begins_again(start, run, finished):
     stop(start, "run.save_every={epochs: 1}", step=3, number=signal.SIGKILL)
+    refused = run(*TRAIN, "recipe.epochs=2", code=2).err.splitlines()
+    assert refused[1:] == ["epochs: 1 in the run, 2 now", "it saved no checkpoint: its folder may be removed"]
     resumed = run(*TRAIN)
     assert "run: the run in it saved no checkpoint; beginning again" in resumed.err
     assert resumed.sha256 == undisturbed(finished).sha256
@@ -142,6 +144,7 @@ def test_another_recipe_is_refused_with_what_differs(stopped, run):
         "batch: 64 in the run, 32 now",
         "epochs: 1 in the run, 99 now",
         "seed: 0 in the run, 1 now",
+        "lockstep train run/config.yaml run.dir=run goes on with it",
         "its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir",
     ]
     assert (folder / "config.yaml").read_bytes() == config

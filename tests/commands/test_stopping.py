@@ -52,7 +52,7 @@ def test_the_step_is_finished_and_saved(start, run, finished, temporary, process
     assert stopped["reason"] == number.name
     assert 7 <= stopped["step"] <= 9  # ranks agree one step later
     assert saved["step"] == stopped["step"]
-    assert f"stopped by {number.name} after step {saved['step']}; start again with run.dir=run to resume" in command.out
+    assert f"after step {saved['step']}; the same command with run.dir=run resumes" in command.out
     assert command.err == ""
     assert command.left() == []
     assert_goes_on(run, finished, 3 - processes)
@@ -163,7 +163,7 @@ def test_a_closed_terminal_stops_a_run_and_it_is_saved(start, run, finished, pro
     (stopped,) = events(command.folder / "run", "stopped")
     assert stopped["reason"] == "SIGHUP"
     log = (command.folder / "run" / "logs" / "rank-0.log").read_text(encoding="utf-8")
-    assert log.endswith(f"stopped by SIGHUP after step {stopped['step']}; start again with run.dir=run to resume\n")
+    assert log.endswith(f"stopped by SIGHUP after step {stopped['step']}; the same command with run.dir=run resumes\n")
     assert_goes_on(run, finished, 3 - processes)
 
 

@@ -54,7 +54,7 @@ def test_figures() -> None:
 def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={}, loss=255344221184.0)
     assert wording.evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"
-    expected = "stopped by SIGTERM after step 690; start again with run.dir=runs/a to resume"
+    expected = "stopped by SIGTERM after step 690; the same command with run.dir=runs/a resumes"
     assert wording.stop_line(stopped(), "runs/a") == expected
     assert wording.stop_line(stopped(), None) == "stopped by SIGTERM after step 690; the run keeps nothing"
 

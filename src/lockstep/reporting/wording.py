@@ -143,7 +143,7 @@ def save_line(event: Saved) -> str:
 
 def stop_line(event: Stopped, run_dir: str | None) -> str:
     """Return why the run ends early, and how to resume it."""
-    again = _NOTHING_KEPT if run_dir is None else f"start again with run.dir={printable_line(run_dir)} to resume"
+    again = _NOTHING_KEPT if run_dir is None else f"the same command with run.dir={printable_line(run_dir)} resumes"
     return f"stopped by {event.reason} after step {event.step:,}; {again}"
 
 

@@ -6,6 +6,7 @@ trained tensor holds follows from nothing but training; against changes there is
 """
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +34,7 @@ from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
 from lockstep.run.data_facts import check_facts
+from lockstep.run.runs import CONFIG
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.signing import read_key
@@ -60,7 +62,12 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     if run == own:
         return
     lines = loading.differences(run, own)
-    if (before.epochs, before.steps) != (now.epochs, now.steps):
+    is_folder = (place / CONFIG).exists()  # of a run, and no checkpoint
+    saved = not is_folder or bool(store.checkpoints(place / store.FOLDER))
+    if is_folder:
+        resuming = shlex.join(["lockstep", "train", str(place / CONFIG), f"run.dir={place}"])
+        lines.append(f"{resuming} goes on with it" if saved else "it saved no checkpoint: its folder may be removed")
+    if saved and (before.epochs, before.steps) != (now.epochs, now.steps):
         lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
     raise UsageError(
         "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
