@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from lockstep.config.document import KeyProblem, SourcePosition, locate, parse, scalar
 
+FURTHER = "not valid YAML: indented further than the line above"
+NO_SPACE = "not valid YAML: a space is missing after the colon"
+
 
 def problems(text):
     return [str(each) for each in parse(text, "r.yaml").problems]
@@ -120,7 +123,12 @@ def test_a_key_that_is_no_word_is_refused_and_the_rest_still_read():
         ("a: [1, 2\nb: 3", "r.yaml:2:"),
         ("a: 1\n\tb: 2", "r.yaml:2:1"),
         ("a: 'x", "r.yaml:1:"),
-        ("a: b: c", "r.yaml:1:5"),
+        (" a: b: c", "r.yaml:1:6"),
+        ("a:\n  b: 1\n# d\n\n   c: 2", f"r.yaml:5:4  {FURTHER}"),
+        ("a:\n  b: {c: 2}\n   c: 2", f"r.yaml:3:4  {FURTHER}"),
+        ("a:\n  b:1\n  c: 2", f"r.yaml:2:4  {NO_SPACE}"),
+        ("a:\n  x: 1\n  b:1\nc: 2", f"r.yaml:3:4  {NO_SPACE}"),
+        ("a:\n  x: 1\n  b:1\n", f"r.yaml:3:4  {NO_SPACE}"),
     ],
 )
 def test_broken_syntax_has_its_place(text, place):

@@ -30,6 +30,9 @@ UNREADABLE: Final = Mark.UNREADABLE
 DEEPEST: Final = 32
 _MOST: Final = 10_000  # keys and values, which PyYAML reads in about a second
 _LONGEST: Final = 200  # characters of a key in a message
+_LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")  # of PyYAML
+_WORDS: Final = re.compile(r"\s*[^\s#]")
+_NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
 _FALSE: Final = frozenset({"false", "False", "FALSE"})
@@ -100,9 +103,11 @@ def parse(text: str, source: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = reader.place(mark) if mark else SourcePosition(source)
-        tab = "a tab, where YAML has spaces" if r"'\t'" in f"{error.problem}" else ""
-        values, text = UNREADABLE, f"not valid YAML: {tab or error.problem or error.context}"
-        reader.problems.append(KeyProblem(place, (), text))
+        why = error.problem or error.context or ""
+        if why.startswith(_LATE):
+            place, why = _mislaid(text, place) or (place, why)
+        values, why = UNREADABLE, "a tab, where YAML has spaces" if r"'\t'" in why else why
+        reader.problems.append(KeyProblem(place, (), f"not valid YAML: {why}"))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
@@ -111,6 +116,19 @@ def parse(text: str, source: str) -> Document:
         text = f"character {error.character:#04x} is not allowed in YAML; save the file as plain text in UTF-8"
         reader.problems.append(KeyProblem(place, (), text))
     return Document(values, reader.places, reader.problems)
+
+
+def _mislaid(text: str, place: SourcePosition) -> tuple[SourcePosition, str] | None:
+    """Return where, at a line or right above it, a space is missing or too many, and which; None where neither is."""
+    lines = [(number, line) for number, line in enumerate(text.splitlines()[: place.line], 1) if _WORDS.match(line)]
+    above, here = [(0, ":"), (0, ":"), *lines][-2:]
+    for number, line in (above, here):
+        if colon := _NO_SPACE.match(line):
+            return place._replace(line=number, column=colon.end()), "a space is missing after the colon"
+    outer, inner = (len(line) - len(line.lstrip()) for _, line in (above, here))
+    if inner > outer and not above[1].rstrip().endswith(":"):
+        return place._replace(line=here[0], column=inner + 1), "indented further than the line above"
+    return None
 
 
 def scalar(text: str) -> Any:
