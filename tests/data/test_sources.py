@@ -69,7 +69,7 @@ def test_torchvisions_sets_are_looked_for(name: str, tmp_path: Path) -> None:
         ("folder", {"resize_size": 200}, r"resize_size: 200 is less than the image_size 224 .* at least 224$"),
         ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is no range of shares"),
         ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is no range of shares"),
-        ("folder", {}, r"there is no folder nowhere/train"),
+        ("folder", {}, r"there is no folder nowhere;"),
         ("digits", {"collate": "a:b"}, "collate: a:b is only for data sets of yours and of datasets; remove"),
     ],
 )

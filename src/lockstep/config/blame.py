@@ -40,16 +40,19 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
     """Return where the keys were set that `text` names, or names the section of; those of overrides are left out.
 
     Of a section these are the keys whose own names are words of the text, such as an option that a model does not
-    take; where there is none, it is what the section names.
+    take; where there is none, it is what the section names, or where that lies.
     """
     text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # what could be given instead
     sections = [section for start, section in _SUBJECTS.items() if text.startswith(start)]
     found: dict[str, None] = {}
     for named in dict.fromkeys([*_KEY.findall(text), *sections]):
         below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{named}.")}
+        below.pop(f"{named}.name", None)  # a word of many texts
         inside = [key for key, word in below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
         found |= dict.fromkeys([named] if named in origins else inside)
     if not found:
-        found = dict.fromkeys(f"{section}.name" for section in sections)
+        told = [f"{section}.root" for section in sections if "no such data set" not in text]
+        given = [key for key in told if origins.get(key, "default") != "default"]
+        found = dict.fromkeys(given or [f"{section}.name" for section in sections])
     here = [(key, origins.get(key, "default")) for key in found]
     return [f"{origin}  {key}" for key, origin in here if origin not in ("default", "override")][:_MOST]

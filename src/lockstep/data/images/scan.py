@@ -136,9 +136,11 @@ def _refuse(problems: list[str]) -> None:
 def _look_into(root: str, split: str) -> _Found:
     folder = Path(root) / split
     if not folder.is_dir():
+        lacking = folder if os.path.isdir(root) else Path(root)
+        what = f"{lacking} is no folder" if lacking.exists() else f"there is no folder {lacking}"
         raise UsageError(
-            f"data set folder: there is no folder {folder}; recipe.data.root must hold train/<class>/ and "
-            f"val/<class>/ with the images of each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
+            f"data set folder: {what}; recipe.data.root must hold train/<class>/ and val/<class>/ with the images of "
+            f"each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
         )
     with os.scandir(folder) as entries:
         listed = [(each.name, each.is_dir()) for each in entries]

@@ -145,9 +145,10 @@ def _floats(name: str, column: Any) -> NDArray[np.float64]:
     try:
         found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls are NaN
     except Exception as error:  # of pyarrow's many
-        raise UsageError(
-            f"data set table: column '{name}' is of {column.type}, and has numbers in training; give it one type"
-        ) from error
+        texts = ((row, each) for row, each in enumerate(column.to_pylist()) if isinstance(each, str))
+        first = next((f": {each!r} in row {row:,} is none" for row, each in texts if not _is_number(each)), "")
+        problem = f"'{name}' is of {column.type}, and has numbers in training{first}; give it one type"
+        raise UsageError(f"data set table: column {problem}") from error
     return found
 
 
