@@ -41,8 +41,7 @@ def test_code_that_only_the_folder_names_does_not_run(run, start, latest, tmp_pa
 
     forging.change(latest, named)
     refused = run("eval", "run", code=2)
-    assert f"names code, which would run with your rights: recipe.{section}.name=evil:anything" in refused.err
-    assert f"lockstep eval run recipe.{section}.name=evil:anything; or all of it, with --trust" in refused.err
+    assert f"code, which would run with your rights: recipe.{section}.name=evil:anything; it runs only" in refused.err
     assert not (tmp_path / "ran").exists()
     start("eval", "run", "--trust").wait()  # whatever comes of it
     assert (tmp_path / "ran").exists()
@@ -54,8 +53,7 @@ def test_nor_does_it_under_other_commands(run, latest, tmp_path, words):
     (tmp_path / "one.png").touch()
     forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
     refused = run(*words.split(), "recipe.loss.name=held:cross_entropy", code=2)
-    begin = words.removesuffix(" one.png")
-    assert f"lockstep {begin} recipe.model.name=evil:anything; or all of it, with --trust" in refused.err
+    assert "rights: recipe.model.name=evil:anything; it runs only if your command names it: add these" in refused.err
     assert not (tmp_path / "ran").exists()
     run(*words.split(), "--trust", code=2)
     assert (tmp_path / "ran").exists()

@@ -169,11 +169,10 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
     foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if foreign and not request.trust:
-        words = " ".join([f"lockstep {request.command}", *map(shlex.quote, [request.path, *foreign])])
+        words = " ".join(map(shlex.quote, foreign))
         raise UsageError(
-            f"{request.path}: its recipe names code, which would run with your rights: {', '.join(foreign)}; code of a "
-            f"run folder runs only if your command names it: {words}; or all of it, with --trust (from "
-            f"Python trust=True)"
+            f"{request.path}: its recipe names code, which would run with your rights: {words}; it runs only if your "
+            f"command names it: add these words, or --trust for all (from Python trust=True)"
         )
     return keys
 
