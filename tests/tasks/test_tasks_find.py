@@ -79,6 +79,7 @@ def test_the_users_own_gets_options_and_facts() -> None:
         ),
         (recipe("regression", delta="x"), {}, "recipe.task.delta: input should be a valid number"),
         (recipe("regression", loss="a:b"), {}, "recipe.loss: it is that of classification, and the task is regression"),
+        (recipe(loss="mse"), CLASSES, r"mse is one of regression; set recipe\.task={name: regression, loss: mse}"),
         (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 of them, but the data has 2"),
         (recipe("classification", weights=[1, -1]), CLASSES, "none may be negative"),
         (recipe("nowhere.to:Be"), {}, "there is no module nowhere"),

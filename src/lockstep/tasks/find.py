@@ -17,7 +17,7 @@ from lockstep.tasks.batches import parts
 from lockstep.tasks.classification import Classification, find_loss
 from lockstep.tasks.language import language
 from lockstep.tasks.own import OwnTask
-from lockstep.tasks.regression import regression
+from lockstep.tasks.regression import LOSSES, regression
 from lockstep.tasks.segmentation import segmentation
 
 AUTO: Final = "auto"
@@ -49,6 +49,10 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     if name not in NAMES:
         raise UsageError(f"recipe.task: no task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
     loss = recipe["loss"]
+    if (other := loss["name"]) in LOSSES:
+        raise UsageError(
+            f"recipe.loss: {other} is one of regression; set recipe.task={{name: regression, loss: {other}}}"
+        )
     if name != "classification" and (loss["name"] != _CROSS_ENTROPY or loss["label_smoothing"]):
         raise UsageError(f"recipe.loss: it is that of classification, and the task is {name}{why}; leave it out")
     task: Task
