@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import to_safetensors, to_torch
 from lockstep.exports.check import check_export
 from lockstep.exports.export import export_saved
-from lockstep.inference.saved import SavedModel, open_saved
+from lockstep.inference.pictures import preprocessing_of
+from lockstep.inference.saved import Facts, SavedModel, open_saved
 from lockstep.run.evaluation import EvalRequest
 
 VIT = (
@@ -117,10 +119,15 @@ def test_what_is_not_installed_is_named(saved, monkeypatch):
         export_saved(saved, "onnx")
 
 
+def test_samples_of_several_inputs_are_no_pictures(saved):
+    with pytest.raises(UsageError, match="samples of data set digits have no single shape, and pictures 1 or 3"):
+        preprocessing_of(replace(saved, facts=Facts()))
+
+
 def test_models_of_others_are_refused(run, trained):
     for to in ("timm", "transformers"):
         told = run("export", "run", "--to", to, TRUST, code=2).err
-        assert f"model digits_convnet is none of {to}; use --to torch or --to safetensors" in told
+        assert f"model digits_convnet is not a {to} model; use --to torch or --to safetensors" in told
     assert not (trained / "exports").exists()
 
 
@@ -216,7 +223,8 @@ def test_transformers_makes_an_image_classifier(run, images, tmp_path):
     processor = AutoImageProcessor.from_pretrained(tmp_path / "exported")
     assert processor(torch.zeros(3, 30, 40), return_tensors="pt")["pixel_values"].shape == (1, 3, 8, 8)
     assert EQUAL in run("export", "run", "--to", "safetensors").out
-    assert "none of timm" in run("export", "run", "--to", "timm", code=2).err
+    told = run("export", "run", "--to", "timm", code=2).err
+    assert "model vit is not a timm model; use --to transformers, --to torch or" in told
 
 
 @pytest.mark.usefixtures("_loaded")

@@ -44,7 +44,8 @@ class Format(Protocol):
 
 
 def check_origin(saved: SavedModel, library: str) -> None:
-    """Raise UsageError where a run's model is none of a library."""
-    config = saved.recipe.model
-    if origin_of(config.name, config.source) != library:
-        raise UsageError(f"{saved.path}: model {config.name} is none of {library}; use --to torch or --to safetensors")
+    """Raise UsageError where a run's model is not one of a library."""
+    origin = origin_of(saved.recipe.model.name, saved.recipe.model.source)
+    if origin != library:
+        to = f"--to {origin}, " if origin in ("timm", "transformers") else ""
+        raise UsageError(f"{saved.path}: {saved.name} is not a {library} model; use {to}--to torch or --to safetensors")

@@ -66,8 +66,9 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     facts, data = saved.facts, saved.recipe.data
     shape = tuple(facts.shape or ())
     if len(shape) != 3 or shape[0] not in _SHAPES:
+        found = f"shape {list(shape)}" if shape else "no single shape"
         raise UsageError(
-            f"{saved.path}: samples of data set {data.name} have shape {list(shape)}, and pictures 1 or 3 channels, "
+            f"{saved.path}: samples of data set {data.name} have {found}, and pictures 1 or 3 channels, "
             f"height and width; predict reads pictures, tables (.csv, .parquet) and prompts"
         )
     if device_transforms(values(saved.recipe), saved.known, torch.device("cpu")) is None:
