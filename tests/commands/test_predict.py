@@ -142,6 +142,11 @@ def test_a_table_gets_a_column(run, tmp_path):
     assert np.allclose([row["predicted"] for row in found[:2]], [20.5, 23.5], atol=4)  # 2 size + 0.5, for B 1 more
     assert (tmp_path / "found.csv").read_text().splitlines()[0] == '"size","town","predicted"'
     assert f"{found[1]['predicted']}" in (tmp_path / "found.csv").read_text()
+    assert run("predict", "run", "table.csv", words[0], "--out", "all.csv").out.splitlines()[5:] == [
+        *run("predict", "run", "table.csv", words[0]).out.splitlines()[5:6],
+        f"... {len(TABLE.splitlines()) - 6} more rows",
+        "written all.csv",
+    ]
     assert "found.csv: is there already" in run("predict", "run", "new.csv", *words, code=2).err
     (tmp_path / "less.csv").write_text("size\n10\n")
     assert (

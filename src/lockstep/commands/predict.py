@@ -11,6 +11,8 @@ from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
 from lockstep.errors import EXIT_FAILED, UsageError
 
+_FIRST = 5  # rows of a table that is written to a file
+
 
 @click.command("predict")
 @click.argument("run", type=click.Path())
@@ -76,7 +78,12 @@ def command(
         for row in found:
             click.echo(printable(row["prompt"] + row["text"]))
     else:
-        Console(highlight=False, markup=False, emoji=False).print(table_of(list(found)))
+        rows = list(found)
+        shown = rows[:_FIRST] if out is not None and "row" in rows[0] else rows  # the file has them all
+        Console(highlight=False, markup=False, emoji=False).print(table_of(shown))
+        click.echo(f"... {len(rows) - len(shown):,} more rows\n" if len(shown) < len(rows) else "", nl=False)
+    if out is not None:
+        click.echo(printable_line(f"written {out}"), err=as_json)
     if skipped and saved.recipe.data.on_error == "raise":
         raise SystemExit(EXIT_FAILED)
 
