@@ -71,8 +71,8 @@ class _Sent(NamedTuple):
 class Loader:
     """The batches of a rank, which is `data_rank` among those that share the data.
 
-    `skipped` counts the unreadable samples found in training, at each time; `unreadable` are their numbers and those
-    of validation. `extra` may name a micro-batch of any rank, which then goes before this rank's own ones as a dummy.
+    `unreadable` are the numbers of the samples that were so in training, and in validation. `extra` may name a
+    micro-batch of any rank, which then goes before this rank's own ones as a dummy.
     """
 
     data: DataSet
@@ -87,7 +87,6 @@ class Loader:
     weigh: Weigh | None = None
 
     def __post_init__(self) -> None:
-        self.skipped = 0
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = Copies(self.device)
         self._skipped = self.data.skipped if self.data_rank.primary else None
@@ -198,9 +197,7 @@ class Loader:
         return step._replace(counted=self.weigh.over_ranks(own))
 
     def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
-        if sent.skipped:
-            self.skipped += len(sent.skipped)
-            self.unreadable[0].update(sent.skipped)
+        self.unreadable[0].update(sent.skipped)
         number, positions, dummy = sent.cut
         batch = self.transforms.for_training(sent.arrival(), step.number, number)
         return MicroBatch(number, batch, len(positions), sent.weight, dummy)

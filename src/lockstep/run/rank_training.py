@@ -5,8 +5,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, TextIO
 
-import torch
-
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
@@ -191,10 +189,9 @@ class RankTraining:
                 yield Skipped(**self.rank.progress.at, files=files)
 
     def _done(self) -> Done:
-        skipped = self.world.add_(torch.tensor([self.loader.skipped]))
         spent, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
         predicted, measured = self.resolved.run.predicted, {} if self.grading is None else self.grading.measured()
-        ranks = self.world.told_by_all([spent, peak, measured])
+        ranks = self.world.told_by_all([spent, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
         return Done(
             **progress.at,
@@ -202,13 +199,13 @@ class RankTraining:
             figures=progress.figures,
             best=progress.best,
             skipped_steps=progress.skipped_steps,
-            skipped_samples=int(skipped),
+            skipped_samples=len({number for *_, met in ranks for number in met}),
             audited=getattr(self.engine, "audited", 0),
             seconds=self.rank.seconds,
             seconds_by_rank={what: [each.get(what, 0.0) for each, *_ in ranks] for what in spent},
-            peak_bytes_by_rank=[each for _, each, _ in ranks],
+            peak_bytes_by_rank=[each for _, each, *_ in ranks],
             predicted={key: getattr(predicted, key) for key in measured},
-            measured={key: max(each[key] for *_, each in ranks) for key in measured},
+            measured={key: max(each[key] for *_, each, _ in ranks) for key in measured},
         )
 
     @contextmanager
