@@ -56,6 +56,7 @@ def test_lines() -> None:
     assert wording.evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"
     expected = "stopped by SIGTERM after step 690; the same command with run.dir=runs/a resumes"
     assert wording.stop_line(stopped(), "runs/a") == expected
+    assert wording.stop_line(stopped(), "runs/a", of_recipe=False).endswith("; the same script resumes in runs/a")
     assert wording.stop_line(stopped(), None) == "stopped by SIGTERM after step 690; the run keeps nothing"
 
 

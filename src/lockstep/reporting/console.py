@@ -57,7 +57,7 @@ class Console:
                 self._line(wording.save_line(event))
             case Stopped():
                 self.close()
-                self._line(wording.stop_line(event, self._run_dir))
+                self._line(wording.stop_line(event, self._run_dir, self._run is None or bool(self._run.task)))
             case Done():
                 self.close()
                 self._finish(event)

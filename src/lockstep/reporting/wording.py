@@ -141,10 +141,10 @@ def save_line(event: Saved) -> str:
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
-def stop_line(event: Stopped, run_dir: str | None) -> str:
-    """Return why the run ends early, and how to resume it."""
-    again = _NOTHING_KEPT if run_dir is None else f"the same command with run.dir={printable_line(run_dir)} resumes"
-    return f"stopped by {event.reason} after step {event.step:,}; {again}"
+def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
+    """Return why the run ends early, and how to resume it; a loop of one's own has no override to name its folder."""
+    again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
+    return f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_KEPT}"
 
 
 def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
