@@ -93,6 +93,7 @@ os._exit(0)
         ("torchrun", ["/sbin/init"], True, True),
         ("torchrun", [], True, True),  # not ours to see
         ("torchrun", ["/usr/bin/python3", "/usr/bin/torchrun", "-m", "lockstep"], True, False),  # in a container
+        ("torchrun", ["/usr/bin/python3", "supervise.py"], True, True),  # which had started torchrun
         ("mpich", ["/run/podman-init"], True, False),
         ("openmpi", ["/sbin/init"], False, True),
         ("environment", ["/sbin/init"], False, False),  # by hand, with nohup
@@ -105,10 +106,19 @@ def test_a_child_of_process_1_has_lost_its_launcher_unless_it_is_that(
     monkeypatch.setattr(follow_parent, "die_with_parent", lambda: tied.append(True))
     monkeypatch.setattr(follow_parent, "parent_command", lambda: first)
     monkeypatch.setattr(follow_parent, "_nobody_reads", lambda _: not read)
+    monkeypatch.setattr(follow_parent, "_has_torch", lambda pid: pid == 1 and first[1:] != ["supervise.py"])
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(TrainingError, match="is gone") if gone else nullcontext():
         follow_parent.die_with_launcher(launcher)
     assert bool(tied) == (launcher != "environment")
+
+
+def test_a_process_that_has_torch_is_known_by_its_libraries() -> None:
+    assert follow_parent._has_torch(os.getpid())  # by the conftest
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert not follow_parent._has_torch(other.pid)
+        other.kill()
+    assert follow_parent._has_torch(2**22 + 1)  # which nobody sees
 
 
 def test_nobody_reads_what_goes_into_a_pipe_or_a_terminal_that_is_closed() -> None:

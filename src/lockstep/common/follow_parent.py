@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from lockstep.common.hashing import FIXED, VARIABLE
@@ -198,11 +199,20 @@ def parent_command() -> list[str]:
 def _is_orphan(launcher: str) -> bool:
     """Return whether process 1 is the parent of this one because it takes the children of those that are gone.
 
-    In a container torchrun itself may be process 1; under MPI a container for each rank may have an init of its own.
+    In a container torchrun itself may be process 1, or a Python that once started it; under MPI a container for each
+    rank may have an init of its own.
     """
     if launcher == "torchrun":
-        return not any("python" in word for word in parent_command()[:1])
+        return not (any("python" in word for word in parent_command()[:1]) and _has_torch(1))
     return _nobody_reads(1)
+
+
+def _has_torch(pid: int) -> bool:
+    """Return whether a process has loaded torch; True where that is not ours to see."""
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return True
 
 
 def _nobody_reads(descriptor: int) -> bool:

@@ -102,7 +102,7 @@ def _check_training(job: Job) -> Loaded:
     if not job.words or job.words[0] != "train":
         raise UsageError(
             f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; a script of "
-            "yours has a batch script of its own (docs/launchers.md#a-script-of-your-own), other commands lockstep launch"
+            "yours has a batch script of its own (docs/launchers.md), other commands lockstep launch"
         )
     loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):
