@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from event_examples import SHA, done, evaluated, started, stepped
-from rich.console import Console
 
 from lockstep.comparison.output import Display, write
 from lockstep.comparison.page import sections
-from lockstep.comparison.result import Comparison, ResultRow, cells, conclusion, drawing, to_json
+from lockstep.comparison.result import Comparison, ResultRow, columns, conclusion, to_json
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
 from lockstep.reporting.run_log import History, history
@@ -69,8 +68,8 @@ def test_without_one_process_nothing_is_compared() -> None:
 
 
 def test_the_table() -> None:
-    headings, rows = cells(COMPARISON)
-    table = [dict(zip(headings, row, strict=True)) for row in rows]
+    found = columns(COMPARISON)
+    table = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     assert table[1] == {
         "placement": "ddp on 2",
         "recipe": "",
@@ -91,9 +90,6 @@ def test_the_table() -> None:
     }
     assert [row["same bits"] for row in table] == ["", "yes", "no", "no (close)", "", "", "yes"]
     assert (table[4]["state"], table[4]["time"]) == ("failed", "")
-    stream = StringIO()
-    Console(width=250, file=stream).print(drawing(COMPARISON))
-    assert "deepspeed on 2" in stream.getvalue()
 
 
 def test_what_is_said_below_it() -> None:
@@ -120,7 +116,7 @@ def test_how_far_it_is() -> None:
     )
     waiting = ResultRow("ddp", 4, "", "runs/b")
     now = Comparison("digits", (ROWS[0], running, waiting))
-    assert cells(now)[1][1][1] == "step 10/40, 0:30 left"
+    assert columns(now)["state"][1] == "step 10/40, 0:30 left"
     assert now.left_s == 30.0 + 40.0  # the mean of 40 s, that were taken, and 10 + 30
     assert Comparison("digits", (replace(running, left_s=None), waiting)).left_s is None
     assert Comparison("digits", (waiting,)).left_s is None
@@ -165,6 +161,16 @@ def test_what_is_shown_on_a_terminal_while_runs_go_on(monkeypatch: pytest.Monkey
         assert "step 10/40, 0:30 left" in stream.getvalue()
         assert "0:30 left for all" in stream.getvalue()
     assert "\x1b[?25h" in stream.getvalue()  # the cursor is there again
+
+
+def test_a_narrow_terminal_gets_whole_columns_and_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    write(Comparison("digits", ROWS[:4]), tmp_path, stream, with_page=False, with_png=False)
+    assert "single on 1" in stream.getvalue()
+    assert "left out, for want of room: for a core, waiting, data, computing, peak memory, " in stream.getvalue()
 
 
 def test_the_files(tmp_path: Path) -> None:

@@ -1,25 +1,27 @@
 """Where a comparison goes: the terminal while it runs, and then the table, JSON, the page and PNG files."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self, TextIO, final
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
+from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.common.text import printable
 from lockstep.comparison.page import sections
-from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, naive_cells, table, to_json
+from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, naive_cells, to_json
 from lockstep.reporting import wording
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
-from lockstep.reporting.terminal import is_moving, live_on, terminal_on
+from lockstep.reporting.terminal import is_moving, live_on, print_unfolded, terminal_on
 
 JSON: Final = "comparison.json"
 PAGE: Final = "comparison.html"
 _SECONDS_BETWEEN_DRAWINGS: Final = 0.2
-_WIDEST: Final = 200  # characters of a line that is not for a terminal
 
 
 @final
@@ -57,16 +59,13 @@ class Display:
                 if left is None
                 else f"{wording.duration(left)} left for all, if what comes takes as long as what was"
             )
-            self._live.update(Group(drawing(comparison), Text(rest)), refresh=True)
+            self._live.update(Group(drawing(comparison, self._console), Text(rest)), refresh=True)
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
     """Print the table, write the files, and return their paths."""
-    console = Console(file=stream, width=None if stream.isatty() else _WIDEST, highlight=False, markup=False)
-    console.print(drawing(comparison))
-    headings, rows = naive_cells(comparison)
-    if rows:
-        console.print(table(headings, rows))
+    console = terminal_on(stream)
+    print_unfolded(console, Group(drawing(comparison, console), *_usual(comparison, console)))
     for line in conclusion(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]
@@ -79,6 +78,16 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     if with_png:
         paths += write_png(shown, folder)
     return paths
+
+
+def _usual(comparison: Comparison, console: Console) -> Iterator[RenderableType]:
+    """Yield what came of the usual script where it ran, folded to a terminal."""
+    headings, rows = naive_cells(comparison)
+    table = Table(*(Column(each, justify="right", overflow="fold") for each in headings))
+    for row in rows:
+        table.add_row(*row)
+    if rows:
+        yield Constrain(table, console.width if console.is_terminal else None)
 
 
 def _line(row: ResultRow) -> str:

@@ -5,7 +5,7 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Final
 
-from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, cells, conclusion, naive_cells
+from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, columns, conclusion, naive_cells
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import evaluation_curve
@@ -29,11 +29,11 @@ _MEMORY: Final = "Of a GPU what was allocated there, else what was resident, lib
 def sections(comparison: Comparison) -> list[Section]:
     """Return what a page on the comparison shows: the table, plots over processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
-    headings, rows = cells(comparison)
+    shown = columns(comparison)
     below = "Speed-up, efficiency and bits are beside one process of the same recipe."
     found: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
-        Table("Placements", headings, rows, below),
+        Table("Placements", [*shown], [*zip(*shown.values(), strict=True)], below),
         *_naive(comparison),
         *_scaling_charts(comparison),
         *_inside(comparison.done),

@@ -2,17 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Final, Literal
 
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console, RenderableType
 
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import History, by_rank, count, evaluation_curve, peaks
+from lockstep.reporting.terminal import table
 
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -153,14 +152,13 @@ class Comparison:
 _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and what stands below it
 
 
-def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the words of each row; columns in which nothing stands are left out."""
+def columns(comparison: Comparison) -> dict[str, list[str]]:
+    """Return the words of all rows by headings, the most important first; those in which nothing stands are left out."""
     monitors = dict.fromkeys(row.history.monitor for row in comparison.rows if row.history.started)
     figures: list[_Column] = [(name, partial(_figure, name)) for name in monitors if name != "loss"]
-    columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
-    table = [(heading, [cell(comparison, row) for row in comparison.rows]) for heading, cell in columns]
-    kept = [(heading, words) for heading, words in table if any(words) and {*words} != {"done"}]
-    return [heading for heading, _ in kept], [[*row] for row in zip(*(words for _, words in kept), strict=True)]
+    asked = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
+    found = {heading: [cell(comparison, row) for row in comparison.rows] for heading, cell in asked}
+    return {heading: words for heading, words in found.items() if any(words) and {*words} != {"done"}}
 
 
 def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -184,19 +182,10 @@ def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def drawing(comparison: Comparison) -> Table:
+def drawing(comparison: Comparison, console: Console) -> RenderableType:
     """Return the table for a terminal."""
-    return table(*cells(comparison), [_STYLES.get(row.state, "") for row in comparison.rows])
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Table:
-    """Return a table for a terminal, whose first column names the rows."""
-    found = Table()
-    for number, heading in enumerate(headings):
-        found.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for words, style in zip_longest(rows, styles, fillvalue=""):
-        found.add_row(*map(Text, words), style=style)
-    return found
+    styles = [_STYLES.get(row.state, "") for row in comparison.rows]
+    return table(console, columns(comparison), styles, ("placement", "recipe", "state"))
 
 
 def conclusion(comparison: Comparison) -> list[str]:
@@ -277,21 +266,21 @@ def _percent(row: ResultRow, name: str) -> str:
     return _number(row.part(name), "{:.0%}")
 
 
-_FIGURES_AT: Final = 6
+_FIGURES_AT: Final = 4
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
     ("recipe", lambda _, row: row.variant),
     ("state", state),
     ("same bits", _same),
-    ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
     ("loss", _loss),
+    ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
+    ("weights", lambda _, row: row.history.weights_sha256[:8]),
     ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
     ("speed-up", lambda all_, row: _number(all_.speed_up(row), "{:.2f}")),
     ("efficiency", lambda all_, row: _number(all_.efficiency(row), "{:.0%}")),
+    ("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
     ("computing", lambda _, row: _percent(row, "computing")),
     ("data", lambda _, row: _percent(row, "data")),
     ("waiting", lambda _, row: _percent(row, "waiting")),
     ("for a core", lambda _, row: _percent(row, "waiting for a core")),
-    ("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
-    ("weights", lambda _, row: row.history.weights_sha256[:8]),
 )

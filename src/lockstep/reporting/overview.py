@@ -5,23 +5,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final, TextIO
 
-from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
-
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import RunStatus
 from lockstep.reporting.run_view import NO_REASON, STYLES, RunView, differing
-from lockstep.reporting.terminal import terminal_on
+from lockstep.reporting.terminal import print_unfolded, table, terminal_on
 
-_HEADINGS: Final = ("run", "state", "step", "epoch", "samples/s", "left", "loss", "figure", "last", "job")
-_NUMBERS: Final = ("step", "epoch", "samples/s", "left", "loss", "figure")
-_LEFT_OUT: Final = ("epoch", "figure", "samples/s", "loss", "last")  # one after the other, where a terminal is narrow
-_GAP: Final = "  "
+_HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
+_KEYS_AT: Final = 5  # of these, of which the most important stand first
+_NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
 _MOST_NAMES: Final = 5  # of runs that ended alike, in one line
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
 _WIDEST: Final = 24  # of such a column
-_ANY_WIDTH: Final = 1 << 16  # of a table whose columns are chosen: folded cells could not be read
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
@@ -34,21 +28,11 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _settings(runs)
     headings = _headings(keys[:_MOST_KEYS])
-    columns[2:2] = [(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
+    columns[_KEYS_AT:_KEYS_AT] = [(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
     shown = {heading: column for heading, column in columns if any(column)}
-    left_out = _drop_columns(shown, console.width, [*headings.values()]) if console.is_terminal else []
-    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
-    for heading in shown:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    for number, run in enumerate(runs):
-        styles = {"state": STYLES.get(run.state, "")}
-        table.add_row(*(Text(column[number], styles.get(heading, "")) for heading, column in shown.items()))
-    console.width = _ANY_WIDTH
-    with console.capture() as drawn:
-        console.print(table)
-    stream.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
-    lines = [f"left out, for want of room: {', '.join(left_out)}"] if left_out else []
-    lines += [f"they also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
+    texts = [heading for heading in shown if heading not in _NUMBERS]
+    print_unfolded(console, table(console, shown, [STYLES.get(run.state, "") for run in runs], texts))
+    lines = [f"they also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
     lines += [f"{run.name} failed: {run.failure}" for run in runs if run.failure]
     if silent := [run.name for run in runs if run.state == "died" and not run.failure]:
         more = f" and {len(silent) - _MOST_NAMES:,} more" if len(silent) > _MOST_NAMES else ""
@@ -100,14 +84,14 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
     return (
         run.name,
         run.state,
-        wording.of(status.step, status.steps),
-        wording.of(status.epoch, status.epochs),
-        "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
-        "" if ended or status.left_s is None else wording.duration(status.left_s),
-        "" if status.loss is None else wording.loss(status.loss),
         "" if figure is None else f"{figure.name} {wording.figure(figure.value, figure.is_fraction)}",
-        "" if status.time is None else ago(now - status.time),
+        "" if status.loss is None else wording.loss(status.loss),
+        wording.of(status.step, status.steps),
         f"{run.job or ''} {run.queued}".strip(),
+        "" if ended or status.left_s is None else wording.duration(status.left_s),
+        "" if status.time is None else ago(now - status.time),
+        "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
+        wording.of(status.epoch, status.epochs),
     )
 
 
@@ -128,14 +112,3 @@ def _headings(keys: Sequence[str]) -> dict[str, str]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
-
-
-def _drop_columns(columns: dict[str, list[str]], width: int, of_keys: Sequence[str]) -> list[str]:
-    """Take columns away until the rest fits, and return the headings of those; those of keys go last."""
-    taken = []
-    for heading in (*_LEFT_OUT, *reversed(of_keys)):
-        if sum(max(map(cell_len, (each, *cells))) + len(_GAP) for each, cells in columns.items()) - len(_GAP) <= width:
-            break
-        if columns.pop(heading, None) is not None:
-            taken.append(heading)
-    return taken

@@ -1,12 +1,18 @@
 """What is drawn on a terminal: rich's console without its guesses, a line that is redrawn in place, a progress bar."""
 
-from typing import TextIO
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, TextIO
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
+
+_ANY_WIDTH: Final = 1 << 16
+_GAP: Final = 2  # between two columns
+_LEAST: Final = 4  # columns that stay, even where lines are then longer than the terminal is wide
 
 
 def terminal_on(stream: TextIO, terminal: bool | None = None) -> Console:
@@ -40,3 +46,34 @@ def progress_line(place: str, done: int, total: int, after: str) -> RenderableTy
     line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     line.add_row(Text(place), ProgressBar(total=total, completed=done), Text(after))
     return line
+
+
+def table(
+    console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], texts: Collection[str]
+) -> RenderableType:
+    """Return a table of columns by their headings, the most important first, and of `texts`, which begin at the left.
+
+    Where a terminal has no room for all, it is said which of the last are left out. `styles` are those of states.
+    """
+    shown, left_out = dict(columns), []
+    while console.is_terminal and len(shown) > _LEAST and _width(shown) > console.width:
+        left_out.append(shown.popitem()[0])
+    found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for heading in shown:
+        found.add_column(heading, justify="left" if heading in texts else "right", no_wrap=True)
+    for number, style in enumerate(styles):
+        found.add_row(*(Text(each[number], style if name == "state" else "") for name, each in shown.items()))
+    said = f"left out, for want of room: {', '.join(left_out)}"
+    return Group(found, *([Text(said)] if left_out else []))
+
+
+def print_unfolded(console: Console, drawing: RenderableType) -> None:
+    """Print lines as long as they are, and without spaces at their ends: folded cells could not be read."""
+    console.width = _ANY_WIDTH
+    with console.capture() as drawn:
+        console.print(drawing)
+    console.file.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(max(map(cell_len, (heading, *cells))) + _GAP for heading, cells in columns.items()) - _GAP
