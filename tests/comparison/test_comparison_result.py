@@ -10,7 +10,7 @@ import pytest
 from event_examples import SHA, done, evaluated, started, stepped
 
 from lockstep.comparison.output import Display, write
-from lockstep.comparison.page import sections
+from lockstep.comparison.page import sections, title
 from lockstep.comparison.result import Comparison, ResultRow, columns, conclusion, to_json
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
@@ -177,9 +177,21 @@ def test_the_files(tmp_path: Path) -> None:
     stream = StringIO()
     paths = write(COMPARISON, tmp_path, stream, with_page=True, with_png=False)
     assert [path.name for path in paths] == ["comparison.json", "comparison.html"]
-    assert "<title>digits under 7 placements</title>" in paths[1].read_text(encoding="utf-8")
+    assert "<title>2 variants of digits under 5 placements</title>" in paths[1].read_text(encoding="utf-8")
     assert "ddp on 4 failed: lost a rank" in stream.getvalue()
     assert write(COMPARISON, tmp_path, stream, with_page=False, with_png=False) == paths[:1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (ROWS[:5], "digits under 5 placements"),
+        ((ROWS[0], ROWS[5]), "2 variants of digits, single on 1"),
+        (ROWS[:1], "digits, single on 1"),
+    ],
+)
+def test_a_page_is_called_after_what_it_compares(rows: tuple[ResultRow, ...], words: str) -> None:
+    assert title(Comparison("digits", rows)) == words
 
 
 def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.common.text import printable
-from lockstep.comparison.page import sections
+from lockstep.comparison.page import sections, title
 from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, naive_cells, to_json
 from lockstep.reporting import wording
 from lockstep.reporting.page import page
@@ -73,8 +73,7 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     shown = sections(comparison)
     if with_page:
         paths.append(folder / PAGE)
-        title = f"{comparison.recipe} under {len(comparison.rows)} placements"
-        paths[1].write_text(page(title, shown), encoding="utf-8")
+        paths[1].write_text(page(title(comparison), shown), encoding="utf-8")
     if with_png:
         paths += write_png(shown, folder)
     return paths

@@ -26,6 +26,13 @@ _SECONDS: Final = (
 _MEMORY: Final = "Of a GPU what was allocated there, else what was resident, libraries and shared pages included."
 
 
+def title(comparison: Comparison) -> str:
+    """Say what is compared in a few words: placements of a recipe, variants of it, or both."""
+    placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
+    of = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
+    return f"{of} under {len(placements)} placements" if len(placements) > 1 else f"{of}, {placements.pop()}"
+
+
 def sections(comparison: Comparison) -> list[Section]:
     """Return what a page on the comparison shows: the table, plots over processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []

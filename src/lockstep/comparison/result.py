@@ -153,7 +153,7 @@ _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and w
 
 
 def columns(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the words of all rows by headings, the most important first; those in which nothing stands are left out."""
+    """Return the words of all rows by headings, the most important first; columns that say nothing are left out."""
     monitors = dict.fromkeys(row.history.monitor for row in comparison.rows if row.history.started)
     figures: list[_Column] = [(name, partial(_figure, name)) for name in monitors if name != "loss"]
     asked = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
