@@ -132,8 +132,9 @@ def test_what_the_script_passes_over_gives_it_no_row(tmp_path: Path) -> None:
     variants = ("recipe.batchnorm=sync", "recipe.microbatches=2", "recipe.batch=32")
     plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path / "a", usual=True))
     found = [(plan.row.strategy, plan.row.variant) for plan in plans]
-    assert [variant for strategy, variant in found if strategy == NAIVE] == ["", "recipe.batch=32"]
-    assert [variant for strategy, variant in found if strategy == "single"] == ["", *variants]
+    given = "recipe.batchnorm=local, recipe.microbatches=4, recipe.batch=64"
+    assert [variant for strategy, variant in found if strategy == NAIVE] == [given, "recipe.batch=32"]
+    assert [variant for strategy, variant in found if strategy == "single"] == [given, *variants]
     with pytest.raises(UsageError, match=r"usual script: its BatchNorm is that of a process"):
         plan_runs(ComparisonRequest("digits", variants[:1], ({"name": "ddp"},), (1,), (), tmp_path / "b", usual=True))
 

@@ -3,7 +3,8 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,9 +12,11 @@ import torch
 
 from lockstep.comparison.naive_ddp import as_seen, check_naive, train_naive
 from lockstep.comparison.result import NAIVE, ResultRow
+from lockstep.config.base import values
 from lockstep.config.blame import with_places
-from lockstep.config.document import parse
+from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded, load, read_run_recipe
+from lockstep.config.overrides import SHORTHAND
 from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
@@ -97,16 +100,19 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     plans: list[PlannedRun] = []
     problems: list[str] = []
     seen: list[Recipe] = []  # by the usual script
+    keys = dict.fromkeys(each.partition("=")[0].strip() for each in request.variants)
     for variant, loaded in _variants(request, _placement_overrides(*single)):
         recipe = _overrides(request, variant)
         ready = _ready(loaded)
-        of, script = f", {variant}" if variant else "", as_seen(loaded.config.recipe)
+        called = variant or ", ".join(_given(loaded, key) for key in keys)
+        of, script = f", {called}" if called else "", as_seen(loaded.config.recipe)
         named = [(_strategy_label(each), each, count) for each, count in unique]
         if request.usual and script not in seen:
             named += [(NAIVE, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in request.processes]
         for name, strategy, count in named:
             try:
-                plans.append(_plan(request, recipe, variant, name, strategy, count, ready))
+                plan = _plan(request, recipe, variant, name, strategy, count, ready)
+                plans.append(replace(plan, row=replace(plan.row, variant=called)))
             except UsageError as error:
                 problems.append(f"{'' if name == NAIVE else f'{name} on {count}{of}: '}{error}")
         seen.append(script)
@@ -118,7 +124,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
     """Return the recipes to compare: first the one that was given, and of those that are alike the first.
 
-    Each is called after its override, by which the given one is called only where one says what it has.
+    Each has its override, the given one only where one says what it has.
     """
     given = load(request.source, [*request.overrides, *placement])
     found: list[tuple[str, Loaded]] = []
@@ -127,6 +133,14 @@ def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tupl
         if all(loaded.config != other.config for _, other in found):
             found.append((variant, loaded))
     return sorted(found, key=lambda each: each[1].config != given.config)
+
+
+def _given(loaded: Loaded, key: str) -> str:
+    """Return what a recipe has for a key, in the form of an override; of a section that a word stands for that word."""
+    path = tuple(key.split("."))
+    found = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
+    named = found.get(SHORTHAND[path]) if path in SHORTHAND and isinstance(found, dict) else found
+    return f"{key}={flow(named)}"
 
 
 def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:

@@ -29,8 +29,9 @@ _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 class ResultRow:
     """One placement of a recipe, and its run in `folder`; one of the `rows` of a `Comparison`.
 
-    `variant` has the override by which its recipe differs from the one that was given, `promises` what the strategy
-    promises (bits, close or none), and `reason` why a run failed. `step`, `steps` and `left_s` are of one under way.
+    `variant` has the override by which its recipe differs from the one that was given, and of that one what it has for
+    those keys; `promises` what the strategy promises (bits, close or none), and `reason` why a run failed. `step`,
+    `steps` and `left_s` are of one under way.
     """
 
     strategy: str
