@@ -83,13 +83,13 @@ def test_the_table() -> None:
         "computing": "50%",
         "data": "25%",
         "waiting": "25%",
-        "for a core": "0%",
         "peak memory": "2 MiB",
         "same bits": "yes",
         "weights": "01234567",
     }
     assert [row["same bits"] for row in table] == ["", "yes", "no", "no (close)", "", "", "yes"]
     assert (table[4]["state"], table[4]["time"]) == ("failed", "")
+    assert not {"state", "speed-up", "efficiency", "for a core"} & {*columns(Comparison("digits", (ROWS[0], ROWS[5])))}
 
 
 def test_what_is_said_below_it() -> None:
@@ -170,7 +170,7 @@ def test_a_narrow_terminal_gets_whole_columns_and_what_is_asked_for(
     stream = Terminal()
     write(Comparison("digits", ROWS[:4]), tmp_path, stream, with_page=False, with_png=False)
     assert "single on 1" in stream.getvalue()
-    assert "left out, for want of room: for a core, waiting, data, computing, peak memory, " in stream.getvalue()
+    assert "left out, for want of room: waiting, data, computing, peak memory, " in stream.getvalue()
 
 
 def test_the_files(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
     found = sections(COMPARISON)
     assert [section.title for section in found] == [
         "",
-        "Placements",
+        "Runs",
         "Time of the whole training",
         "Throughput",
         "Speed-up over one process",
@@ -233,4 +233,4 @@ def test_where_seconds_go_is_a_mean_of_the_ranks() -> None:
 
 def test_one_process_alone_makes_a_page_too() -> None:
     assert "Throughput" not in [section.title for section in sections(Comparison("digits", ROWS[:1]))]
-    assert sections(Comparison("digits", (ROWS[4],)))[-1].title == "Placements"
+    assert sections(Comparison("digits", (ROWS[4],)))[-1].title == "Runs"

@@ -37,10 +37,10 @@ def sections(comparison: Comparison) -> list[Section]:
     """Return what a page on the comparison shows: the table, plots over processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     shown = columns(comparison)
-    below = "Speed-up, efficiency and bits are beside one process of the same recipe."
+    below = "Speed-up, efficiency and bits are beside one process of the same recipe." if "same bits" in shown else ""
     found: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
-        Table("Placements", [*shown], [*zip(*shown.values(), strict=True)], below),
+        Table("Runs", [*shown], [*zip(*shown.values(), strict=True)], below),
         *_naive(comparison),
         *_scaling_charts(comparison),
         *_inside(comparison.done),

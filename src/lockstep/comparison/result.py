@@ -22,6 +22,7 @@ MIB: Final = 1 << 20
 NAIVE: Final = "usual script"  # naive_ddp.py, as a strategy of a comparison
 PRINTED: Final = "printed "  # before the names of the figures that it prints, in its log
 OF_ALL: Final = "loss of all ranks"  # where it prints rank 0's
+_NOTHING: Final = (set(), {"done"}, {"1.00"}, {"100%"}, {"0%"})  # what stands in columns that say nothing
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
@@ -159,7 +160,7 @@ def columns(comparison: Comparison) -> dict[str, list[str]]:
     figures: list[_Column] = [(name, partial(_figure, name)) for name in monitors if name != "loss"]
     asked = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
     found = {heading: [cell(comparison, row) for row in comparison.rows] for heading, cell in asked}
-    return {heading: words for heading, words in found.items() if any(words) and {*words} != {"done"}}
+    return {heading: words for heading, words in found.items() if {*words} - {""} not in _NOTHING}
 
 
 def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
