@@ -102,9 +102,9 @@ def test_figures_as_json(folder: Path) -> None:
 def test_a_table_for_people(folder: Path) -> None:
     run_folder(folder, "a", STARTED, STEP, STOPPED, job=12)
     head, line = show().stdout.splitlines()
-    assert head.split() == ["run", "state", "step", "epoch", "samples/s", "left", "loss", "last", "job"]
-    assert line.split()[:7] == ["runs/a", "saved", "10/50", "1/5", "64", "0:40", "0.2500"]
-    assert line.endswith("d ago  12")
+    assert head.split() == ["run", "state", "loss", "step", "job", "left", "last", "samples/s", "epoch"]
+    assert line.split()[:7] == ["runs/a", "saved", "train", "0.2500", "10/50", "12", "0:40"]
+    assert line.split()[-4:] == ["d", "ago", "64", "1/5"]
 
 
 def config(run: Path, *overrides: str) -> None:
@@ -116,8 +116,8 @@ def test_what_differs_between_runs(folder: Path) -> None:
     config(run_folder(folder, "b", STARTED), "recipe.optimizer.lr=0.2", "recipe.model=resnet18")
     run_folder(folder, "c", STARTED)
     head, b, c, a, _ = show().stdout.splitlines()
-    assert head.split()[:6] == ["run", "state", "model", "source", "lr", "dropout"]
-    assert (b.split()[2:5], a.split()[2:6]) == (
+    assert head.split()[:7] == ["run", "state", "step", "model", "source", "lr", "dropout"]
+    assert (b.split()[3:6], a.split()[3:7]) == (
         ["resnet18", "auto", "0.2"],
         ["digits_convnet", "lockstep", "0.1", "0.1"],
     )
@@ -130,8 +130,8 @@ def test_what_differs_between_placements_of_one_recipe(folder: Path) -> None:
     config(run_folder(folder, "a", {**STARTED, "time": 50.0}), "placement.processes=2")
     config(run_folder(folder, "b", STARTED), "placement.strategy=zero3", "recipe.seed=1")
     head, b, a, _ = show().stdout.splitlines()
-    assert head.split()[:5] == ["run", "state", "seed", "strategy", "processes"]
-    assert (b.split()[2:5], a.split()[2:5]) == (["1", "zero3", "auto"], ["0", "auto", "2"])
+    assert head.split()[:6] == ["run", "state", "step", "seed", "strategy", "processes"]
+    assert (b.split()[3:6], a.split()[3:6]) == (["1", "zero3", "auto"], ["0", "auto", "2"])
     differs = {each["run"]: each["differs"] for each in json.loads(show("--json").stdout)}
     assert differs["runs/a"] == {"seed": "0", "placement.strategy.name": "auto", "placement.processes": "2"}
 

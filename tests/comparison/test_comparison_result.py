@@ -89,7 +89,12 @@ def test_the_table() -> None:
     }
     assert [row["same bits"] for row in table] == ["", "yes", "no", "no (close)", "", "", "yes"]
     assert (table[4]["state"], table[4]["time"]) == ("failed", "")
-    assert not {"state", "speed-up", "efficiency", "for a core"} & {*columns(Comparison("digits", (ROWS[0], ROWS[5])))}
+    log = ROWS[5].history.evaluated
+    worse = replace(ROWS[5], history=replace(ROWS[5].history, evaluated={**log, "top1": 0.5}))
+    assert columns(Comparison("digits", (worse, ROWS[0])))["best"] == ["", "by top1"]
+    assert not {"state", "best", "speed-up", "efficiency", "for a core"} & {
+        *columns(Comparison("digits", (ROWS[0], ROWS[5])))
+    }
 
 
 def test_what_is_said_below_it() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from event_examples import evaluated, started, stepped
@@ -29,7 +30,7 @@ def test_each_run_is_a_line_of_words_and_figures() -> None:
         "runs/a",
         "running",
         "top1 98.61 %",
-        "0.5000",
+        "0.1023",
         "60/690",
         "12 RUNNING",
         "10:30",
@@ -38,6 +39,16 @@ def test_each_run_is_a_line_of_words_and_figures() -> None:
         "3/30",
     )
     assert cells(QUEUED, 100.0) == (QUEUED.folder, "queued", *[""] * 3, "13 PENDING (Resources)", *[""] * 4)
+
+
+def test_the_best_is_marked_and_a_loss_of_training_is_called_so() -> None:
+    better = history(logged((0.0, started()), (1.0, replace(evaluated(), figures={"top1": 0.99}))))
+    training = history(logged((0.0, started()), (60.0, stepped(60, loss=0.5))))
+    runs = (RUNNING, RunView("runs/b", "running", better), RunView("runs/c", "running", training))
+    head, *rows = lines(*runs)
+    at = head.index("best")
+    assert [row[at : at + 7] for row in rows] == ["       ", "by top1", "       "]
+    assert rows[2].split()[2:4] == ["train", "0.5000"]
 
 
 def test_in_a_pipe_nothing_is_cut_and_columns_stand_below_each_other() -> None:

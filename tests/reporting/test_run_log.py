@@ -1,14 +1,16 @@
 """A run by its log: how far it is, curves over steps, samples and seconds, also of a run that was resumed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from event_examples import SHA, done, evaluated, saved, started, stepped, stopped
 from view_examples import logged
 
 from lockstep.reporting.curves import curves
-from lockstep.reporting.run_log import RunLog, RunStatus, by_rank, history, peaks
+from lockstep.reporting.run_log import RunLog, RunStatus, best, by_rank, history, peaks
 from lockstep.reporting.thinning import Point
 from lockstep.training.events import Event, Logged
 
@@ -25,6 +27,24 @@ def test_a_run_from_its_start_to_its_end() -> None:
     assert found.fractions == {"top1", "top5"}
     assert [(save.step, save.took_s, save.best) for save in found.saves] == [(690, 0.1, True)]
     assert [(start.processes, start.strategy, start.resumed) for start in found.starts] == [(1, "single", False)]
+
+
+@pytest.mark.parametrize(
+    ("how", "figures", "marks"),
+    [
+        ({}, (0.5, 0.75, math.nan), ["", "by top1", ""]),
+        ({"monitor": "loss", "higher": False}, (0.5, 0.75, 0.25), ["", "", "by loss"]),
+        ({}, (0.5, 0.5), ["", ""]),
+        ({"higher": None}, (0.5, 0.75), ["", ""]),  # an older log
+    ],
+)
+def test_the_best_of_runs_by_what_they_are_judged(
+    how: dict[str, Any], figures: Sequence[float], marks: list[str]
+) -> None:
+    ends = [replace(evaluated(), figures={"top1": each, "top5": 1.0}, loss=each) for each in figures]
+    runs = [history(logged((0.0, replace(started(), **how)), (1.0, each))) for each in ends]
+    assert best(runs) == marks
+    assert {run.figure and run.figure.name for run in runs} == {"top1"}  # the task's first where the loss decides
 
 
 def test_the_names_are_those_of_the_other_sinks() -> None:

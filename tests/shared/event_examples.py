@@ -28,6 +28,7 @@ def started(step: int = 0, resumed_from: str | None = None) -> Started:
         parameters=77_706,
         base_lr=0.1,
         monitor="top1",
+        higher=True,
         fractions=["top1", "top5"],
         resumed_from=resumed_from,
         flops_per_sample=3_250_000,

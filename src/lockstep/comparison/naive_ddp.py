@@ -270,6 +270,7 @@ class NaiveDDP:
             base_lr=planning.base_rate(ready.recipe),
             task=ready.task_line,
             monitor=ready.task.monitor.name,
+            higher=ready.task.monitor.higher,
             unit=ready.task.unit,
             fractions=list(ready.task.fractions),
             backend=world.backend if world.size > 1 else "",

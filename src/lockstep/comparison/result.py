@@ -10,7 +10,8 @@ from typing import Any, Final, Literal
 from rich.console import Console, RenderableType
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import History, by_rank, count, evaluation_curve, peaks
+from lockstep.reporting.run_log import History, best, by_rank, count, evaluation_curve, peaks
+from lockstep.reporting.run_view import loss
 from lockstep.reporting.terminal import table
 
 State = Literal["waiting", "running", "done", "failed"]
@@ -22,7 +23,7 @@ MIB: Final = 1 << 20
 NAIVE: Final = "usual script"  # naive_ddp.py, as a strategy of a comparison
 PRINTED: Final = "printed "  # before the names of the figures that it prints, in its log
 OF_ALL: Final = "loss of all ranks"  # where it prints rank 0's
-_NOTHING: Final = (set(), {"done"}, {"1.00"}, {"100%"}, {"0%"})  # what stands in columns that say nothing
+_NOTHING: Final = {"", "done", "1.00", "100%", "0%"}  # what says nothing where all of a column is one of these
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
@@ -156,11 +157,13 @@ _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and w
 
 def columns(comparison: Comparison) -> dict[str, list[str]]:
     """Return the words of all rows by headings, the most important first; columns that say nothing are left out."""
-    monitors = dict.fromkeys(row.history.monitor for row in comparison.rows if row.history.started)
-    figures: list[_Column] = [(name, partial(_figure, name)) for name in monitors if name != "loss"]
+    names = dict.fromkeys(row.history.status.figure.name for row in comparison.rows if row.history.status.figure)
+    figures: list[_Column] = [(name, partial(_figure, name)) for name in names]
     asked = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
-    found = {heading: [cell(comparison, row) for row in comparison.rows] for heading, cell in asked}
-    return {heading: words for heading, words in found.items() if {*words} - {""} not in _NOTHING}
+    found = [(heading, [cell(comparison, row) for row in comparison.rows]) for heading, cell in asked]
+    histories = [row.history if row.state == "done" else History() for row in comparison.rows]
+    found.insert(_FIGURES_AT + len(figures), ("best", best(histories)))
+    return {heading: words for heading, words in found if len({*words} - {""}) > 1 or {*words} - _NOTHING}
 
 
 def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -245,13 +248,11 @@ def _same(comparison: Comparison, row: ResultRow) -> str:
     return "yes" if same else "no" if row.promises == "bits" else f"no ({row.promises})".replace("none", "not promised")
 
 
-def _loss(_: Comparison, row: ResultRow) -> str:
-    name = "loss/validation" if "loss/validation" in row.history.curves else "loss/train"
-    return "" if row.state != "done" else _number(row.history.last_of(name), "{:.4f}")
-
-
 def _figure(name: str, _: Comparison, row: ResultRow) -> str:
-    return _words(row, name, name) if row.state == "done" else ""
+    figure = row.history.figure
+    if row.state != "done" or figure is None or figure.name != name:
+        return ""
+    return wording.figure(figure.value, figure.is_fraction)
 
 
 def _words(row: ResultRow | None, curve: str, figure: str = "") -> str:
@@ -274,7 +275,7 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("recipe", lambda _, row: row.variant),
     ("state", state),
     ("same bits", _same),
-    ("loss", _loss),
+    ("loss", lambda _, row: loss(row.history) if row.state == "done" else ""),
     ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
     ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),

@@ -6,12 +6,13 @@ from dataclasses import asdict
 from typing import Any, Final, TextIO
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import RunStatus
-from lockstep.reporting.run_view import NO_REASON, STYLES, RunView, differing
+from lockstep.reporting.run_log import RunStatus, best
+from lockstep.reporting.run_view import NO_REASON, STYLES, RunView, differing, loss
 from lockstep.reporting.terminal import print_unfolded, table, terminal_on
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
-_KEYS_AT: Final = 5  # of these, of which the most important stand first
+_BEST_AT: Final = 3  # of these, of which the most important stand first
+_KEYS_AT: Final = 6  # keys in which recipes differ
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
 _MOST_NAMES: Final = 5  # of runs that ended alike, in one line
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
@@ -28,6 +29,7 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _settings(runs)
     headings = _headings(keys[:_MOST_KEYS])
+    columns.insert(_BEST_AT, ("best", best([run.history for run in runs])))
     columns[_KEYS_AT:_KEYS_AT] = [(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
     shown = {heading: column for heading, column in columns if any(column)}
     texts = [heading for heading in shown if heading not in _NUMBERS]
@@ -85,7 +87,7 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
         run.name,
         run.state,
         "" if figure is None else f"{figure.name} {wording.figure(figure.value, figure.is_fraction)}",
-        "" if status.loss is None else wording.loss(status.loss),
+        loss(run.history),
         wording.of(status.step, status.steps),
         f"{run.job or ''} {run.queued}".strip(),
         "" if ended or status.left_s is None else wording.duration(status.left_s),

@@ -85,7 +85,8 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class History:
-    """A run by its log. `last` is its last event, `started` its last start's; both are empty where there is none.
+    """A run by its log. `last` is its last event, `started` its last start and `evaluated` its last evaluation, empty
+    where there is none.
 
     `curves` are figures by the names of `figures`, thinned where they are long; of a step that was recomputed
     the later figures count, and the seconds of both. `seconds` are those of all starts together. `skipped` is the
@@ -100,6 +101,7 @@ class History:
     seconds: float = 0.0
     status: RunStatus = field(default_factory=RunStatus)
     skipped: int = 0
+    evaluated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fractions(self) -> frozenset[str]:
@@ -113,9 +115,21 @@ class History:
         return text(self.started, "monitor") or "loss"
 
     @property
+    def figure(self) -> Figure | None:
+        """The figure by which the last evaluation is judged; the task's first one where that is the loss."""
+        own = [key for key in self.evaluated if _name("evaluated", key, of_model=True) == key]
+        name = self.monitor if self.monitor in own else next(iter(own), "")
+        value = self.of_evaluation(name)
+        return None if value is None else Figure(name, value, name in self.fractions)
+
+    @property
     def weights_sha256(self) -> str:
         """The hash of the weights in the end; empty for a run that has not come there."""
         return text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
+
+    def of_evaluation(self, name: str) -> float | None:
+        """Return a figure of the last evaluation, or its loss."""
+        return _figure(self.evaluated.get(name))
 
     def last_of(self, curve: str) -> float | None:
         """Return where a curve ends, None where there is none."""
@@ -151,6 +165,17 @@ def history(events: Iterable[Mapping[str, Any]]) -> History:
     return log.history()
 
 
+def best(histories: Sequence[History]) -> list[str]:
+    """Say in the place of the best of some runs by what it is; nowhere if all are alike, or judged differently."""
+    judged = [each.of_evaluation(each.monitor) for each in histories]
+    known = {value for value in judged if value is not None and not math.isnan(value)}
+    ways = {(each.monitor, each.started.get("higher")) for each in histories if each.evaluated}
+    if len(known) < 2 or len(ways) > 1 or (higher := ways.pop()[1]) is None:  # an older log does not say it
+        return [""] * len(histories)
+    found = max(known) if higher else min(known)
+    return [f"by {each.monitor}" if value == found else "" for each, value in zip(histories, judged, strict=True)]
+
+
 @final
 class RunLog:
     """Takes the events of a log one by one; `history` is what they hold so far."""
@@ -163,7 +188,7 @@ class RunLog:
         self._last: Mapping[str, Any] = {}
         self._skipped: set[str] = set()
         self._loss: float | None = None
-        self._figure: Figure | None = None
+        self._evaluated: Mapping[str, Any] = {}
         self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # since the last start, its own first
         self._began: float | None = None  # when this start did
         self._before = self._now = 0.0  # the seconds of the former ones, and the time of the last event
@@ -175,7 +200,7 @@ class RunLog:
         if kind == "skipped" and isinstance(files := event.get("files"), list):
             self._skipped.update(map(str, files))
         if kind == "evaluated":
-            self._figure = self._monitor_figure(event)
+            self._evaluated = event
         time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
             return
@@ -203,8 +228,8 @@ class RunLog:
         """Return what the events so far hold."""
         curves = {name: curve.points() for name, curve in self._curves.items()}
         starts, saves = [*self._starts], [*self._saves]
-        skipped = len(self._skipped)
-        return History(starts, curves, saves, self._started, self._last, self._seconds, self.status(), skipped)
+        known = (self._started, self._last, self._seconds, self.status(), len(self._skipped), self._evaluated)
+        return History(starts, curves, saves, *known)
 
     def status(self) -> RunStatus:
         """Return how far the run is by the events so far."""
@@ -223,7 +248,7 @@ class RunLog:
             samples_per_s=samples_per_s,
             left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
             loss=self._loss,
-            figure=self._figure,
+            figure=History(started=started, evaluated=self._evaluated).figure,
         )
 
     @property
@@ -234,12 +259,6 @@ class RunLog:
     @property
     def _seconds(self) -> float:
         return self._before + max(0.0, self._now - (self._began or 0.0))
-
-    def _monitor_figure(self, event: Mapping[str, Any]) -> Figure | None:
-        """Return the figure of an evaluation that says which is the best; None where that is its loss."""
-        name = History(started=self._started).monitor
-        value = None if name == "loss" else _figure(event.get(name))
-        return None if value is None else Figure(name, value, name in self.fractions)
 
     def _forget(self, step: int) -> None:
         """Drop what came after `step`: it is recomputed."""
@@ -300,6 +319,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _LARGEST_COUNT
 
@@ -357,7 +380,13 @@ def _numbers(values: Any) -> list[float]:
 _REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
 _FORMS_OF_ALL: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
 _FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
-    "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
+    "started": {
+        "steps": _is_count,
+        "steps_per_epoch": _is_count,
+        "epochs": _is_number,
+        "monitor": _is_text,
+        "higher": _is_flag,
+    },
     "step": {"loss": lambda value: _figure(value) is not None},
     "stopped": {"reason": _is_text},
 }

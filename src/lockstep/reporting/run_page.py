@@ -95,8 +95,8 @@ def _progress(run: RunView) -> ProgressBar:
 
 
 def _runs(runs: Sequence[RunView]) -> Table:
-    monitors = dict.fromkeys(run.history.monitor for run in runs if run.history.started)
-    shown = ["loss/train", "loss/validation", *(name for name in monitors if name != "loss")]
+    figures = dict.fromkeys(run.status.figure.name for run in runs if run.status.figure)
+    shown = ["loss/train", "loss/validation", *figures]
     columns = ["run", "state", "step", "time", *shown, "samples/s", "starts", "weights", "machine"]
     rows = [_run(run, shown) for run in runs]
     return Table("Runs", columns, rows, "Time is that of all starts, without pauses.")

@@ -128,6 +128,14 @@ def figures(run: RunView) -> str:
     return join("" if speed is None else f"{speed:,.0f} samples/s", *words)
 
 
+def loss(history: History) -> str:
+    """Give the loss of the last evaluation; before there is one that of the last step, and say so."""
+    evaluated, trained = history.of_evaluation("loss"), history.status.loss
+    if evaluated is not None:
+        return f"{evaluated:.4f}"
+    return "" if trained is None else f"train {trained:.4f}"
+
+
 def line(run: RunView) -> str:
     """Give a run in one line."""
     return join(run.name, place(run), figures(run), eta(run))

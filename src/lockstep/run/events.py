@@ -40,6 +40,7 @@ def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path
         validation_samples=0 if data.validation is None else len(data.validation),
         task=ready.task_line,
         monitor=task.monitor.name,
+        higher=task.monitor.higher,
         unit=task.unit,
         fractions=list(task.fractions),
         flops_per_sample=ready.summary.flops,

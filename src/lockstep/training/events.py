@@ -56,6 +56,7 @@ class Started(_Event):
     base_lr: float
     task: str = ""  # in words: which it is, and why
     monitor: str = "loss"  # the figure by which an evaluation is the best
+    higher: bool = False  # whether a higher one is better
     unit: str = "samples"  # what a weight counts
     fractions: list[str] = field(default_factory=list)  # figures that are shares of one
     resumed_from: str | None = None
