@@ -128,10 +128,11 @@ def test_what_differs_between_runs(folder: Path) -> None:
 
 def test_what_differs_between_placements_of_one_recipe(folder: Path) -> None:
     config(run_folder(folder, "a", {**STARTED, "time": 50.0}), "placement.processes=2")
-    config(run_folder(folder, "b", STARTED), "placement.strategy=zero3", "recipe.seed=1")
+    ran = {**STARTED, "strategy": "zero3", "processes": 4}
+    config(run_folder(folder, "b", ran), "placement.strategy=fastest", "recipe.seed=1")
     head, b, a, _ = show().stdout.splitlines()
     assert head.split()[:6] == ["run", "state", "step", "seed", "strategy", "processes"]
-    assert (b.split()[3:6], a.split()[3:6]) == (["1", "zero3", "auto"], ["0", "auto", "2"])
+    assert (b.split()[3:6], a.split()[3:6]) == (["1", "zero3", "4"], ["0", "auto", "2"])
     differs = {each["run"]: each["differs"] for each in json.loads(show("--json").stdout)}
     assert differs["runs/a"] == {"seed": "0", "placement.strategy.name": "auto", "placement.processes": "2"}
 

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.launchers.batch import queue_states
 from lockstep.reporting import jsonl
 from lockstep.reporting.notices import Notice, notice
-from lockstep.reporting.run_log import History, RunLog
+from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
 from lockstep.run.runs import CONFIG, Submitted, failure, is_held, job_of, machine_of, run_folders
 
@@ -88,7 +88,7 @@ class RunReader:
             self.job,
             f"{job} ({reason})" if job and reason else job or "",
             self._configuration.recipe,
-            self._configuration.placement,
+            _ran_on(self._configuration.placement, history.starts),
             failure(self.folder) if judged == "died" else "",
             machine_of(self.folder),
             tuple(self._notices),
@@ -124,6 +124,14 @@ class RunReader:
     def _note(self, notice: Notice) -> None:
         self._notices.append(notice)
         self._noticed += 1
+
+
+def _ran_on(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
+    """Return a known placement with what the last start made of `auto` and `fastest`."""
+    if not placement or not starts:
+        return placement
+    found = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
+    return {**placement, **{key: each for key, each in found.items() if each}}
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
