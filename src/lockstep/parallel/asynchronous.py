@@ -29,7 +29,7 @@ from lockstep.common.rank import ALONE
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step, part
 from lockstep.core.shard import MaybeSharded, local_tensor
-from lockstep.errors import TrainingError
+from lockstep.errors import TrainingError, against_nonfinite
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
@@ -66,7 +66,7 @@ class AsynchronousEngine:
         make_layout = replicated(alone, Mesh(), bucket_bytes=1)
         self._own = DataParallelEngine(problem, pushing, alone, own, Mesh(), make_layout)
         self._worked = True
-        self._skips = numerics.skip_nonfinite
+        self._skips, self._advice = numerics.skip_nonfinite, against_nonfinite(numerics.clip_norm)
         if world.size > 1:
             self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
@@ -144,8 +144,7 @@ class AsynchronousEngine:
         if not self._skips and not bool(torch.isfinite(sums.total)):
             raise TrainingError(
                 f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
-                f"{self._world.rank}; lower the rate, set recipe.clip_norm, or go on over such steps with "
-                f"recipe.nonfinite=skip"
+                f"{self._world.rank}; {self._advice}"
             )
 
     def _level(self) -> None:

@@ -13,6 +13,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.device.meter import Meter
+from lockstep.errors import against_nonfinite
 from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
@@ -173,7 +174,8 @@ def turns(
     stop. Steps that are reported are saved while ranks are to be `preempted`, which all of them are asked. A loss that
     is not finite raises TrainingError, at the latest with the next report.
     """
-    watch = NonFiniteCheck(world, plan.stop_on_nonfinite, digests, own=plan.rate is None)
+    advice = against_nonfinite(plan.clip_norm, own_loop=plan.rate is None)
+    watch = NonFiniteCheck(world, plan.stop_on_nonfinite, advice, digests)
     meter = Meter(world.device)
     for step, microbatches in batches(progress.step):
         report = partial(_report, plan, watch, meter)

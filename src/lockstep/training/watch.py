@@ -1,7 +1,7 @@
 """Looks at every step's loss, but waits for the device only on request."""
 
 import math
-from typing import Final, final
+from typing import final
 
 import torch
 
@@ -11,22 +11,16 @@ from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
 from lockstep.training.digests import StepDigests
 
-_OF_A_RECIPE: Final = "set recipe.clip_norm, or go on over such steps with recipe.nonfinite=skip"
-_OF_A_LOOP: Final = "or clip by step.update(clip=...)"
-
 
 @final
 class NonFiniteCheck:
-    """Keeps the losses of the steps since the last check, and finds the first that is not finite.
+    """Keeps the losses of the steps since the last check, and finds the first that is not finite, with `advice`."""
 
-    What it advises is for a recipe, or for a loop of the user's `own`.
-    """
-
-    def __init__(self, world: World, stop: bool, digests: StepDigests | None = None, own: bool = False) -> None:
+    def __init__(self, world: World, stop: bool, advice: str, digests: StepDigests | None = None) -> None:
         self._world = world
         self._digests = digests
         self._stop = stop
-        self._advice = _OF_A_LOOP if own else _OF_A_RECIPE
+        self._advice = advice
         self._seen: list[tuple[Step, float, Sums]] = []
         self._last = math.nan
 
@@ -61,5 +55,5 @@ class NonFiniteCheck:
         where = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
         return (
             f"loss is {loss} at step {step.number + 1} (epoch {step.epoch + 1}), on {where}, "
-            f"at learning rate {lr:.6g}; lower the rate, {self._advice}"
+            f"at learning rate {lr:.6g}; {self._advice}"
         )
