@@ -154,7 +154,7 @@ def test_runs_of_strangers(here: Path) -> None:
     assert [(row["run"], row["state"]) for row in tables()["Runs"]] == [
         ("runs/a", "done"),
         ("runs/damaged", "unreadable"),
-        ("runs/failed", "died"),
+        ("runs/failed", "failed"),
         ("runs/linked", "unreadable"),
     ]
     html = Path("report.html").read_text(encoding="utf-8")

@@ -96,8 +96,8 @@ def test_how_runs_ended_and_with_which_code(tmp_path: Path) -> None:
     (failed / "result.json").write_text('{"event": "failed", "reason": "loss is nan\\u001b[2J"}')
     before = files(tmp_path)
     assert watch(str(first), code=0).stdout.splitlines()[-2].startswith(f"{first} is done in 0:02")
-    assert f"{saved} stopped by SIGTERM after step 690; another start" in watch(str(saved), str(first), code=75).stdout
-    assert watch(str(failed), code=1).stdout.splitlines()[-1] == f"{failed} failed after step 10: loss is nan\\x1b[2J"
+    assert f"{saved} stopped by SIGTERM; another start" in watch(str(saved), str(first), code=75).stdout
+    assert watch(str(failed), code=1).stdout.splitlines()[-1] == f"{failed} failed: loss is nan\\x1b[2J"
     assert files(tmp_path) == before
 
 

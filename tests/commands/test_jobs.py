@@ -101,7 +101,8 @@ def test_figures_as_json(folder: Path) -> None:
 
 def test_a_table_for_people(folder: Path) -> None:
     run_folder(folder, "a", STARTED, STEP, STOPPED, job=12)
-    head, line = show().stdout.splitlines()
+    head, line, why = show().stdout.splitlines()
+    assert why == "runs/a stopped by SIGTERM; another start resumes there"
     assert head.split() == ["run", "state", "loss", "step", "job", "left", "last", "samples/s", "epoch"]
     assert line.split()[:7] == ["runs/a", "saved", "train", "0.2500", "10/50", "12", "0:40"]
     assert line.split()[-4:] == ["d", "ago", "64", "1/5"]
@@ -153,6 +154,7 @@ def test_why_a_run_failed(folder: Path) -> None:
     *_, bad, odd = show().stdout.splitlines()
     assert bad == "runs/bad failed: loss is nan at step 2\\x1b[2J"
     assert odd.startswith("runs/odd ended without a reason, as SIGKILL")
+    assert states() == {"runs/bad": "failed", "runs/done": "done", "runs/odd": "died"}
     failures = {each["run"]: each["failure"] for each in json.loads(show("--json").stdout)}
     assert failures == {"runs/bad": "loss is nan at step 2\\x1b[2J", "runs/done": None, "runs/odd": None}
 
@@ -193,8 +195,10 @@ def test_a_log_of_wrong_types_is_one_line(folder: Path) -> None:
     run_folder(folder, "good", STARTED, DONE)
     assert states()["runs/good"] == "done"
     found = show()
-    *table, silent = found.stdout.splitlines()
-    assert len(table) == len(FORGED) + 2
+    lines = found.stdout.splitlines()
+    table, ends = lines[: len(FORGED) + 2], lines[len(FORGED) + 2 :]
+    assert all(line.startswith("runs/") for line in table[1:])
+    [silent] = [line for line in ends if "reason" in line]
     assert silent.count("runs/") == 5
     assert " more ended without a reason" in silent
     assert len(found.stderr.splitlines()) == found.stdout.count("unreadable")

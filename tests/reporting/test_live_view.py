@@ -29,7 +29,7 @@ def test_a_run_alone_has_progress_figures_a_curve_and_what_happened() -> None:
 
 
 def test_several_runs_have_a_line_of_curve_each_and_names_before_what_happened() -> None:
-    lines = drawn(viewed(*GOING), viewed(*GOING, name="runs/b", state="died", failure="loss is nan"))
+    lines = drawn(viewed(*GOING), viewed(*GOING, name="runs/b", state="failed", failure="loss is nan"))
     assert "loss is nan" in lines
     assert sum("█▇" in each for each in lines) == 2
     assert lines[-1].partition("  ")[2].startswith("runs/b  evaluated")

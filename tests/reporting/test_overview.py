@@ -107,7 +107,7 @@ def test_headings_of_keys_are_short_where_no_two_are_alike() -> None:
 
 
 def test_why_runs_failed_stands_below_the_table() -> None:
-    assert lines(RunView("a", "died", failure="no room"))[-1] == "a failed: no room"
+    assert lines(RunView("a", "failed", failure="no room"))[-1] == "a failed: no room"
 
 
 def test_what_is_done_has_no_time_left() -> None:

@@ -45,13 +45,15 @@ def test_how_far_each_run_is_comes_first_then_its_curves_and_then_words() -> Non
 
 def test_files_that_were_skipped_are_counted_once() -> None:
     skipped = [(time, Skipped(step=9, epoch=0, samples=576, files=("a.jpg", "b.jpg"))) for time in (163.0, 164.0)]
-    [words] = [each for each in sections([viewed(*GOING, *skipped)]) if isinstance(each, Words)]
-    assert words.paragraphs == ["runs/a skipped 2 files that cannot be read: see skipped.txt"]
+    runs = [viewed(*GOING, *skipped), viewed(name="runs/b", state="died"), viewed(name="runs/c", state="died")]
+    [words] = [each for each in sections(runs) if isinstance(each, Words)]
+    assert words.paragraphs[0].startswith("runs/b, runs/c ended without a reason, as SIGKILL")
+    assert words.paragraphs[1:] == ["runs/a skipped 2 files that cannot be read: see skipped.txt"]
     assert not any(isinstance(each, Words) for each in sections([viewed(*GOING)]))
 
 
 def test_what_runs_are_called_is_text() -> None:
-    run = viewed(*GOING, name=EVIL, state="died", failure=EVIL)
+    run = viewed(*GOING, name=EVIL, state="failed", failure=EVIL)
     html = "".join(each["html"] for each in json.loads(live_data([run], over=False))["parts"])
     assert "&lt;img" in html
     assert "<img" not in html

@@ -43,6 +43,7 @@ def test_before_its_log_there_is_a_name() -> None:
         ("queued", False, False),
         ("saved", True, False),
         ("died", True, False),
+        ("failed", True, False),
         ("unreadable", True, False),
         ("done", True, True),
     ],
@@ -63,11 +64,9 @@ def test_the_exit_code_is_that_of_the_worst_run(states: list[str], code: int) ->
 
 def test_how_a_run_ended() -> None:
     assert ending(viewed(*GOING, (162.0, done()), state="done")).endswith(f"\nweights sha256 {SHA}")
-    assert ending(viewed(*GOING, (162.0, stopped()), state="saved")).startswith(
-        "runs/a stopped by SIGTERM after step 690"
-    )
-    died = viewed(*GOING, state="died", failure="loss is nan")
-    assert ending(died) == "runs/a failed after step 69: loss is nan"
+    saved = viewed(*GOING, (162.0, stopped()), state="saved")
+    assert ending(saved) == "runs/a stopped by SIGTERM; another start resumes there"
+    assert ending(viewed(*GOING, state="failed", failure="loss is nan")) == "runs/a failed: loss is nan"
     assert ending(viewed(*GOING, state="died")).startswith("runs/a ended without a reason, as SIGKILL")
     assert ending(viewed(state="unreadable")) == "runs/a cannot be read: its log is damaged"
 

@@ -81,15 +81,16 @@ class RunReader:
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
         judged = state(history.status, self._held or not self.is_whole, submitted, job)
+        failed = failure(self.folder) if judged == "died" else ""
         return RunView(
             str(self.folder),
-            "unreadable" if self.problem else judged,
+            "unreadable" if self.problem else "failed" if failed else judged,
             history,
             self.job,
             f"{job} ({reason})" if job and reason else job or "",
             self._configuration.recipe,
             _ran_on(self._configuration.placement, history.starts),
-            failure(self.folder) if judged == "died" else "",
+            failed,
             machine_of(self.folder),
             tuple(self._notices),
             self._noticed,

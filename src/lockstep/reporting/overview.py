@@ -7,14 +7,13 @@ from typing import Any, Final, TextIO
 
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import RunStatus, best
-from lockstep.reporting.run_view import NO_REASON, STYLES, RunView, differing, loss
+from lockstep.reporting.run_view import STYLES, RunView, differing, endings, loss
 from lockstep.reporting.terminal import print_unfolded, table, terminal_on
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
 _BEST_AT: Final = 3  # of these, of which the most important stand first
 _KEYS_AT: Final = 6  # keys in which recipes differ
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
-_MOST_NAMES: Final = 5  # of runs that ended alike, in one line
 _MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
 _WIDEST: Final = 24  # of such a column
 
@@ -35,11 +34,7 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     texts = [heading for heading in shown if heading not in _NUMBERS]
     print_unfolded(console, table(console, shown, [STYLES.get(run.state, "") for run in runs], texts))
     lines = [f"they also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
-    lines += [f"{run.name} failed: {run.failure}" for run in runs if run.failure]
-    if silent := [run.name for run in runs if run.state == "died" and not run.failure]:
-        more = f" and {len(silent) - _MOST_NAMES:,} more" if len(silent) > _MOST_NAMES else ""
-        lines.append(f"{', '.join(silent[:_MOST_NAMES])}{more} {NO_REASON}")
-    for line in lines:
+    for line in [*lines, *endings(runs)]:
         console.print(line, soft_wrap=True)
 
 

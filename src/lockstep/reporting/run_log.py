@@ -240,7 +240,7 @@ class RunLog:
         return RunStatus(
             last=event.get("event"),
             time=_number(event, "time"),
-            reason=event.get("reason") if event.get("event") == "stopped" else None,
+            reason=text(event, "reason") if event.get("event") == "stopped" else None,
             step=step,
             steps=steps,
             epoch=-(-step // per_epoch) if step is not None and per_epoch else None,

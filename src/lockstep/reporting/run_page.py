@@ -7,7 +7,7 @@ from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, curves
 from lockstep.reporting.page import ProgressBar, Section, Table, Words
 from lockstep.reporting.run_log import History, evaluation_curve, figure_of, training_curve
-from lockstep.reporting.run_view import RunView, clock, differing, eta, figures, headline, join, latest, place
+from lockstep.reporting.run_view import RunView, clock, differing, endings, eta, figures, headline, join, latest, place
 from lockstep.reporting.thinning import Point
 
 _FIRST: Final = ("loss",)  # of the charts; then the task's figures, and how fast it went
@@ -68,8 +68,7 @@ def chart(figure: str, histories: Mapping[str, History]) -> Chart:
 
 
 def _outline(runs: Sequence[RunView]) -> list[Section]:
-    words = [f"{run.folder} failed: {run.failure}" for run in runs if run.failure]
-    words += [
+    words = endings(runs) + [
         f"{run.folder} skipped {wording.format_count(run.history.skipped, 'file')} that cannot be read: see skipped.txt"
         for run in runs
         if run.history.skipped

@@ -11,10 +11,13 @@ from lockstep.reporting import wording
 from lockstep.reporting.notices import Notice
 from lockstep.reporting.run_log import History, RunStatus
 
-State = Literal["queued", "running", "saved", "done", "died", "unreadable"]
+State = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
 
-NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
-STYLES: Final = {"running": "green", "died": "red", "unreadable": "red", "queued": "yellow", "saved": "cyan"}
+_NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
+STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan"} | dict.fromkeys(
+    ("failed", "died", "unreadable"), "red"
+)
+_MOST_NAMES: Final = 5  # of runs that ended alike, in one line
 _ACTIVE: Final = ("running", "queued")
 _WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
@@ -145,17 +148,21 @@ def ending(run: RunView) -> str:
     """Say how a run ended."""
     last = run.notices[-1].words if run.notices else ""
     match run.state:
-        case "died":
-            after = f" after step {run.status.step:,}" if run.status.step is not None else ""
-            return f"{run.name} failed{after}: {run.failure}" if run.failure else f"{run.name} {NO_REASON}"
         case "unreadable":
             return f"{run.name} cannot be read: {last or 'its log is damaged'}"
-        case "saved":
-            return f"{run.name} {last or 'stopped'}; another start resumes there"
         case "done":
             done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
             return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
-    return f"{run.name} is {run.state}"
+    return f"{run.name} {_why(run) or f'is {run.state}'}"
+
+
+def endings(runs: Sequence[RunView]) -> list[str]:
+    """Say why runs ended before their end, in a line for those that ended alike."""
+    alike: dict[str, list[str]] = {}
+    for run in runs:
+        alike.setdefault(_why(run), []).append(run.name)
+    more = {why: f" and {len(names) - _MOST_NAMES:,} more" for why, names in alike.items() if len(names) > _MOST_NAMES}
+    return [f"{', '.join(names[:_MOST_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
 
 
 def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
@@ -172,6 +179,12 @@ def clock(seconds: float | None) -> str:
 def join(*words: str) -> str:
     """Join those words that are not empty."""
     return "  ".join(word for word in words if word)
+
+
+def _why(run: RunView) -> str:
+    """Say why a run ended before its end; empty where it did not."""
+    stopped = f"stopped by {run.status.reason or 'a signal'}; another start resumes there"
+    return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 
 def _figure(name: str, history: History) -> str:
