@@ -45,6 +45,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dots("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),
         Tiles("Mistakes", [Tile(PIXEL, [EVIL, LONG])] * 24, LONG),
         Passages("Text", [Passage(EVIL, f"  {EVIL}\n", LONG)], LONG),
+        Table("What differs", ["run", *["recipe.optimizer.weight_decay"] * 9], [["a" * 20, *["0.0005"] * 9]]),
     ]
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page("Two runs", sections), encoding="utf-8")
@@ -185,6 +186,15 @@ def test_a_page_is_no_wider_than_the_window(browse: Browse, file: Path, width: i
     assert isinstance(whole, int)
     assert width - 20 <= whole <= width  # beside it there may be a scroll bar
     assert max(charts) <= whole
+
+
+def test_names_of_keys_break_at_their_dots_and_words_where_there_is_no_room(browse: Browse, file: Path) -> None:
+    table = "[...document.querySelectorAll('.wide')].at(-1)"
+    lines = f"(range => (range.selectNodeContents({table}.querySelector('tbody th')), range.getClientRects().length))"
+    assert visit(browse, file, f"{table}.scrollWidth <= {table}.clientWidth", f"{lines}(new Range())", width=1500) == [
+        True,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
