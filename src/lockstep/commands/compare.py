@@ -3,6 +3,8 @@
 Exit code 0 if all ran and those that promise the same bits have them, 1 if one failed, 3 if one broke its promise.
 """
 
+import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -45,11 +47,15 @@ def command(
     from lockstep.comparison.output import Display, write
     from lockstep.comparison.plan import ComparisonRequest, folder_for, placements_in, plan_runs, processes_in
     from lockstep.config.load import split
-    from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION
+    from lockstep.config.shipped import list_shipped_recipes
+    from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.png import check_png
 
     check_alone("compare starts the processes of each placement")
     source, overrides = split(words)
+    if source not in list_shipped_recipes() and os.path.isdir(source):
+        folders = shlex.join(filter(os.path.isdir, words))
+        raise UsageError(f"{source}: a folder; to compare runs, use lockstep report {folders}; else give a YAML file")
     folder = folder or folder_for(source)
     strategies, counts = placements_in(placements), processes_in(processes)
     request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder, usual)
