@@ -123,8 +123,9 @@ def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
     drawn = charts({run.folder: run.history for run in found})
     assert [each.title for each in drawn] == [
         *("loss", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
-        *("samples_per_s", "lr", "norm", "peak_bytes"),
+        *("samples/s", "learning rate", "norm of the gradient", "peak memory, MiB"),
     ]
+    assert drawn[-1].figure["data"][0]["y"] == [1000 / 2**20]
     percent = {each.title: "tickformat" in each.figure["layout"]["yaxis"] for each in drawn}
     assert (percent["top1"], percent["top1/ema"], percent["loss"]) == (True, True, False)
 

@@ -57,8 +57,7 @@ def test_pictures_are_those_of_the_mistakes() -> None:
     assert worst.tiles[0].lines[1:] == ["true cow (1 %)", "predicted cat (90 %)"]
     for number, tile in zip((2, 4, 1), worst.tiles, strict=True):
         assert torch.equal(pixels(tile.source)[::28, ::28], inputs[number].permute(1, 2, 0))
-    assert "Those of 3 mistakes" in worst.note
-    assert "stretched" not in worst.note
+    assert worst.note == "3 mistakes of 3, by cross entropy, the largest first."
     floats = view(inputs.float())[2]
     assert isinstance(floats, Tiles)
     assert "stretched" in floats.note
@@ -68,6 +67,9 @@ def test_samples_that_are_no_pictures_have_their_numbers() -> None:
     worst = view(torch.zeros(5, 7))[2]
     assert isinstance(worst, Table)
     assert worst.rows[0] == ["sample 2", "cow", "cat", "1 %", "90 %"]
+    one = view(torch.zeros(5, 7), torch.tensor([0, 1, 0, 2, 1]))[2]
+    assert isinstance(one, Table)
+    assert one.note.startswith("1 mistake of 1, ")
 
 
 def test_a_model_without_mistakes() -> None:

@@ -15,6 +15,7 @@ from lockstep.core.batch import tensors_of
 from lockstep.inference.confusions import confusions
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
+from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import predictions, targets_of
 from lockstep.tasks.classification import Classification, truth_of
 
@@ -76,7 +77,7 @@ def _worst(title: str, task: Classification, validation: Validation, found: Gues
     if not worst:
         return Words(title, ["There are none."])
     count = int((found.truths != found.guesses).sum())
-    note = f"Those of {count:,} mistakes whose cross entropy is the largest, the largest first."
+    note = f"{format_count(len(worst), 'mistake')} of {count:,}, by cross entropy, the largest first."
     fetched = validation.split.fetch(np.array([each.number for each in worst]), None)
     samples = tensors_of(task.inputs(fetched))[0]
     if not are_pictures(samples):
