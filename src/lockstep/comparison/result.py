@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -157,12 +157,12 @@ _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and w
 
 def columns(comparison: Comparison) -> dict[str, list[str]]:
     """Return the words of all rows by headings, the most important first; columns that say nothing are left out."""
-    names = dict.fromkeys(row.history.status.figure.name for row in comparison.rows if row.history.status.figure)
+    rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
+    names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
     figures: list[_Column] = [(name, partial(_figure, name)) for name in names]
     asked = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
-    found = [(heading, [cell(comparison, row) for row in comparison.rows]) for heading, cell in asked]
-    histories = [row.history if row.state == "done" else History() for row in comparison.rows]
-    found.insert(_FIGURES_AT + len(figures), ("best", best(histories)))
+    found = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in asked]
+    found.insert(_FIGURES_AT + len(names), ("best", best([row.history for row in rows])))
     return {heading: words for heading, words in found if len({*words} - {""}) > 1 or {*words} - _NOTHING}
 
 
@@ -250,9 +250,7 @@ def _same(comparison: Comparison, row: ResultRow) -> str:
 
 def _figure(name: str, _: Comparison, row: ResultRow) -> str:
     figure = row.history.figure
-    if row.state != "done" or figure is None or figure.name != name:
-        return ""
-    return wording.figure(figure.value, figure.is_fraction)
+    return wording.figure(figure.value, figure.is_fraction) if figure and figure.name == name else ""
 
 
 def _words(row: ResultRow | None, curve: str, figure: str = "") -> str:
@@ -275,7 +273,7 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("recipe", lambda _, row: row.variant),
     ("state", state),
     ("same bits", _same),
-    ("loss", lambda _, row: loss(row.history) if row.state == "done" else ""),
+    ("loss", lambda _, row: loss(row.history)),
     ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
     ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),

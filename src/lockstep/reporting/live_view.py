@@ -90,7 +90,7 @@ def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves
 def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
     """Return the lines of a run."""
     status = run.status
-    parts: list[RenderableType] = [Text(_fitting(headline(run), width), STYLES.get(run.state, "bold"))]
+    parts: list[RenderableType] = [Text(_fitting(headline(run), width), STYLES.get(run.state, "red") or "bold")]
     if not run.is_whole:
         parts.append(Text(f"reading its log: {place(run)}"))
     elif status.step is not None:

@@ -169,10 +169,10 @@ def best(histories: Sequence[History]) -> list[str]:
     """Say in the place of the best of some runs by what it is; nowhere if all are alike, or judged differently."""
     judged = [each.of_evaluation(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
-    ways = {(each.monitor, each.started.get("higher")) for each in histories if each.evaluated}
-    if len(known) < 2 or len(ways) > 1 or (higher := ways.pop()[1]) is None:  # an older log does not say it
+    ways = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
+    if len(known) < 2 or len(ways) > 1 or (higher := ways.pop()[1]) not in ("True", "False"):  # as an older log has it
         return [""] * len(histories)
-    found = max(known) if higher else min(known)
+    found = max(known) if higher == "True" else min(known)
     return [f"by {each.monitor}" if value == found else "" for each, value in zip(histories, judged, strict=True)]
 
 
@@ -319,10 +319,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _LARGEST_COUNT
 
@@ -380,13 +376,7 @@ def _numbers(values: Any) -> list[float]:
 _REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
 _FORMS_OF_ALL: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
 _FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
-    "started": {
-        "steps": _is_count,
-        "steps_per_epoch": _is_count,
-        "epochs": _is_number,
-        "monitor": _is_text,
-        "higher": _is_flag,
-    },
+    "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
     "step": {"loss": lambda value: _figure(value) is not None},
     "stopped": {"reason": _is_text},
 }

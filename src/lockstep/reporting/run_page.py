@@ -11,17 +11,15 @@ from lockstep.reporting.run_view import RunView, clock, differing, endings, eta,
 from lockstep.reporting.thinning import Point
 
 _FIRST: Final = ("loss",)  # of the charts; then the task's figures, and how fast it went
-_LAST: Final = ("samples_per_s", "lr", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
-_WORDS: Final = (
-    "samples/s",
-    "learning rate",
-    "norm of the gradient",
-    "loss scale",
-    "FLOP/s",
-    "MFU",
-    "peak memory, MiB",
-)
-_MIB: Final = 1 << 20
+_LAST: Final = {
+    "samples_per_s": "samples/s",
+    "lr": "learning rate",
+    "norm": "norm of the gradient",
+    "loss_scale": "loss scale",
+    "flops_per_s": "FLOP/s",
+    "mfu": "MFU",
+    "peak_bytes": "peak memory, MiB",
+}
 _NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
 _MOST_ROWS: Final = 50  # of a run's starts or checkpoints in a table: the last ones
 _SHOWN: Final = 12  # digits of a hash
@@ -71,11 +69,11 @@ def chart(figure: str, histories: Mapping[str, History]) -> Chart:
         return {label: scaled(each.curves[curve]) for label, each in histories.items() if curve in each.curves}
 
     def scaled(points: Sequence[Point]) -> Sequence[Point]:
-        return [each._replace(value=each.value / _MIB) for each in points] if figure == "peak_bytes" else points
+        return [each._replace(value=each.value / 2**20) for each in points] if figure == "peak_bytes" else points
 
     of_figure = found(evaluation_curve(figure)) or found(figure)
     percent = any(each.is_share(figure) for each in histories.values())
-    words, training = dict(zip(_LAST, _WORDS, strict=True)).get(figure, figure), found(training_curve(figure))
+    words, training = _LAST.get(figure, figure), found(training_curve(figure))
     return curves(words, of_figure, words, training=training, percent=percent, noisy=figure in _NOISY)
 
 

@@ -14,9 +14,7 @@ from lockstep.reporting.run_log import History, RunStatus
 State = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
 
 _NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
-STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan"} | dict.fromkeys(
-    ("failed", "died", "unreadable"), "red"
-)
+STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all others are red
 _MOST_NAMES: Final = 5  # of runs that ended alike, in one line
 _ACTIVE: Final = ("running", "queued")
 _WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -146,14 +144,12 @@ def line(run: RunView) -> str:
 
 def ending(run: RunView) -> str:
     """Say how a run ended."""
-    last = run.notices[-1].words if run.notices else ""
-    match run.state:
-        case "unreadable":
-            return f"{run.name} cannot be read: {last or 'its log is damaged'}"
-        case "done":
-            done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
-            return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
-    return f"{run.name} {_why(run) or f'is {run.state}'}"
+    if run.state == "unreadable":
+        return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
+    if run.state != "done":
+        return f"{run.name} {_why(run) or f'is {run.state}'}"
+    done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
+    return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
 
 
 def endings(runs: Sequence[RunView]) -> list[str]:
