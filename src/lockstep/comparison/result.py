@@ -267,15 +267,15 @@ def _percent(row: ResultRow, name: str) -> str:
     return _number(row.part(name), "{:.0%}")
 
 
-_FIGURES_AT: Final = 4
+_FIGURES_AT: Final = 3
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
     ("recipe", lambda _, row: row.variant),
     ("state", state),
-    ("same bits", _same),
     ("loss", lambda _, row: loss(row.history)),
     ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
+    ("same bits", _same),
     ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
     ("speed-up", lambda all_, row: _number(all_.speed_up(row), "{:.2f}")),
     ("efficiency", lambda all_, row: _number(all_.efficiency(row), "{:.0%}")),
