@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
@@ -33,6 +34,7 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
+_SURE: Final = 0.8  # how alike a key is that a mistyped one must be meant to be, and no option of the user's own
 _COMMA: Final = "a number has a point, as in 0.1, and no comma"
 # Texts that are another type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
@@ -140,7 +142,7 @@ def _unknown(path: Path) -> str:
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
         return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{list_names(valid)}"
-    if "options" in valid:
+    if "options" in valid and not get_close_matches(name, valid, cutoff=_SURE):
         meant = "' or '".join([*nearest(name, valid, 1), f"{format_key(path[:-1])}.options.{name}"])
         return f"unknown key; did you mean '{meant}'?{list_names(valid)}"
     return f"unknown key{choices(name, valid)}"

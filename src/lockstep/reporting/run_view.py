@@ -133,8 +133,8 @@ def loss(history: History) -> str:
     """Give the loss of the last evaluation; before there is one that of the last step, and say so."""
     evaluated, trained = history.of_evaluation("loss"), history.status.loss
     if evaluated is not None:
-        return f"{evaluated:.4f}"
-    return "" if trained is None else f"train {trained:.4f}"
+        return wording.loss(evaluated)
+    return "" if trained is None else f"train {wording.loss(trained)}"
 
 
 def line(run: RunView) -> str:
