@@ -1,4 +1,4 @@
-"""Optimizers by name: the right class, the right formula, the right complaint."""
+"""Optimizers by name: the right class, the right groups, the right complaint."""
 
 import subprocess
 import sys
@@ -7,51 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from test_own_optimizer import parameters
 from torch import nn
-from torch.nn import Parameter
 
 from lockstep.errors import UsageError
 from lockstep.parallel.optimize import bare_step, make_optimizer
 from lockstep.parallel.optimizer_trials import check_optimizer, check_rows, check_stored
 
 
-def _parameters() -> list[tuple[str, Parameter]]:
-    return [("weight", Parameter(torch.ones(2, 2))), ("bias", Parameter(torch.ones(2)))]
-
-
 def _make(name: str, **changes: Any) -> torch.optim.Optimizer:
-    return make_optimizer(_parameters(), **({"name": name, "lr": 0.1} | changes))
-
-
-def _steps(optimizer: torch.optim.Optimizer, parameter: Parameter, gradients: list[float]) -> list[float]:
-    values = []
-    for gradient in gradients:
-        parameter.grad = torch.full_like(parameter, gradient)
-        optimizer.step()
-        values.append(parameter.flatten()[0].item())
-    return values
-
-
-def test_sgd_golden() -> None:
-    parameter = Parameter(torch.tensor([2.0]))
-    optimizer = make_optimizer([("p", parameter)], name="sgd", lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1)
-    # g = 1 + 0.1 * 2 = 1.2; v = 1.2; p = 2 - 0.1 * (1.2 + 0.5 * 1.2) = 1.82
-    # g = 3 + 0.1 * 1.82 = 3.182; v = 0.6 + 3.182 = 3.782; p = 1.82 - 0.1 * (3.182 + 1.891) = 1.3127
-    assert _steps(optimizer, parameter, [1.0, 3.0]) == pytest.approx([1.82, 1.3127], abs=1e-6)
-
-
-def test_adamw_golden() -> None:
-    parameter = Parameter(torch.tensor([2.0]))
-    optimizer = make_optimizer([("p", parameter)], name="adamw", lr=0.1, weight_decay=0.5)
-    # the first step of Adam is lr * sign(g); decay first: 2 * (1 - 0.05) - 0.1
-    assert _steps(optimizer, parameter, [3.0]) == pytest.approx([1.8], abs=1e-6)
-
-
-def test_lars_golden() -> None:
-    parameter = Parameter(torch.full((4,), 1.0))
-    optimizer = make_optimizer([("p", parameter)], name="lars", lr=0.1, weight_decay=0.5)
-    # trust = 0.001 * |p| / (|g| + 0.5 * |p|) = 0.001 * 2 / (2 + 1); p = 1 - 0.1 * trust * (1 + 0.5)
-    assert _steps(optimizer, parameter, [1.0]) == pytest.approx([0.9999], abs=1e-6)
+    return make_optimizer(parameters(), **({"name": name, "lr": 0.1} | changes))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +36,7 @@ def test_classes(name: str, module: str, kind: str) -> None:
 
 
 def test_what_is_not_given_stays_at_the_default() -> None:
-    reference = torch.optim.SGD([Parameter(torch.ones(1))], lr=0.1).defaults
+    reference = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).defaults
     defaults = _make("sgd").defaults
     assert {key for key in reference if reference[key] != defaults[key]} == {"foreach"}
 
@@ -89,22 +54,8 @@ def test_form(options: dict[str, bool], foreach: bool | None, fused: bool | None
     assert (defaults["foreach"], defaults["fused"]) == (foreach, fused)
 
 
-def test_groups_keep_names() -> None:
-    [group] = _make("sgd", weight_decay=0.1).param_groups
-    assert group["param_names"] == ["weight", "bias"]
-
-
-def test_no_decay_for_bias_and_norm() -> None:
-    groups = _make("sgd", weight_decay=0.1, decay_bias_and_norm=False).param_groups
-    assert [(group["param_names"], group["weight_decay"]) for group in groups] == [
-        (["weight"], 0.1),
-        (["bias"], 0.0),
-    ]
-
-
 def test_no_empty_group() -> None:
-    parameters = [("weight", Parameter(torch.ones(2, 2)))]
-    optimizer = make_optimizer(parameters, name="sgd", lr=0.1, weight_decay=0.1, decay_bias_and_norm=False)
+    optimizer = make_optimizer(parameters()[:1], name="sgd", lr=0.1, weight_decay=0.1, decay_bias_and_norm=False)
     assert [group["param_names"] for group in optimizer.param_groups] == [["weight"]]
 
 
