@@ -63,14 +63,6 @@ def test_any_names_survive(sizes: dict[str, int]) -> None:
     }
 
 
-def test_bytes_follow_from_names_and_values_alone() -> None:
-    image = torch.randn(2, 3, 4, 5)
-    rows = torch.randn(4, 6)
-    plain = {"image": image, "rows": rows}
-    strided = {"rows": rows.t().contiguous().t(), "image": image.to(memory_format=torch.channels_last)}
-    assert content(strided) == content(plain)
-
-
 def test_tied_weights_are_written_twice() -> None:
     weight = torch.randn(3, 2)
     read = safetensors.torch.load(content({"embed": weight, "head": weight, "slice": weight[1:]}))
