@@ -129,23 +129,6 @@ def test_random_numbers_follow_from_draw_and_sample_alone(open_with: Open) -> No
     assert torch.equal(split.fetch(np.arange(6), None)[0], split.fetch(np.arange(6), None)[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "attributes", "classes"),
-    [
-        ({"classes": 2}, {"classes": ["x", "y", "z"]}, ["0", "1"]),
-        ({"classes": ["p", "q"]}, {}, ["p", "q"]),
-        ({}, {"classes": ("x", "y")}, ["x", "y"]),
-        ({}, {"classes": 3}, ["0", "1", "2"]),
-        ({}, {"targets": [0, 3, 1]}, ["0", "1", "2", "3"]),
-        ({}, {"targets": torch.tensor([0, 2])}, ["0", "1", "2"]),
-        ({}, {"targets": np.array([1, 0])}, ["0", "1"]),
-    ],
-)
-def test_classes(open_with: Open, options: dict[str, Any], attributes: dict[str, Any], classes: list[str]) -> None:
-    part = Listed([(_bytes(1), 0)], **attributes)
-    assert open_with(lambda: (part, part), options).facts["classes"] == classes
-
-
 def test_the_option_classes_reaches_a_function_that_takes_it(open_with: Open) -> None:
     def with_classes(classes: int) -> Any:
         part = Listed([(_bytes(classes), 0)])
@@ -206,7 +189,6 @@ def test_says_what_came_instead(open_with: Open, function: Any, said: str) -> No
             r"unexpected keyword argument 'sise'; it takes .* gives sise, size$",
         ),
         (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
-        (lambda: (_part(), _part()), {"classes": True}, r"options\.classes: expected a number or a list of names"),
     ],
 )
 def test_options_that_do_not_fit(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:

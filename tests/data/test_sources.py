@@ -32,6 +32,7 @@ def test_synthetic_has_its_defaults_and_options() -> None:
     options = {"samples": 6, "validation_samples": 2, "classes": 3, "channels": 1}
     data = _open("synthetic", image_size=9, options=options)
     assert (len(data.train), len(data.validation), len(data.facts["classes"])) == (6, 2, 3)
+    assert training_samples("synthetic", "", options) == 6
     assert data.facts["shape"] == [1, 9, 9]
 
 
@@ -97,7 +98,3 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
 )
 def test_by_name(name, samples):
     assert training_samples(name, "nowhere", {}) == samples
-
-
-def test_synthetic_says_it_itself():
-    assert training_samples("synthetic", "", {"samples": 300}) == 300

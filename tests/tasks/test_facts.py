@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,10 @@ PIXELS = (INPUTS, torch.zeros(2, 5, 5, dtype=torch.int64))
         (2, SimpleNamespace(classes=["a"]), ["0", "1"]),
         (["a", 1], SimpleNamespace(), ["a", "1"]),
         (None, SimpleNamespace(classes=("a", "b"), targets=[7]), ["a", "b"]),
+        (None, SimpleNamespace(classes=3), ["0", "1", "2"]),
         (None, SimpleNamespace(targets=[0, 2, 1]), ["0", "1", "2"]),
+        (None, SimpleNamespace(targets=torch.tensor([0, 2])), ["0", "1", "2"]),
+        (None, SimpleNamespace(targets=np.array([1, 0])), ["0", "1"]),
         (None, SimpleNamespace(targets=[0.5]), []),
         (None, SimpleNamespace(targets=["a"]), []),
         (None, SimpleNamespace(targets=[1 << 30]), []),
