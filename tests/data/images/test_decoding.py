@@ -7,21 +7,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
-from test_folder import smooth_picture
+from test_folder import saved, smooth_picture
 
 from lockstep.data.images.decoding import decode
-
-
-def _saved(image: Image.Image, form: str, **options: object) -> bytearray:
-    stream = io.BytesIO()
-    image.save(stream, form, **options)
-    return bytearray(stream.getvalue())
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}])
 def test_jpegs_have_pillows_bits(options: dict[str, object]) -> None:
     for seed, (height, width) in enumerate([(375, 500), (61, 83), (1, 9)]):
-        content = _saved(smooth_picture(seed, height, width), "JPEG", **options)
+        content = saved(smooth_picture(seed, height, width), "JPEG", **options)
         expected = torch.from_numpy(np.array(Image.open(io.BytesIO(content)))).permute(2, 0, 1)
         assert torch.equal(decode(content, upright=True), expected)
 
@@ -50,19 +44,13 @@ def _palette(picture: Image.Image) -> Image.Image:
     ],
 )
 def test_every_kind_becomes_red_green_and_blue(form: str, change: Callable[[Image.Image], Image.Image]) -> None:
-    content = _saved(change(smooth_picture(3)), form)
+    content = saved(change(smooth_picture(3)), form)
     pixels = decode(content, upright=True)
     assert pixels.shape == (3, 60, 80)
     assert pixels.dtype == torch.uint8
     image = Image.open(io.BytesIO(content))
     image = image.convert("RGBA") if image.mode == "P" else image
     assert torch.equal(pixels, torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1))
-
-
-def test_grey_is_equal_in_all_channels() -> None:
-    pixels = decode(_saved(smooth_picture(3).convert("L"), "JPEG"), upright=True)
-    assert torch.equal(pixels[0], pixels[1])
-    assert torch.equal(pixels[0], pixels[2])
 
 
 def _noted(orientation: object) -> Image.Exif:
@@ -74,7 +62,7 @@ def _noted(orientation: object) -> Image.Exif:
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 mean nothing
 def test_images_are_turned_upright_as_exif_says(form: str, orientation: int) -> None:
-    content = _saved(smooth_picture(3), form, exif=_noted(orientation))
+    content = saved(smooth_picture(3), form, exif=_noted(orientation))
     stored = Image.open(io.BytesIO(content)).convert("RGB")
     # The upper left corner of what is to be seen is, in the stored rows: 1 upper left, 2 upper right, 3 lower right,
     # 4 lower left; from 5 on rows and columns change places (EXIF 2.32, table 6).
@@ -90,13 +78,13 @@ def test_images_are_turned_upright_as_exif_says(form: str, orientation: int) -> 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # Pillow says so when it opens the file
 def test_damaged_exif_does_not_spoil_an_image() -> None:
-    plain = _saved(smooth_picture(3), "JPEG")
-    content = _saved(smooth_picture(3), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
+    plain = saved(smooth_picture(3), "JPEG")
+    content = saved(smooth_picture(3), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\x7f")
     assert torch.equal(decode(content, upright=True), decode(plain, upright=True))
 
 
 def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = _saved(smooth_picture(3), "JPEG")
+    content = saved(smooth_picture(3), "JPEG")
     fast = decode(content, upright=True)
     monkeypatch.setattr(torch.ops, "image", object())
     slow = decode(content, upright=True)
@@ -106,6 +94,6 @@ def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: p
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 def test_values_beyond_8_bits_are_refused_and_not_cut_off(dtype: type) -> None:
-    content = _saved(Image.fromarray(np.full((4, 4), 40_000, dtype)), "TIFF")
+    content = saved(Image.fromarray(np.full((4, 4), 40_000, dtype)), "TIFF")
     with pytest.raises(ValueError, match="do not fit into 8 bits"):
         decode(content, upright=True)

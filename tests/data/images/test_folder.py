@@ -102,14 +102,14 @@ def test_no_samples_keep_their_shape(root: Path) -> None:
     assert targets.dtype == torch.int64
 
 
-def _saved(form: str) -> bytes:
+def saved(image: Image.Image, form: str, **options: object) -> bytearray:
     stream = io.BytesIO()
-    smooth_picture(1).save(stream, form)
-    return stream.getvalue()
+    image.save(stream, form, **options)
+    return bytearray(stream.getvalue())
 
 
 def _broken() -> dict[str, bytes]:
-    jpeg, png = _saved("JPEG"), _saved("PNG")
+    jpeg, png = saved(smooth_picture(1), "JPEG"), saved(smooth_picture(1), "PNG")
     return {
         "empty": b"",
         "text": b"<html>404 not found</html>",
