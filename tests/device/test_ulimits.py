@@ -22,10 +22,6 @@ def test_of_another_no_limit_is_named() -> None:
     assert "now at most" not in str(limit_error("start rank 1", OSError(errno.EACCES, "Permission denied")))
 
 
-def test_too_many_open_files_are_found_below_another_error() -> None:
-    inner = RuntimeError(f"socket: {os.strerror(errno.EMFILE)}")
-    outer = ValueError("no exchange")
-    outer.__cause__ = inner
-    assert "ulimit -n" in str(too_many_files(outer))
+def test_what_only_sounds_like_too_many_open_files_is_none() -> None:
     assert too_many_files(ValueError(os.strerror(errno.EMFILE))) is None  # a user's text
     assert too_many_files(OSError(errno.ENOENT, "No such file")) is None

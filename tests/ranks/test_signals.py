@@ -36,13 +36,10 @@ def stop() -> Iterator[StopRequest]:
         signal.signal(number, action)
 
 
-def test_nothing_is_wished_for_until_somebody_asks(stop: StopRequest) -> None:
-    assert stop.level == 0
-
-
 @pytest.mark.parametrize(
     ("numbers", "level"),
     [
+        ([], 0),
         ([signal.SIGUSR1], 1),
         ([signal.SIGUSR1, signal.SIGUSR1], 1),
         ([signal.SIGHUP], 2),

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -350,11 +350,3 @@ def test_a_stranger_does_not_make_ranks_report_where_they_are() -> None:
         return [rendezvous.store.has(f"stall 0 answer {rank}") for rank in range(2)] + [bool(reports)]
 
     assert started(work) == [[False, False, False]] * 2
-
-
-@pytest.mark.parametrize("found", [Beat(1), replace(Beat(1), process="boot ns host x 99")])
-def test_a_process_that_is_none_is_not_looked_for(found: Beat) -> None:
-    from lockstep.ranks import liveness
-
-    numbers = liveness.identity().rsplit(" ", 2)[0]
-    assert liveness.state(found.process.replace("boot ns host", numbers)) == "unknown"
