@@ -52,16 +52,6 @@ def test_what_is_asked_for_stands_in_the_header_for_all_starts_and_not_in_the_st
     assert f"\n{shlex.join(slurm.command(replace(JOB, options=())))}\ncode=$?\n" in text
 
 
-def test_what_slurm_cannot_be_asked_for_is_told() -> None:
-    for resources, problem in (
-        (Resources(gpus_per_node="0"), "--gpus-per-node: expected a number such as 4, or a100:4, got 0"),
-        (Resources(partition="gpu"), "--partition: given in --option too; leave one of them out"),
-        (Resources(account="a\nb"), "--account: a line of a batch script has no place for a line break"),
-    ):
-        with pytest.raises(UsageError, match=problem):
-            check_batch(replace(BATCH, job=replace(JOB, resources=resources)))
-
-
 def test_each_start_draws_a_secret_that_only_the_ranks_see(tmp_path: Path) -> None:
     said = [run(tmp_path, script(BATCH), srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in said)
@@ -119,13 +109,17 @@ def test_a_time_as_slurm_writes_it(time: str, seconds: int) -> None:
 
 
 def test_what_cannot_be_is_told_all_at_once() -> None:
-    job = replace(JOB, options=("--comment=a\nb",))
+    asked = Resources("gpu", "a\nb", gpus_per_node="0")
+    job = replace(JOB, options=("--partition=gpu", "--comment=a\nb"), resources=asked)
     with pytest.raises(UsageError) as caught:
         check_batch(replace(BATCH, job=job, time="4h", warn_before_s=0, run="a\nb"))
     assert str(caught.value).splitlines() == [
         "--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got 4h",
         "--warn-before: expected 1 to 65535 seconds, got 0",
+        "--gpus-per-node: expected a number such as 4, or a100:4, got 0",
+        "--partition: given in --option too; leave one of them out",
         "run.dir: a line of a batch script has no place for a line break",
+        "--account: a line of a batch script has no place for a line break",
         "--option '--comment=a\\nb': a line of a batch script has no place for a line break",
     ]
 
@@ -194,7 +188,7 @@ def test_a_slurm_that_does_not_answer_at_once_is_asked_again(tmp_path: Path, rea
 def test_a_slurm_that_does_not_take_the_job_back_at_once_is_asked_again(tmp_path: Path) -> None:
     srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
     done = run(tmp_path, script(BATCH), srun, "echo RUNNING N/A", FAILS.format(times=2))
-    assert (done.returncode, (tmp_path / "asked").read_text()) == (75, 3 * "requeue 7\n")
+    assert (done.returncode, (tmp_path / "asked").read_text(), done.stderr) == (75, 3 * "requeue 7\n", "")
     assert not done.stdout.endswith(ASKS)
 
 
@@ -207,12 +201,6 @@ def test_a_user_whose_slurm_does_not_answer_is_told_what_to_do(tmp_path: Path, s
         f"stopped by SIGUSR1 and saved, but Slurm has not put it back into the queue; to go on:\n{ASKS}"
     )
     assert sum(map(int, (tmp_path / "slept").read_text().split())) == 65
-
-
-def test_the_first_start_has_no_log_yet(tmp_path: Path) -> None:
-    says = f"echo '{STOPPED}' > runs/a/events.jsonl; exit 75"
-    done = run(tmp_path, script(BATCH), says, "echo 'RUNNING N/A'")
-    assert (done.returncode, (tmp_path / "asked").read_text(), done.stderr) == (75, "requeue 7\n", "")
 
 
 def test_only_the_first_start_begins_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:

@@ -57,27 +57,18 @@ def test_all_end_well(tmp_path: Path) -> None:
     assert (end.code, said) == (0, [])
 
 
-def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
-    end, said = run(tmp_path, WAITS, ["sh", "-c", "exit 3"])
-    assert end == Ended("b", 3)
-    assert said == ["b ended with exit code 3; ending a"]
+@pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", 137)])  # as shells count
+def test_one_that_fails_ends_the_others(tmp_path: Path, ends: str, code: int) -> None:
+    end, said = run(tmp_path, WAITS, ["sh", "-c", ends])
+    assert end == Ended("b", code)
+    assert said == [f"b ended with exit code {code}; ending a"]
 
 
-def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path) -> None:
-    end, said = run(tmp_path, ["sh", "-c", f"{WHEN_SAID}; sleep 0.3"], ["sh", "-c", "exit 3"], 0.1, needed=1)
-    assert end == Ended("a", 0)
+@pytest.mark.parametrize(("then", "expected"), [("sleep 0.3", Ended("a", 0)), ("exit 4", Ended("b", 3))])
+def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path, then: str, expected: Ended) -> None:
+    end, said = run(tmp_path, ["sh", "-c", f"{WHEN_SAID}; {then}"], ["sh", "-c", "exit 3"], 0.1, needed=1)
+    assert end == expected
     assert said == ["b ended with exit code 3; going on with a"]
-
-
-def test_it_fails_when_fewer_than_are_needed_end_well(tmp_path: Path) -> None:
-    end, said = run(tmp_path, ["sh", "-c", f"{WHEN_SAID}; exit 4"], ["sh", "-c", "exit 3"], needed=1)
-    assert end == Ended("b", 3)
-    assert said == ["b ended with exit code 3; going on with a"]
-
-
-def test_one_that_is_killed_counts_as_shells_do(tmp_path: Path) -> None:
-    end, _ = run(tmp_path, WAITS, ["sh", "-c", "kill -9 $$"])
-    assert end == Ended("b", 137)
 
 
 def test_who_does_not_end_is_killed(tmp_path: Path) -> None:
