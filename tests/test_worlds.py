@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from waiting import until
 
 from lockstep.comm.world import World
 
@@ -156,7 +157,4 @@ def _announced(session: "subprocess.Popen[str]") -> list[int]:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"processes left: {left}"
-        time.sleep(0.01)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
