@@ -58,10 +58,8 @@ MOVING = {
 def test_a_buffer_that_a_forward_moves_is_refused(name: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), MOVING[name], nn.BatchNorm1d(3).eval())
     still = BufferGuard(model, RunningStatistics(model.train(mode=True)).buffers)
-    still.note()
-    model(torch.randn(4, 3))
-    with pytest.raises(UsageError, match=f"the forward moves buffer {name}"):
-        still.check()
+    with pytest.raises(UsageError, match=f"the forward moves buffer {name}"), still.watch():
+        model(torch.randn(4, 3))
 
 
 def test_buffers_that_stay_and_those_of_batchnorm_and_instancenorm_are_none():
@@ -69,9 +67,8 @@ def test_buffers_that_stay_and_those_of_batchnorm_and_instancenorm_are_none():
     model = nn.Sequential(*norms, Own(lambda own, inputs: own.mean[:, None] + inputs), nn.Dropout(), nn.Linear(5, 3))
     still = BufferGuard(model, RunningStatistics(model.train()).buffers)
     for _ in range(2):
-        still.note()
-        model(torch.randn(4, 3, 5))
-        still.check()
+        with still.watch():
+            model(torch.randn(4, 3, 5))
 
 
 def test_a_layer_that_did_not_train_when_it_began_must_not_later():
@@ -79,7 +76,5 @@ def test_a_layer_that_did_not_train_when_it_began_must_not_later():
     model[0].eval()
     still = BufferGuard(model, RunningStatistics(model).buffers)
     model.train()
-    still.note()
-    model(torch.randn(4, 3))
-    with pytest.raises(UsageError, match=r"the forward moves buffer 0\..* of BatchNorm1d"):
-        still.check()
+    with pytest.raises(UsageError, match=r"the forward moves buffer 0\..* of BatchNorm1d"), still.watch():
+        model(torch.randn(4, 3))

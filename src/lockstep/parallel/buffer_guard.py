@@ -5,7 +5,8 @@ forward writes or replaces, as spectral_norm, a counter or a mean by hand does, 
 micro-batches, once for each of them: so there is no model that is that of the recipe alone.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Final, final
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ _ADVICE: Final = (
 
 @final
 class BufferGuard:
-    """Watches the buffers of a model but for those that are `kept`: `note` before a training forward, `check` after."""
+    """Watches the buffers of a model but for those that are `kept`."""
 
     def __init__(self, model: nn.Module, kept: Collection[Tensor]) -> None:
         own = {id(each) for each in kept}
@@ -32,18 +33,16 @@ class BufferGuard:
             if id(each) not in own
         ]
         self._names = self._names_now()
-        self._noted: list[tuple[Tensor | None, int]] = []
 
-    def note(self) -> None:
-        """Note how they are."""
-        self._noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
-
-    def check(self) -> None:
-        """Raise UsageError where one is not as it was noted, or was not there when the model was placed."""
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raise UsageError where a training forward, the block, moves one, or has one that was not there at first."""
+        noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
+        yield
         if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)
-        for (path, module, name), (was, version) in zip(self._places, self._noted, strict=False):
+        for (path, module, name), (was, version) in zip(self._places, noted, strict=False):
             now, moved_to = _state(module._buffers.get(name))
             if now is not was or moved_to != version:
                 raise _refusal(path, module, name)

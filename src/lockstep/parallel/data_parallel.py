@@ -18,7 +18,7 @@ micro-batch, and those of one micro-batch are under way together (parallel/conte
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -107,7 +107,7 @@ class DataParallelEngine:
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
-        self._buffer_guard = BufferGuard(self._model, self._running.buffers) if numerics.guarded else None
+        self._guarded = BufferGuard(self._model, self._running.buffers).watch if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
@@ -155,12 +155,8 @@ class DataParallelEngine:
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
-        if self._buffer_guard is not None:
-            self._buffer_guard.note()
-        with self._training if alone else self._around_forward():
+        with self._guarded(), self._training if alone else self._around_forward():
             yield
-        if self._buffer_guard is not None:
-            self._buffer_guard.check()
 
     def backward(self, microbatch: MicroBatch, loss: Tensor) -> None:
         """Compute the gradient of a micro-batch's summed loss, and add what it gives to the step's sums."""

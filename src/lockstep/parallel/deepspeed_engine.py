@@ -15,7 +15,7 @@ these flat tensors, of fp32, and so its state is as flat: what is known of that 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -80,7 +80,7 @@ class DeepSpeedEngine:
             model.forward = inner(model.forward)
         self._model = model
         self._running = RunningStatistics(model.train())
-        self._buffer_guard = BufferGuard(model, self._running.buffers) if numerics.guarded else None
+        self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
         self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)
         optimizer = make_optimizer(self._trained, whole_norms)
@@ -199,16 +199,13 @@ class DeepSpeedEngine:
 
     def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor:
         self._running.before_forward()
-        if self._buffer_guard is not None:
-            self._buffer_guard.note()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
-        inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
-        with self._autocast:
-            with self._model_code, its_exchanges():
-                outputs = call(self._engine, inputs)
-            loss = self._task.loss(outputs, microbatch.batch)
-        if self._buffer_guard is not None:
-            self._buffer_guard.check()
+        with self._guarded():
+            inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
+            with self._autocast:
+                with self._model_code, its_exchanges():
+                    outputs = call(self._engine, inputs)
+                loss = self._task.loss(outputs, microbatch.batch)
         if observed.wanted and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))

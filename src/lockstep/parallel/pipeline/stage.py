@@ -8,6 +8,7 @@ way together, and one backward goes through all of them (parallel/cooperative.py
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, final
@@ -103,7 +104,7 @@ class Stage:
 
     def __post_init__(self, part: nn.Module, guarded: bool) -> None:
         self.running = RunningStatistics(part)
-        self._buffer_guard = BufferGuard(part, self.running.buffers) if guarded else None
+        self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observations = torch.empty(0)  # by the last step, for each sample
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
@@ -119,16 +120,13 @@ class Stage:
         """
         number = forwards[0].number
         self.running.before_forward()
-        if self._buffer_guard is not None:
-            self._buffer_guard.note()
-        if self.recompute:
-            _, outputs = self._start([_forgetting(each) for each in forwards], module)
-            self._in_flight[number] = lambda: self._start(forwards, module)[0]
-        else:
-            in_flight, outputs = self._start(forwards, module)
-            self._in_flight[number] = lambda: in_flight
-        if self._buffer_guard is not None:
-            self._buffer_guard.check()
+        with self._guarded():
+            if self.recompute:
+                _, outputs = self._start([_forgetting(each) for each in forwards], module)
+                self._in_flight[number] = lambda: self._start(forwards, module)[0]
+            else:
+                in_flight, outputs = self._start(forwards, module)
+                self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observations(samples))
         return [[_cut_off(output) for output in of_leaf] for of_leaf in outputs]
