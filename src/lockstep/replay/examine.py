@@ -6,7 +6,7 @@ no number of the step.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol, final, runtime_checkable
@@ -145,15 +145,12 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
         """Know the module that is computing while the block runs."""
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name or type(module).__name__)))
-            handles.append(module.register_forward_hook(partial(self._leave, name or type(module).__name__)))
-        try:
+        with ExitStack() as held:
+            for path, module in model.named_modules():
+                name = path or type(module).__name__
+                held.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                held.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         self._modules.append(name)
