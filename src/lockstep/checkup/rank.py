@@ -81,16 +81,14 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
     return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
 
 
-@contextmanager
-def _stall_detector(rendezvous: Rendezvous) -> Iterator[None]:
-    """End all ranks, with the name and the stack of the one that the others wait for, where one hangs."""
+def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
+    """Return what ends all ranks, with the name and the stack of the one that the others wait for, where one hangs."""
 
     def end(report: str) -> None:
         info = rendezvous.info
         rendezvous.end(Failure(info.rank, info.size, rendezvous.rank_log.host, report, time=time.time()))
 
-    with StallDetector(rendezvous, _STALL_S, end) if rendezvous.store else nullcontext():
-        yield
+    return StallDetector(rendezvous, _STALL_S, end)
 
 
 def _facts(request: CheckupRequest, leads: bool, alone: bool) -> dict[str, Any]:
