@@ -60,7 +60,7 @@ class RowLayout:
         self.trained = [(name, nn.Parameter(self._own(parameter))) for name, parameter in self._whole]
         self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
-        self.norms = norms_of_rows(world, parts, world.device)
+        self.norms = norms_of_rows(world, parts)
         self._moved = self._sort()
         self._keeps_whole = False
         self._sums: list[Tensor] = []  # of a step, in the order of `trained`, where they are kept until its update
@@ -126,7 +126,8 @@ class RowLayout:
         return self._rows_of(parameter.detach(), self._world.rank)
 
     def _rows_of(self, whole: Tensor, rank: int) -> Shard:
-        return Shard(self._rows(whole, rank), part(len(whole), self._world.size, rank).start, whole.shape)
+        own = part(len(whole), self._world.size, rank)
+        return Shard(whole[own.start : own.stop], own.start, whole.shape)
 
     def _own(self, parameter: nn.Parameter) -> Tensor:
         rows = self._cut(self._weights.of(parameter)).tensor
@@ -134,10 +135,6 @@ class RowLayout:
 
     def _copied(self, rows: Tensor) -> Tensor:
         return host_like(rows).copy_(rows) if self._offload else rows.clone()
-
-    def _rows(self, parameter: Tensor, rank: int) -> Tensor:
-        own = part(len(parameter), self._world.size, rank)
-        return parameter[own.start : own.stop]
 
     def _sort(self) -> "list[_Packed]":
         """Sort the parameters into those that are sent as they lie, and the others, which are packed, by dtype."""
@@ -147,8 +144,9 @@ class RowLayout:
             inner = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
             as_it_lies = inner.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
             kinds.setdefault(None if as_it_lies else parameter.dtype, []).append(inner if as_it_lies else parameter)
+        ranks = range(self._world.size)
         return [
-            _Packed(self._world, [[self._rows(p, rank) for p in each] for rank in range(self._world.size)], bool(dtype))
+            _Packed(self._world, [[self._rows_of(p, rank).tensor for p in each] for rank in ranks], bool(dtype))
             for dtype, each in kinds.items()
         ]
 
