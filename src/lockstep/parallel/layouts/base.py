@@ -112,16 +112,14 @@ MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout,
 WHOLE: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
 
 
-def norms_of_rows(
-    world: World, parts: Mapping[Tensor, Shard], device: torch.device, trained: Iterable[Tensor] | None = None
-) -> Norms:
+def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None) -> Norms:
     """Return the norms of tensors that are kept in rows: each rank works out those of its own, for all.
 
     `parts` says of what is trained in the whole model, in its order, which rows this rank has; what is `trained` on
-    this rank is all of it, unless it is given. Everything is worked out on `device`, so that nobody waits for a GPU,
-    and a CPU, which adds up in another order, has no part in it; what is in its memory comes piece by piece.
+    this rank is all of it, unless it is given. Everything is worked out on the world's device, so that nobody waits for
+    a GPU, and a CPU, which adds up in another order, has no part in it; what is in its memory comes piece by piece.
     """
-    own = list(parts if trained is None else trained)
+    own, device = list(parts if trained is None else trained), world.device
 
     def heights(tensors: Iterable[Tensor]) -> list[int]:
         shapes = [parts[parameter].shape for parameter in tensors]

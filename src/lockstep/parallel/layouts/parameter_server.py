@@ -140,7 +140,7 @@ class ServedLayout:
         )
         self._updates = 0
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
-        self.norms = norms_of_rows(world, parts, world.device)
+        self.norms = norms_of_rows(world, parts)
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""

@@ -92,7 +92,7 @@ class ShardedLayout:
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
-        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained}, world.device)
+        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained})
         self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:

@@ -50,12 +50,12 @@ class StageLayout:
         own = dict(self.trained)
         self._parts = [self.as_shard(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
         keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
-        every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), world.device, own.values())
+        every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), own.values())
         of_stages: dict[Tensor, Shard] = {each: self.as_shard(name, each) for name, each in self.trained}
         of_tensors = self._own.norms.of_tensors
         if at.mesh.tensor > 1:  # other ranks have other slices of the same stages
             beside = world.among(at.mesh.groups("replicate", "tensor", "context"))
-            of_tensors = norms_of_rows(beside, of_stages, world.device).of_tensors
+            of_tensors = norms_of_rows(beside, of_stages).of_tensors
         self.norms = Norms(every.all_rows, of_tensors, every.agree_)
 
     def state(self) -> dict[str, MaybeSharded]:

@@ -173,9 +173,7 @@ class SlicedLayout:
         self._own = own
         self.trained = own.trained
         self.collect, self.publish, self.reload = own.collect, own.publish, own.reload
-        self.norms = norms_of_rows(
-            world, {tensor: self._part(name, tensor) for name, tensor in self.trained}, world.device
-        )
+        self.norms = norms_of_rows(world, {tensor: self._part(name, tensor) for name, tensor in self.trained})
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
