@@ -57,10 +57,6 @@ class _Ended(NamedTuple):
     result: Any
 
 
-class _Failed(NamedTuple):
-    error: BaseException
-
-
 class _Compute(NamedTuple):
     """The order to compute what all get, with no fewer nodes made than any has made."""
 
@@ -137,7 +133,7 @@ class _Part:
         self._function = function
         self._generators = generators
         self._orders: SimpleQueue[_GoOn | _Compute | None] = SimpleQueue()
-        self._news: SimpleQueue[_Came | _Computed | _Ended | _Failed] = SimpleQueue()
+        self._news: SimpleQueue[_Came | _Computed | _Ended | BaseException] = SimpleQueue()
         # What torch keeps for each thread is not that of the caller by itself.
         self._grad = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -149,8 +145,8 @@ class _Part:
         """Let the function run or compute, and return how that ended; raise what it raised."""
         self._orders.put(order)
         news = self._news.get()
-        if isinstance(news, _Failed):
-            raise news.error
+        if isinstance(news, BaseException):
+            raise news
         return news
 
     def come(self, place: str, joint: Joint, given: Any) -> Any:
@@ -180,7 +176,7 @@ class _Part:
             with torch.set_grad_enabled(self._grad), self._stream:
                 self._news.put(_Ended(self._function()))
         except BaseException as error:
-            self._news.put(_Failed(error))
+            self._news.put(error)
 
 
 class _Over(BaseException):
