@@ -230,24 +230,18 @@ class _BySource(torch.autograd.Function):
 
 def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
     """Return parts of a tensor, each as it is in a process that has it alone (layers.py, align)."""
-
-    def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-        [whole] = tensors
-        return [each.clone() for each in torch.split(whole, [*lengths])]
-
-    return linear_map(parts, _cat, [tensor])
+    return linear_map(partial(_parts, lengths), _cat, [tensor])
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
     """Return parts one behind the other; the gradient of each is as it is in a process that has it alone."""
-    lengths = [len(each) for each in parts]
-
-    def of_parts(gradients: Sequence[Tensor]) -> list[Tensor]:
-        [gradient] = gradients
-        return [each.clone() for each in torch.split(gradient, lengths)]
-
-    [whole] = linear_map(_cat, of_parts, parts)
+    [whole] = linear_map(_cat, partial(_parts, [len(each) for each in parts]), parts)
     return whole
+
+
+def _parts(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    [whole] = tensors
+    return [each.clone() for each in torch.split(whole, [*lengths])]
 
 
 def _cat(parts: Sequence[Tensor]) -> list[Tensor]:
