@@ -5,7 +5,7 @@ each has a part of the heads for all positions; it attends as usual, and a secon
 their positions (parallel/context/exchange.py).
 """
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -70,12 +70,8 @@ class SequenceAttention(TorchFunctionMode):
         self.calls += 1
         _check(query, key, value, attn_mask, self._exchange.chunks)
 
-        def by_heads(given: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
-            return self._exchange(given, _HEADS, _POSITIONS)
-
-        def by_positions(given: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
-            return self._exchange(given, _POSITIONS, _HEADS)
-
+        by_heads = partial(self._exchange, cut=_HEADS, join=_POSITIONS)
+        by_positions = partial(self._exchange, cut=_POSITIONS, join=_HEADS)
         place = f"attention {self.calls}"
         given = query, key, value
         query, key, value = self._together.exchange(f"the inputs of {place}", by_heads, given)
