@@ -4,10 +4,9 @@ import fcntl
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 from lockstep.common import plainfile
 from lockstep.errors import UsageError
@@ -18,7 +17,7 @@ _PAUSE_S: Final = 0.05
 
 
 @final
-class Lock:
+class Lock(AbstractContextManager["Lock"]):
     """A held lock; `release()`, the end of a `with` block or the end of the process frees it.
 
     The holder is the process that called `lock`, and only that one. flock belongs to the open file, which a
@@ -38,12 +37,7 @@ class Lock:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
