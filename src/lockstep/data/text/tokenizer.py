@@ -130,18 +130,9 @@ class FromFile:
         # The library raises plain Exception.
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
-        self._sha256 = hashlib.sha256(content).hexdigest()
-
-    @property
-    def vocabulary(self) -> int:
-        """See Tokenizer."""
-        size: int = self.library.get_vocab_size(with_added_tokens=True)
-        return size
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the file's hash: it may have megabytes itself, and is needed again to read a checkpoint's tokens."""
-        return {"by": "tokenizer", "sha256": self._sha256}
+        self.vocabulary: int = self.library.get_vocab_size(with_added_tokens=True)
+        # The file's hash: it may have megabytes itself, and is needed again to read a checkpoint's tokens.
+        self.facts = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer; nothing is put before the text or after it."""
