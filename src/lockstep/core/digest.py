@@ -51,7 +51,6 @@ class Digests:
     """Digests of tensors; keeps the keys."""
 
     def __init__(self) -> None:
-        self._within: dict[torch.device, Tensor] = {}  # keys of the words of a block
         self._of_blocks: dict[torch.device, Tensor] = {}
         self._small: dict[Any, Tensor] = {}  # keys of the words of many small tensors, one after the other
 
@@ -65,7 +64,7 @@ class Digests:
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
         head = min(-first % _BLOCK, len(words))
         full = (len(words) - head) // _BLOCK * _BLOCK
-        within = self._keys_within(words.device)
+        within = _keys_within(words.device)
         sums = [(words[:head] * within[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
         at_once = _AT_ONCE.get(words.device.type, _AT_ONCE_ELSEWHERE)
         blocks = words[head : head + full].view(-1, _BLOCK)
@@ -111,12 +110,7 @@ class Digests:
         words, first = _words(piece.tensor, piece.first)
         numbers = torch.arange(first, first + len(words), device=words.device)
         of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[numbers // _BLOCK]
-        return self._keys_within(words.device)[numbers % _BLOCK] * of_blocks * _key_of(piece.name)
-
-    def _keys_within(self, device: torch.device) -> Tensor:
-        if device not in self._within:
-            self._within[device] = _keys(0, _BLOCK).to(device)
-        return self._within[device]
+        return _keys_within(words.device)[numbers % _BLOCK] * of_blocks * _key_of(piece.name)
 
     def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
         """Return the keys of at least so many blocks."""
@@ -141,7 +135,7 @@ def differing_bit(one: str, other: str) -> str:
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
-    within = _keys(0, _BLOCK)
+    within = _keys_within(torch.device("cpu"))
     for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
         added = (within[: count - block * _BLOCK] * key) << bit
         for place in torch.nonzero((added == signed) | (added == -signed)):
@@ -149,6 +143,12 @@ def differing_bit(one: str, other: str) -> str:
             indices = ", ".join(str(each) for each in np.unravel_index(element, shape))
             return f"bit {bit + 32 * word} of element [{indices}]"
     return ""
+
+
+@cache
+def _keys_within(device: torch.device) -> Tensor:
+    """Return the keys of the words of a block."""
+    return _keys(0, _BLOCK).to(device)
 
 
 @cache
