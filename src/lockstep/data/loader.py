@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, final
 
@@ -90,7 +90,7 @@ class Loader:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = Copies(self.device)
         self._skipped = self.data.skipped if self.data_rank.primary else None
-        self._shares: dict[int, list[_Cut]] = {}  # by a step's samples
+        self._share = cache(self._share_of)
         # Of the last two epochs: loader processes may be ahead by one.
         self._order = lru_cache(2)(lambda epoch: shuffle(self.seed, epoch, len(self.data.train)))
 
@@ -164,11 +164,10 @@ class Loader:
         parts = iter([Request(samples[start:end], draw) for start, end in pairwise(ends)])
         return [_Planned(step, [(cut, next(parts)) for cut in cuts]) for step, cuts in block]
 
-    def _share(self, samples: int) -> list[_Cut]:
-        if samples not in self._shares:
-            indices = self.data_rank.indices(min(self.microbatches, samples))
-            self._shares[samples] = [self._cut(samples, index, dummy) for index, dummy in indices]
-        return self._shares[samples]
+    def _share_of(self, samples: int) -> list[_Cut]:
+        """Return this rank's cuts of a step of so many samples."""
+        indices = self.data_rank.indices(min(self.microbatches, samples))
+        return [self._cut(samples, index, dummy) for index, dummy in indices]
 
     def _cut(self, samples: int, index: int, dummy: bool) -> _Cut:
         return _Cut(index, part(samples, min(self.microbatches, samples), index), dummy)
