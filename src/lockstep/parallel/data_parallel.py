@@ -20,7 +20,7 @@ micro-batch, and those of one micro-batch are under way together (parallel/conte
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 import torch
@@ -89,7 +89,6 @@ class DataParallelEngine:
         self._world = world
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
-        self._device = world.device
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
@@ -119,7 +118,7 @@ class DataParallelEngine:
         self._on_close = on_close
         self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
-        self._shares: dict[tuple[int, torch.dtype], Tensor] = {}  # the last one
+        self._share = lru_cache(1)(partial(share, device=world.device))  # the same in nearly every step of samples
         self._now: _Turn
         self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, while a dummy is computed beside the step
 
@@ -312,7 +311,7 @@ class DataParallelEngine:
         return loss
 
     def _around_forward(self) -> AbstractContextManager[None]:
-        return around_forward(self._autocast, self._model, self._device, self._numerics.offload_activations)
+        return around_forward(self._autocast, self._model, self._world.device, self._numerics.offload_activations)
 
     def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
         if microbatch.note is not None:
@@ -367,12 +366,6 @@ class DataParallelEngine:
             # What autograd.backward ends with; before it that looks for 9 us into seeds which fit.
             how = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(losses), seeds, False, False, (), **how)
-
-    def _share(self, weight: int, dtype: torch.dtype) -> Tensor:
-        """Return what the loss counts in a step of such a weight, which is the same in nearly every step of samples."""
-        if (weight, dtype) not in self._shares:
-            self._shares = {(weight, dtype): share(weight, dtype, self._device)}
-        return self._shares[weight, dtype]
 
     def _send(self) -> Callable[[], Tensor]:
         pieces = self._now.statistics.pieces()
