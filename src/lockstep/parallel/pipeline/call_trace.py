@@ -102,17 +102,13 @@ class CallTrace:
         except LockstepError:
             raise
         except Exception as error:  # a stranger's code may raise anything without values
-            raise UntraceableError(
-                f"strategy pipeline: the model cannot be cut: its code between modules depends on values that modules "
-                f"compute: {describe_error(error, 'move that code into a module of its own, or use another strategy')}"
-            ) from error
+            found = describe_error(error, UntraceableError.advice)
+            why = f"its code between modules depends on values that modules compute: {found}"
+            raise UntraceableError(why) from error
         if generators() != before:
-            raise UntraceableError(
-                "strategy pipeline: the model cannot be cut: its own forward draws random numbers; move that code into "
-                "a module of its own, or use another strategy"
-            )
+            raise UntraceableError(f"its own forward draws random numbers; {UntraceableError.advice}")
         if not self._calls:
-            raise UntraceableError("strategy pipeline: the model cannot be cut: its forward calls no modules")
+            raise UntraceableError("its forward calls no modules")
         self._read(outputs)
         return outputs
 

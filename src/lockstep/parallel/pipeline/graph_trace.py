@@ -9,7 +9,7 @@ import random as python_random
 import traceback
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ _ROOT: Final = "model"
 
 class UntraceableError(UsageError):
     """Raised for a model whose code a trace cannot follow; it may still be run without values (call_trace.py)."""
+
+    advice: ClassVar = "move that code into a module of its own, or use another strategy"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"strategy pipeline: the model cannot be cut: {why}")
 
 
 @final
@@ -66,8 +71,8 @@ class GraphTrace:
         self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(node.target is getattr for node in self._given):  # which may be None, and no trace tells
             raise UntraceableError(
-                "strategy pipeline: the model cannot be cut: its outputs are attributes of what a module gives; let "
-                "its forward return tensors, or use another strategy"
+                "its outputs are attributes of what a module gives; let its forward return tensors, or use another "
+                "strategy"
             )
 
     @property
@@ -215,9 +220,8 @@ def _trace(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx
     except Exception as error:  # a stranger's code may raise anything without real tensors
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
-            f"strategy pipeline: the model cannot be cut: its code {_blame(error)} depends on values or shapes of "
-            f"tensors ({type(error).__name__}: {first}); move that code into a module of its own, or use another "
-            f"strategy"
+            f"its code {_blame(error)} depends on values or shapes of tensors ({type(error).__name__}: {first}); "
+            f"{UntraceableError.advice}"
         ) from error
     problem = None
     if generators() != before:
@@ -225,10 +229,7 @@ def _trace(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx
     elif any("_tensor_constant" in str(node.target) for node in graph.nodes if node.op == "get_attr"):
         problem = "makes tensors that come neither from its input nor from its weights"
     if problem:
-        raise UntraceableError(
-            f"strategy pipeline: the model cannot be cut: its own forward {problem}; move that code into a module of "
-            f"its own, or use another strategy"
-        )
+        raise UntraceableError(f"its own forward {problem}; {UntraceableError.advice}")
     return graph
 
 
