@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.cut import PipelineCut, find_cut, ownership, stage_module
+from lockstep.parallel.pipeline.cut import find_cut, ownership, stage_module
+from lockstep.parallel.pipeline.graph_trace import PipelineCut
 from lockstep.parallel.pipeline.part import keep_only, part_of
 
 SAMPLE = (torch.empty(2, 3, 6, 6, device="meta"),)

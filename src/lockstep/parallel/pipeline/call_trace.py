@@ -8,7 +8,7 @@ forward, and calls the meta model's modules in the place of those that other ran
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -24,7 +24,8 @@ from lockstep.common.own_code import describe_error
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline.graph_trace import UntraceableError, generators, tensors_in_attributes, tensors_of
+from lockstep.parallel.pipeline.graph_trace import PipelineCut, UntraceableError, generators
+from lockstep.parallel.pipeline.part import tensors_in_attributes, tensors_of
 
 
 @dataclass
@@ -45,13 +46,12 @@ class CallTrace:
     The model is put into the mode that `training` says. Code that cannot be run so raises UsageError.
     """
 
-    def __init__(
-        self, model: nn.Module, entered: frozenset[str], training: bool, kept: frozenset[str], example: Inputs
-    ) -> None:
+    def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
+        assert cut.example is not None
         model.train(training)
         self._modules = dict(model.named_modules())
         self._meta = MetaModel(model, torch.device("cpu"))
-        self._leaves = dict(leaf_modules(self._meta.model, entered, kept))
+        self._leaves = dict(leaf_modules(self._meta.model, cut))
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
         self._own = dict(tensors_of(model))
         self._alive: list[Any] = []  # so that no identity is given twice
@@ -59,7 +59,7 @@ class CallTrace:
         self._inside = False
         # Row numbers that every table has, and masks that leave nothing out.
         self.outputs: Any = self._run(
-            batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), example)
+            batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), cut.example)
         )
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
@@ -219,15 +219,13 @@ def _unpack(instead: Any, forward: Forward, arguments: tuple[tuple[Any, ...], di
     return instead(forward, *arguments)
 
 
-def leaf_modules(
-    module: nn.Module, entered: Collection[str], kept: Collection[str], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that stay whole where the code of the model and of those `entered` is followed, by name."""
+def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that stay whole where the code of the model and of those entered is followed, by name."""
     for child_name, child in module.named_children():
         name = prefix + child_name
         container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has none of its own
-        if name not in kept and (container or name in entered):
-            yield from leaf_modules(child, entered, kept, f"{name}.")
+        if name not in cut.kept and (container or name in cut.entered):
+            yield from leaf_modules(child, cut, f"{name}.")
         else:
             yield name, child
 

@@ -9,7 +9,7 @@ A row of costs is cut into contiguous parts, so that the dearest part is as chea
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -22,8 +22,8 @@ from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import units_to_compile
 from lockstep.parallel.pipeline.call_trace import CallTrace
-from lockstep.parallel.pipeline.graph_trace import GraphTrace, UntraceableError, tensors_in_attributes, tensors_of
-from lockstep.parallel.pipeline.part import empty_like
+from lockstep.parallel.pipeline.graph_trace import GraphTrace, PipelineCut, UntraceableError
+from lockstep.parallel.pipeline.part import empty_like, tensors_in_attributes, tensors_of
 from lockstep.parallel.pipeline.replay import StagePart
 from lockstep.parallel.tensor.plan import region_names
 
@@ -31,17 +31,6 @@ Line = CallTrace | GraphTrace  # a forward as a row of places
 
 EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
 PATIENCE: Final = 8  # modules entered without a gain, once there is a cut
-
-
-@dataclass(frozen=True)
-class PipelineCut:
-    """Where stages 1, 2, ... begin: names of modules, and the modules whose own code is followed to get there."""
-
-    begins: tuple[str, ...] = ()
-    entered: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()  # names of blocks that stay whole
-    example: Inputs | None = field(default=None, compare=False)  # of the model's inputs
-    replayed: bool = False  # whether each stage runs the model's code (replay.py), since it cannot be traced
 
 
 def find_cut(
@@ -88,8 +77,8 @@ def find_cut(
 def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
     """Return the model's forward as a row of what its own code and that of the modules entered calls."""
     if cut.replayed and cut.example is not None:
-        return CallTrace(model, cut.entered, training, cut.kept, cut.example)
-    return GraphTrace(model, cut.entered, training, cut.kept, cut.example)
+        return CallTrace(model, cut, training)
+    return GraphTrace(model, cut, training)
 
 
 class Ownership(NamedTuple):
@@ -162,15 +151,14 @@ def _trains(used: Mapping[int, Tensor]) -> bool:
 
 def stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
     """Return a stage in the model's present mode: from the tensors that cross into it to a list of those that leave."""
-    line = GraphTrace(model, cut.entered, model.training, cut.kept, cut.example)
+    line = GraphTrace(model, cut, model.training)
     part = _parts(line, cut)[stage]
     return line.module(part.start, part.stop)
 
 
 def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[StagePart]:
     """Return the stages of a model whose code is run, each with what crosses into it and out of it."""
-    assert cut.example is not None
-    line = CallTrace(model, cut.entered, training, cut.kept, cut.example)
+    line = CallTrace(model, cut, training)
     names = {place: name for name, place in line.calls.items()}
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
     nothing: tuple[str, ...] = ()

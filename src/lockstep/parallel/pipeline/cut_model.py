@@ -8,7 +8,8 @@ from torch import nn
 
 from lockstep.core.batch import Inputs
 from lockstep.parallel.pipeline.call_trace import MetaModel
-from lockstep.parallel.pipeline.cut import PipelineCut, line_of, ownership, replay_parts, stage_module
+from lockstep.parallel.pipeline.cut import line_of, ownership, replay_parts, stage_module
+from lockstep.parallel.pipeline.graph_trace import PipelineCut
 from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 
@@ -56,7 +57,7 @@ class CutModel:
                 evaluating, training = (stage_module(model.train(mode), cut, number) for mode in (False, True))
                 found[number] = StageCode(_with_inputs(training), _with_inputs(evaluating), training)
             return found
-        replay = Replay(model, self._meta, cut.entered, cut.kept, held)
+        replay = Replay(model, self._meta, cut, held)
         of_training, of_evaluation = self._parts
         return {
             number: StageCode(replay.stage(of_training[number]), replay.stage(of_evaluation[number]), model)

@@ -7,6 +7,7 @@ modules only the model itself and those that are `entered`.
 
 import random as python_random
 import traceback
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Final, final
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError, UsageError
+from lockstep.parallel.pipeline.part import tensors_of
 
 _ROOT: Final = "model"
 
@@ -33,6 +35,17 @@ class UntraceableError(UsageError):
         super().__init__(f"strategy pipeline: the model cannot be cut: {why}")
 
 
+@dataclass(frozen=True)
+class PipelineCut:
+    """Where stages 1, 2, ... begin: names of modules, and the modules whose own code is followed to get there."""
+
+    begins: tuple[str, ...] = ()
+    entered: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()  # names of blocks that stay whole
+    example: Inputs | None = field(default=None, compare=False)  # of the model's inputs
+    replayed: bool = False  # whether each stage runs the model's code (replay.py), since it cannot be traced
+
+
 @final
 class GraphTrace:
     """A traced forward, as a row of places: each a call of a module, or what is computed between two of them.
@@ -41,21 +54,15 @@ class GraphTrace:
     used at each place, by their identity, and `calls` the place of each module where it is called first, by name, in
     order.
 
-    The model is put into the mode that `training` says. What is `kept` is not followed, though it be a container.
-    `example` says what the model takes: with None one tensor. Code that cannot be followed raises UsageError.
+    The model is put into the mode that `training` says. What `cut` says is kept is not followed, container or not.
+    Its `example` says what the model takes: with None one tensor. Code that cannot be followed raises UsageError.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        entered: frozenset[str],
-        training: bool,
-        kept: frozenset[str] = frozenset(),
-        example: Inputs | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
+        example = cut.example
         model.train(training)
         self._root = _FlatInputs(model, example)
-        self._graph = _trace(self._root, entered, kept)
+        self._graph = _trace(self._root, cut)
         self._modules = dict(model.named_modules())
         self._inputs = _separate_inputs(self._graph, 1 if example is None else len(batches.tensors_of(example)))
         nodes = list(self._graph.nodes)
@@ -128,17 +135,6 @@ class GraphTrace:
         return {id(tensor): tensor for tensor in weights}
 
 
-def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers by name, shared ones by each of their names."""
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-
-
-def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Return what modules keep of a computation in their attributes, as the old weight_norm does: it has no copy."""
-    kept = (value for each in module.modules() for value in vars(each).values())
-    return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
-
-
 @final
 class _FlatInputs(nn.Module):
     """A model called with its inputs alone, so that no default of its forward becomes one more input.
@@ -175,17 +171,16 @@ def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
 class _CoarseTracer(fx.Tracer):
     proxy_buffer_attributes = True  # else a buffer's value would be that of the trace
 
-    def __init__(self, entered: frozenset[str], kept: frozenset[str]) -> None:
+    def __init__(self, cut: PipelineCut) -> None:
         super().__init__()
-        self._entered = entered
-        self._kept = kept
+        self._cut = cut
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module stays whole."""
         name = module_qualified_name.removeprefix(_ROOT).removeprefix(".")
-        if name in self._kept:
+        if name in self._cut.kept:
             return True
-        return bool(name) and type(m).forward is not nn.Sequential.forward and name not in self._entered
+        return bool(name) and type(m).forward is not nn.Sequential.forward and name not in self._cut.entered
 
 
 @final
@@ -210,11 +205,11 @@ class _Measuring(fx.Interpreter):
         return result
 
 
-def _trace(root: nn.Module, entered: frozenset[str], kept: frozenset[str]) -> fx.Graph:
+def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
     """Trace, and refuse what a trace would silently fix: tensors of the moment and drawn numbers."""
     before = generators()
     try:
-        graph = _CoarseTracer(entered, kept).trace(root)
+        graph = _CoarseTracer(cut).trace(root)
     except LockstepError:
         raise
     except Exception as error:  # a stranger's code may raise anything without real tensors

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import Shard
-from lockstep.parallel.pipeline.graph_trace import tensors_of
 
 
 def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
@@ -32,6 +31,17 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _move(buffer, device, layout)
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return all parameters and buffers by name, shared ones by each of their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
+    """Return what modules keep of a computation in their attributes, as the old weight_norm does: it has no copy."""
+    kept = (value for each in module.modules() for value in vars(each).values())
+    return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def absent(tensor: Tensor) -> Shard:

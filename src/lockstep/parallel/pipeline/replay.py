@@ -18,6 +18,7 @@ from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError
 from lockstep.parallel.pipeline.call_trace import Forward, MetaModel, intercept, leaf_modules, paths_of
+from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,11 @@ class _Left(BaseException):
 class Replay:
     """Runs stages of `model`, of whose tensors those in `own` have values here; `meta` is a copy without any."""
 
-    def __init__(
-        self, model: nn.Module, meta: MetaModel, entered: frozenset[str], kept: frozenset[str], own: Collection[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, own: Collection[str]) -> None:
         self._model = model
         self._meta = meta
         self._now = _Under()
-        leaves = dict(leaf_modules(model, entered, kept))
+        leaves = dict(leaf_modules(model, cut))
         for name, leaf in leaves.items():
             intercept(leaf, partial(self._call, name))
         inside = {part for leaf in leaves.values() for part in leaf.modules()}
