@@ -43,9 +43,7 @@ def collate_of(path: str | None) -> Collate | None:
     return collate
 
 
-def wrap_map_style(
-    label: str, train: Any, validation: Any | None, given: Any = None, collate: Collate | None = None
-) -> DataSet:
+def wrap_map_style(label: str, train: Any, validation: Any, given: Any, collate: Collate | None) -> DataSet:
     """Return map-style datasets as a DataSet, its facts those of a sample and of the training set.
 
     `given` are the names that tasks/facts.py would else find.

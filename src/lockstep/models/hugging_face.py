@@ -160,9 +160,7 @@ def _is_type(library: Any, name: str) -> bool:
     return name in library.CONFIG_MAPPING and not is_transformers_folder(name)
 
 
-def _config(
-    library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
-) -> Any:
+def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
     """Return the config that `name` and `options` say; the sizes of the data fill in what they do not say."""
     fields = {key: value for key, value in options.items() if key not in _OURS}
     if _is_type(library, name):
