@@ -93,7 +93,7 @@ def test_forwards_that_come_to_different_regions_are_refused() -> None:
     spread = Spread(FORWARDS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
 
     def forward(number: int) -> None:
-        spread.enter(Region(2, f"layer {number}"), torch.relu, (), {})
+        spread.enter(Region(2, f"layer {number}"), partial(torch.relu))
 
     with pytest.raises(UsageError, match="has come to layer 0, and that of another to something else"):
         together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)

@@ -19,6 +19,7 @@ A region goes like this, for a rank with chunks 2 and 3:
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -46,9 +47,7 @@ class Forwards(Protocol):
     @property
     def under_way(self) -> bool: ...
 
-    def enter(
-        self, chunks: "Region", call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
+    def enter(self, chunks: "Region", call: partial[Any]) -> None:
         """Call before a region is called for a forward of this rank's, so that others can be called for it, too."""
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
@@ -79,21 +78,21 @@ class Region:
         self.own = part(self.count, ranks, rank)
         self._across = across
 
-    def before(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def before(self, call: partial[Any]) -> None:
         """Call a region for all chunks but the last, for which it is called after this."""
-        self.forwards.enter(self, call, arguments, named)
-        self._call(call, arguments, named, len(self.own) - 1)
+        self.forwards.enter(self, call)
+        self._call(call, len(self.own) - 1)
 
-    def visit(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def visit(self, call: partial[Any]) -> None:
         """Call a region for all chunks in the place of a forward that another rank computes (sequence_parallel.py)."""
-        self._call(call, arguments, named, len(self.own))
+        self._call(call, len(self.own))
 
-    def _call(self, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], times: int) -> None:
+    def _call(self, call: partial[Any], times: int) -> None:
         now = self._calls.now = _RegionCall(Draws())
         for number in range(times):
             now.current = number
             try:
-                call(*arguments, **named)
+                call()
             except ChunkDone:
                 now.draws.rewind()
             else:
@@ -171,8 +170,8 @@ class Region:
     def pieces(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
         """Return what this rank can add by itself of such a sum, by the blocks of the tree."""
         counter: Counter[Tensor] = Counter(add_)
-        for chunk, partial in zip(self.own, partials, strict=True):
-            counter.push(chunk, partial)
+        for chunk, each in zip(self.own, partials, strict=True):
+            counter.push(chunk, each)
         return counter.pieces()
 
 
@@ -184,7 +183,7 @@ class _OneForward:
         self.count, self.own, self.under_way = 1, range(1), True
         self._chunks = chunks
 
-    def enter(self, chunks: Region, call: Callable[..., Any], arguments: Any, named: Any) -> None:
+    def enter(self, chunks: Region, call: partial[Any]) -> None:
         """See Forwards."""
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:

@@ -20,6 +20,7 @@ method of it that is named.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 from torch import nn
@@ -202,7 +203,7 @@ class _Hook:
     chunks: Region
 
     def __call__(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        self.chunks.before(module.forward, arguments, named)
+        self.chunks.before(partial(module.forward, *arguments, **named))
 
 
 @final
@@ -214,7 +215,7 @@ class _Method:
     chunks: Region
 
     def __call__(self, *arguments: Any) -> Any:
-        self.chunks.before(self.method, arguments, {})
+        self.chunks.before(partial(self.method, *arguments))
         return self.method(*arguments)
 
 

@@ -26,6 +26,7 @@ The sums are added by the tree, as they are where each rank has all chunks of th
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -143,9 +144,7 @@ class _Visit(NamedTuple):
     """A call of a region, and the states of the generators that it begins with."""
 
     chunks: Region
-    call: Callable[..., Any]
-    arguments: Sequence[Any]
-    named: Mapping[str, Any]
+    call: partial[Any]
     states: Sequence[Tensor]
 
 
@@ -175,12 +174,10 @@ class Spread:
         """Whether forwards of chunks are under way: an evaluation is of whole sequences, on all ranks alike."""
         return self.together.under_way
 
-    def enter(
-        self, chunks: Region, call: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
+    def enter(self, chunks: Region, call: partial[Any]) -> None:
         """Call before a region is called for a forward of this rank's: those of others visit it."""
         states = [each.get_state() for each in self.generators]
-        self.together.exchange(_NEXT, self._visits, _Visit(chunks, call, arguments, named, states))
+        self.together.exchange(_NEXT, self._visits, _Visit(chunks, call, states))
 
     def leave(self) -> None:
         """Call when a forward of this rank's comes to no region any more."""
@@ -191,7 +188,7 @@ class Spread:
         while (visit := self.together.exchange(_NEXT, self._visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view that begins further on
-            visit.chunks.visit(visit.call, visit.arguments, visit.named)
+            visit.chunks.visit(visit.call)
 
     def exchange(self, place: str, joint: Joint, given: Any) -> Any:
         """See Forwards."""
@@ -234,12 +231,12 @@ class Spread:
                 f"the forward of one chunk of a sequence has come to {first.chunks.name}, and that of another to "
                 f"something else: under sequence_parallel each goes through the same layers in the same order"
             )
-        flat = [pytree.tree_flatten((each.arguments, each.named, each.states)) for each in visits]
+        flat = [pytree.tree_flatten((each.call.args, each.call.keywords, each.states)) for each in visits]
         columns = [self._of_all(each) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
         found = [*given]
         for number in set(range(self.count)).difference(self.own):
-            made = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
-            found[number] = _Visit(first.chunks, first.call, *made)
+            inputs, named, states = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
+            found[number] = _Visit(first.chunks, partial(first.call.func, *inputs, **named), states)
         return found
 
     def _of_all(self, own: Sequence[Any]) -> Sequence[Any]:
