@@ -181,10 +181,7 @@ def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _all_findings(
-    rendezvous: Rendezvous,
-    facts: list[dict[str, Any]],
-    shared: list[dict[str, Any]],
-    measured: list[dict[str, Any]],
+    rendezvous: Rendezvous, facts: list[dict[str, Any]], shared: list[dict[str, Any]], measured: list[dict[str, Any]]
 ) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
     for rank, each in enumerate(measured):

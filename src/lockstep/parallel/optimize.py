@@ -163,10 +163,7 @@ def _check_options(name: str, taken: Sequence[str] | None, asked: Iterable[str],
 
 
 def _groups(
-    name: str,
-    parameters: Iterable[Named],
-    decay_bias_and_norm: bool,
-    settings: Settings,
+    name: str, parameters: Iterable[Named], decay_bias_and_norm: bool, settings: Settings
 ) -> list[dict[str, Any]]:
     """Return a group for all parameters with the same options; first those that the rule for biases leaves alone."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]

@@ -18,14 +18,7 @@ from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import hash_of
-from lockstep.parallel.corruption import (
-    NOT_APPLIED,
-    OTHER_HOSTS,
-    RESUME,
-    changed_on_the_way,
-    link_verdict,
-    name_ranks,
-)
+from lockstep.parallel.corruption import NOT_APPLIED, OTHER_HOSTS, RESUME, changed_on_the_way, link_verdict, name_ranks
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_whole

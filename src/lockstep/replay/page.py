@@ -83,13 +83,7 @@ def sections(replay: Replay) -> Iterator[Section]:
     yield from _curve(replay)
     if len(replay.steps) > 1 or replay.examined is None:
         rows = [
-            [
-                str(each.step),
-                f"{each.loss:.6g}",
-                f"{each.lr:.6g}",
-                f"{each.digest:016x}",
-                _match(each),
-            ]
+            [str(each.step), f"{each.loss:.6g}", f"{each.lr:.6g}", f"{each.digest:016x}", _match(each)]
             for each in replay.steps[-_MOST:]
         ]
         yield Table("Steps", ("step", "loss", "learning rate", "digest", "the run's"), rows)

@@ -75,12 +75,7 @@ class PipelineEngine:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        make_optimizer: MakeOptimizer,
-        world: World,
-        numerics: Numerics,
-        pipe: PipelineShape,
+        self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics, pipe: PipelineShape
     ) -> None:
         self._task = problem.task
         self._model_code = OwnCode(problem.name, shared=True)

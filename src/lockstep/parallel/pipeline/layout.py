@@ -29,13 +29,7 @@ class StageLayout:
     """
 
     def __init__(
-        self,
-        world: World,
-        model: nn.Module,
-        part: nn.Module,
-        at: StagePlace,
-        dtype: torch.dtype | None,
-        place: Slice,
+        self, world: World, model: nn.Module, part: nn.Module, at: StagePlace, dtype: torch.dtype | None, place: Slice
     ) -> None:
         self._at = at
         self._place = place
