@@ -1,6 +1,6 @@
 """An engine of a model in chunks, whose state has the shapes that the model has without them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import final
@@ -32,16 +32,11 @@ class CanonicalState:
 
     def state(self) -> State:
         """See Engine."""
-        state = self._engine.state()
-        ema = None if state.ema is None else self._restore(state.ema)
-        return replace(state, model=self._restore(state.model), optimizer=self._restore(state.optimizer), ema=ema)
+        return _changed(self._engine.state(), self._restore)
 
     def load(self, state: State) -> None:
         """See Engine."""
-        ema = None if state.ema is None else self._rearrange(state.ema)
-        self._engine.load(
-            replace(state, model=self._rearrange(state.model), optimizer=self._rearrange(state.optimizer), ema=ema)
-        )
+        self._engine.load(_changed(state, self._rearrange))
 
     def _restore(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
         found = dict(tensors)
@@ -66,3 +61,8 @@ class CanonicalState:
     def _of(self, name: str) -> Chunked | None:
         """Return how a tensor of the model is rearranged, or one that the optimizer keeps: `<parameter>/<slot>`."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
+
+
+def _changed(state: State, change: Callable[[Mapping[str, MaybeSharded]], dict[str, MaybeSharded]]) -> State:
+    ema = None if state.ema is None else change(state.ema)
+    return replace(state, model=change(state.model), optimizer=change(state.optimizer), ema=ema)
