@@ -11,10 +11,10 @@ from torch.nn import functional
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.order import Step
-from lockstep.parallel.engine import Engine
+from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.replay.examine import Examined, NonFinite, ObservedTask, Repeats, examine
+from lockstep.replay.examine import Examined, NonFinite, ObservedTask, examine
 from lockstep.replay.trace import Trace
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem, Task
@@ -69,7 +69,7 @@ def examined(
     torch.manual_seed(1)
     net, task = Net(change), ObservedTask(Classification())
     engine = started(task, net)
-    assert isinstance(engine, Repeats)
+    assert isinstance(engine, Auditable)
     found = examine(engine, net, task, microbatches(), STEP, trace)
     engine.forward_backward(microbatches(), STEP)
     return found, [each.clone() for each in engine.gradients().values()]  # type: ignore[union-attr]
@@ -152,5 +152,5 @@ def test_a_loss_over_all_samples_has_none_of_each() -> None:
     task = ObservedTask(Whole())  # type: ignore[arg-type]
     net = Net(torch.neg)
     engine = started(task, net)
-    assert isinstance(engine, Repeats)
+    assert isinstance(engine, Auditable)
     assert all(each.loss != each.loss for each in examine(engine, net, task, microbatches(), STEP).losses)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -101,6 +101,7 @@ class Rotates(Engine, Protocol):
         """Forget the gradients of a step that is not applied."""
 
 
+@runtime_checkable
 class Auditable(Engine, Protocol):
     """An engine on whose ranks any micro-batch can be computed, since each computes the whole model."""
 

@@ -31,6 +31,7 @@ from lockstep.strategies import names
 
 LINK: Final = 1e9  # bytes a second
 REAL: Final = 8  # ranks that are run on a CPU at once, or as many as it has cores
+Tell = Callable[[str], None]  # takes a line on what is measured now
 _SINGLE, _MESH = "single", "mesh"  # which without options is ddp
 
 
@@ -86,7 +87,7 @@ def survey(
     strategies: Sequence[StrategyConfig],
     counts: Sequence[int],
     machine: Machine,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> list[Placed]:
     """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
 
@@ -135,12 +136,7 @@ def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> L
 
 
 def _placed(
-    strategy: StrategyConfig,
-    processes: int,
-    loaded: Loaded,
-    ready: Setup,
-    machine: Machine,
-    tell: Callable[[str], None],
+    strategy: StrategyConfig, processes: int, loaded: Loaded, ready: Setup, machine: Machine, tell: Tell
 ) -> Placed:
     """Check a placement and measure it."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
@@ -161,9 +157,7 @@ def _placed(
     return replace(found, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
-def _measured(
-    resolved: Resolved, ready: Setup, machine: Machine, tell: Callable[[str], None]
-) -> tuple[Figures | None, bool, str]:
+def _measured(resolved: Resolved, ready: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
     """Return the figures of the largest rank, whether its peers were pretended, and why there are none.
 
     One rank alone comes first: all of them may be more than this machine has room for.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.core.order import Step
+from lockstep.parallel.engine import Auditable
 from lockstep.replay.trace import Trace
 from lockstep.tasks.base import MicroBatch, Task
 
@@ -55,14 +56,6 @@ class Examined:
     nonfinite: NonFinite | None = None
 
 
-@runtime_checkable
-class Repeats(Protocol):
-    """An engine that can compute a micro-batch beside a step."""
-
-    def repeat(self, microbatch: MicroBatch, step: Step) -> None:
-        """See parallel/engine.py."""
-
-
 @final
 class ObservedTask:
     """A task whose losses somebody looks at while `see` is given; all else is the task's own."""
@@ -82,7 +75,7 @@ class ObservedTask:
 
 
 def examine(
-    engine: Repeats,
+    engine: Auditable,
     model: nn.Module,
     task: ObservedTask,
     microbatches: Sequence[MicroBatch],

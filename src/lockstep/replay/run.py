@@ -28,11 +28,11 @@ from lockstep.data.base import NoTransforms
 from lockstep.data.loader import Loader
 from lockstep.device import machine
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
-from lockstep.parallel.engine import Engine, Sums, Update
+from lockstep.parallel.engine import Auditable, Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.replay.examine import Examined, ObservedTask, Repeats, examine
+from lockstep.replay.examine import Examined, ObservedTask, examine
 from lockstep.replay.trace import Head, Trace
 from lockstep.reporting.jsonl import EVENTS, last
 from lockstep.run import digest_file
@@ -360,7 +360,7 @@ class _Steps:
         self._found.samples = self._loader.samples(step)
         self._found.name_of = self._ready.data.name_of
         trace = self._found.trace
-        if self._world.size == 1 and isinstance(self._engine, Repeats) and not self._ready.recipe.compile:
+        if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._ready.recipe.compile:
             for _ in self._seen("the weights before the step", self._engine.state().model):
                 pass
             self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)

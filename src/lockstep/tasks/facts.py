@@ -30,12 +30,7 @@ def facts(
 
     For images also mean and std of each channel, of values in [0, 1].
     """
-    return {
-        NAMES: list(classes),
-        "shape": list(shape),
-        "mean": None if mean is None else list(mean),
-        "std": None if std is None else list(std),
-    }
+    return {NAMES: list(classes), "shape": list(shape), "mean": mean and list(mean), "std": std and list(std)}
 
 
 def find_class_names(label: str, given: Any, train: Any) -> list[str]:
