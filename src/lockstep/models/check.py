@@ -16,6 +16,7 @@ from lockstep.common.own_code import OwnCode, describe_error, place
 from lockstep.core.batch import Inputs, call, length, map_tensors, tensors_of
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.flops import FlopCounter, backward_flops
+from lockstep.tasks.base import Build
 
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 
@@ -64,12 +65,7 @@ class Summary:
 
 
 def check_model(
-    build: Callable[[], nn.Module],
-    *,
-    name: str,
-    evaluation: Inputs,
-    training: Inputs,
-    check: Callable[[Any, int], None],
+    build: Build, *, name: str, evaluation: Inputs, training: Inputs, check: Callable[[Any, int], None]
 ) -> Summary:
     """Raise UsageError unless the model gives outputs, in evaluation and in training, where something is trained.
 
@@ -98,7 +94,7 @@ def check_model(
 
 
 def check_dtype(
-    build: Callable[[], nn.Module],
+    build: Build,
     compute_in: Callable[[nn.Module, torch.dtype], object],
     *,
     name: str,
@@ -191,9 +187,7 @@ def check_layers(name: str, model: nn.Module) -> None:
             )
 
 
-def _trial(
-    build: Callable[[], nn.Module], name: str, evaluation: Inputs, training: Inputs, device: str
-) -> tuple[Any, Any, Summary]:
+def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
     """Return the outputs in evaluation and in training."""
     with torch.device(device):
         model = build()

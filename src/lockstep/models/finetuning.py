@@ -1,6 +1,6 @@
 """A model as a recipe tunes it: with other first weights, adapters, and parameters that are not trained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,8 +8,7 @@ from torch import nn
 
 from lockstep.models.adapters import Lora, adapt
 from lockstep.models.freezing import freeze, freeze_batchnorm
-
-Build = Callable[[], nn.Module]
+from lockstep.tasks.base import Build
 
 
 class FirstWeights(Protocol):

@@ -1,16 +1,16 @@
 """First weights as a function of the seed: the same in every process, wherever it runs."""
 
 import random as python_random
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import nn
 
 from lockstep.core import random
+from lockstep.tasks.base import Build
 
 
-def initialise(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+def initialise(build: Build, seed: int) -> nn.Module:
     """Build the model on the CPU with the generators of Python, NumPy and torch seeded by `seed`.
 
     The model is moved afterwards: a GPU would draw other numbers. The generators stay as the build leaves

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 from lockstep.device.meta import on_meta
+from lockstep.tasks.base import Build
 
-Build = Callable[[], nn.Module]
 Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
 
 _LOSS: Final = "the loss"

@@ -52,7 +52,7 @@ from lockstep.run.stall_detection import stall_detector
 from lockstep.run.start import on_ranks
 from lockstep.run.training import open_and_check
 from lockstep.run.user_source import source_changes
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import Build, MicroBatch
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.loop import NEVER, Interval, Plan, Progress, train, turns
@@ -335,7 +335,7 @@ class _Steps:
     def _looked_at(self) -> bool:
         return self._request.examined and self._step.number + 1 == self._request.last
 
-    def _keep(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def _keep(self, build: Build) -> Build:
         def kept() -> nn.Module:
             self._models.append(build())
             return self._models[-1]

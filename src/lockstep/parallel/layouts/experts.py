@@ -7,7 +7,7 @@ several replicas of the experts, after backward, between the ranks that have the
 Shapes: the experts' parameters p_ER..., of E * R rows in all, of which this rank has the e * R of its e experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -26,7 +26,7 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.tensor.experts import Dispatch, Experts
 from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
 from lockstep.parallel.weights import Weights
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import Build, MicroBatch
 
 
 def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
@@ -35,7 +35,7 @@ def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
     return {name: layer for name, layer in layers.items() if isinstance(layer.module.forward, Experts)}
 
 
-def check_experts(build: Callable[[], nn.Module], ranks: int, strategy: str) -> None:
+def check_experts(build: Build, ranks: int, strategy: str) -> None:
     """Raise UsageError where the model that `build` builds has no groups of experts for so many ranks."""
     _expert_layers(on_meta(build), ranks, strategy)
 
@@ -52,7 +52,7 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
     return experts
 
 
-def own_experts(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
+def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
     """Build a model, of whose experts a rank keeps its own. All ranks call it."""
     model, rank = build(), mesh.coordinate(world.rank).expert
     layers = _expert_layers(model, mesh.expert)

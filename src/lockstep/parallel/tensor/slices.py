@@ -1,6 +1,6 @@
 """A model in chunks of which this rank keeps its own, and where these are in the whole."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Self, final
 
@@ -19,6 +19,7 @@ from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
 from lockstep.parallel.tensor.vocab import Head, LookUp
+from lockstep.tasks.base import Build
 
 
 class CutLayer(NamedTuple):
@@ -117,7 +118,7 @@ def _own_rows(rows: int, layer: CutLayer, rank: int, ranks: int) -> range:
     return range(part(rows, count, own[0]).start, part(rows, count, own[-1]).stop)
 
 
-def own_slice(build: Callable[[], nn.Module], world: World, mesh: Mesh) -> nn.Module:
+def own_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
     """Build a model, of which a rank keeps its own chunks."""
     return keep_own_chunks(build(), world, mesh)
 
