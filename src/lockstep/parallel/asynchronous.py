@@ -38,7 +38,7 @@ from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import gradient, keep_ratios
-from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.base import MicroBatches, Problem
 
 Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # gives a rate and gradients, gets the newest weights
 
@@ -70,7 +70,7 @@ class AsynchronousEngine:
         if world.size > 1:
             self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """Compute this rank's gradient. The loss is that of its own micro-batches, but for a step that is observed."""
         self._worked = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())

@@ -31,7 +31,7 @@ from lockstep.parallel.corruption import (
 )
 from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, MicroBatches
 
 Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
 
@@ -43,7 +43,7 @@ class Part:
     Whoever computes a step sets `sums`.
     """
 
-    microbatches: Sequence[MicroBatch]
+    microbatches: MicroBatches
     beside: bool = False
     sums: Sums | None = None
 
@@ -77,7 +77,7 @@ class AuditedEngine:
         """How many steps were audited."""
         return self._audit.audited
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._audit.kept.step = step
         if not self.schedule.due(step):
@@ -110,11 +110,7 @@ class Audit:
         self._digests = Digests()
 
     def parts(
-        self,
-        schedule: AuditSchedule,
-        fetch: Callable[[Step, int], MicroBatch],
-        microbatches: Sequence[MicroBatch],
-        step: Step,
+        self, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch], microbatches: MicroBatches, step: Step
     ) -> Iterator[Part]:
         """Yield what this rank is to compute of a due step; all ranks iterate, and compute each part before the next.
 
@@ -137,7 +133,7 @@ class Audit:
         self.audited += 1
 
     def _compute(
-        self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own: Sequence[MicroBatch]
+        self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own: MicroBatches
     ) -> Generator[Part, None, Findings]:
         """Have a step done, and note what other ranks have results for, causes first."""
         findings = [(yield from self._repeat(repeated))]

@@ -14,7 +14,7 @@ It puts the parameters of a group one after the other in a flat tensor, fills it
 these flat tensors, of fp32, and so its state is as flat: what is known of that is in FlatPiece, and below it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -46,7 +46,7 @@ from lockstep.parallel.layouts.base import take_over, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
-from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @final
@@ -101,7 +101,7 @@ class DeepSpeedEngine:
         self._none = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed, self._weight, self._step = self._none[0], self._none[1:], 0, 0
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums(observe)
         leaves = min(self._numerics.microbatches, step.samples)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, MicroBatches
 
 Predict = Callable[[Inputs], Any]  # gives the model's outputs
 
@@ -59,7 +59,7 @@ class State:
 class Stepping(Protocol):
     """What the loop asks of an engine: a step is one call of each, in this order, on all ranks."""
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none.
 
         With `observe`, which all ranks give alike, the sums of the task are added up too.

@@ -23,7 +23,7 @@ from lockstep.comm.canonical import Sum
 from lockstep.comm.stream import CommStream
 from lockstep.core.tree import Counter, LeafBlock, total
 from lockstep.parallel.optimizer_state import Named
-from lockstep.tasks.base import MicroBatch, Note
+from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
 Parts = list[Tensor]
 
@@ -71,7 +71,7 @@ class Gradients:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))  # type: ignore[no-untyped-call]
 
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._leaves = leaves
         # Where the last is a dummy, the sums are sent after it: in one order on all ranks, with what else is sent.

@@ -23,7 +23,7 @@ from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, MicroBatches
 
 _MOST: Final = 3  # ranks that are seen in each place before one is judged
 
@@ -65,7 +65,7 @@ class RotatedAudit:
         self._rotated = {0: (own, engine)}
         self._again_at(1)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._kept.step = step
         if not self.schedule.due(step):
@@ -103,7 +103,7 @@ class RotatedAudit:
         return self._play(world, engine, microbatches, step)[0]
 
     def _play(
-        self, world: World, engine: Rotates, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False
+        self, world: World, engine: Rotates, microbatches: MicroBatches, step: Step, observe: bool = False
     ) -> tuple[Played, Sums]:
         engine.forget()
         self._log.open()

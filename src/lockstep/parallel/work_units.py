@@ -1,6 +1,6 @@
 """A rank's units of work in a micro-batch: the leaves of the tree (core/tree.py) whose forwards run together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, final
 
@@ -10,7 +10,7 @@ from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.tasks.base import MicroBatch, Task
+from lockstep.tasks.base import MicroBatch, MicroBatches, Task
 
 
 class WorkUnits(Protocol):
@@ -21,7 +21,7 @@ class WorkUnits(Protocol):
 
     count: int
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """Return this rank's leaves of one of so many micro-batches, as micro-batches with the numbers of leaves."""
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
@@ -49,7 +49,7 @@ class WholeMicroBatches:
         self.count = 1
         self._task = task
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         return [microbatch]
 

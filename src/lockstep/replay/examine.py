@@ -19,7 +19,7 @@ from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.core.order import Step
 from lockstep.parallel.engine import Auditable
 from lockstep.replay.trace import Trace
-from lockstep.tasks.base import MicroBatch, Task
+from lockstep.tasks.base import MicroBatch, MicroBatches, Task
 
 LOSS: Final = "the loss"
 _MODULE: Final = "lockstep module"
@@ -78,7 +78,7 @@ def examine(
     engine: Auditable,
     model: nn.Module,
     task: ObservedTask,
-    microbatches: Sequence[MicroBatch],
+    microbatches: MicroBatches,
     step: Step,
     trace: Trace | None = None,
 ) -> Examined:

@@ -5,7 +5,7 @@ the folder of the run.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -52,7 +52,7 @@ from lockstep.run.stall_detection import stall_detector
 from lockstep.run.start import on_ranks
 from lockstep.run.training import open_and_check
 from lockstep.run.user_source import source_changes
-from lockstep.tasks.base import Build, MicroBatch
+from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.loop import NEVER, Interval, Plan, Progress, train, turns
@@ -300,7 +300,7 @@ class _Steps:
         self._compare()
         return self._found
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Stepping."""
         self._step = step
         if self._looked_at:
@@ -352,10 +352,10 @@ class _Steps:
         self._engine.load(engine_state(snapshot))
         vars(self._progress).update(vars(state.progress))
 
-    def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+    def _batches(self, first: int) -> Iterator[tuple[Step, MicroBatches]]:
         return islice(self._loader.training(first), self._request.last - first)
 
-    def _examine(self, microbatches: Sequence[MicroBatch], step: Step) -> None:
+    def _examine(self, microbatches: MicroBatches, step: Step) -> None:
         """Look into the step beside it, where one process computes the whole model."""
         self._found.samples = self._loader.samples(step)
         self._found.name_of = self._ready.data.name_of

@@ -1,6 +1,6 @@
 """What is learned, as the rest sees it: a batch becomes inputs, a weight, a loss that is a sum, and figures."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +30,9 @@ class MicroBatch:
     weight: int
     dummy: bool = False
     note: Note | None = field(default=None, compare=False)
+
+
+MicroBatches = Sequence[MicroBatch]  # a rank's own, of a step
 
 
 class Monitor(NamedTuple):

@@ -16,7 +16,7 @@ from lockstep.device.meter import Meter
 from lockstep.errors import against_nonfinite
 from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
-from lockstep.tasks.base import LOSS, Figures, MicroBatch, Monitor
+from lockstep.tasks.base import LOSS, Figures, MicroBatches, Monitor
 from lockstep.training.digests import StepDigests
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
 from lockstep.training.watch import NonFiniteCheck
@@ -98,7 +98,7 @@ class Stop(Protocol):
     def level(self) -> int: ...
 
 
-Batches = Callable[[int], Iterable[tuple[Step, Sequence[MicroBatch]]]]
+Batches = Callable[[int], Iterable[tuple[Step, MicroBatches]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,7 @@ class Turn:
     """A step that is to be done now, with this rank's micro-batches, by the caller that iterates over `turns`."""
 
     step: Step
-    microbatches: Sequence[MicroBatch]
+    microbatches: MicroBatches
     progress: Progress
     of: "Callable[[Turn], Sequence[Stepped]]"  # what is reported of a step that is done
     digests: StepDigests | None = None

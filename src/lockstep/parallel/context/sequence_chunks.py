@@ -24,7 +24,7 @@ from lockstep.parallel.context.attention import KEY, SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.work_units import WholeMicroBatches, WorkUnits
-from lockstep.tasks.base import CutsSequences, MicroBatch, Task
+from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Task
 
 POSITIONS: Final = "position_ids"  # what models call the argument, as transformers does
 
@@ -47,7 +47,7 @@ class SequenceChunks:
         self._together = together
         self._microbatches = 1
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits. The weight of each chunk is that of the whole micro-batch."""
         self._microbatches = microbatches
         return [

@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.offloaded import pieces
 from lockstep.parallel.optimizer_state import Named
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, MicroBatches
 
 _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 
@@ -30,7 +30,7 @@ _GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
 class GradientSum(Protocol):
     """Adds a step's gradients over micro-batches and ranks by the tree (core/tree.py)."""
 
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """Start a step of `leaves` micro-batches, of which this rank computes these."""
 
     def before_backward(self, microbatch: MicroBatch) -> None: ...

@@ -26,7 +26,7 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.tensor.experts import Dispatch, Experts
 from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
 from lockstep.parallel.weights import Weights
-from lockstep.tasks.base import Build, MicroBatch
+from lockstep.tasks.base import Build, MicroBatch, MicroBatches
 
 
 def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
@@ -141,7 +141,7 @@ class _ExpertGradients:
         self._leaves = 0
         self._rounds: list[tuple[int | None, ...]] = []
 
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._shared.begin(leaves, microbatches)
         self._leaves = leaves

@@ -4,7 +4,6 @@ What is cut has gradients of all chunks of a sequence on each rank that has it, 
 so they are two sums, over other ranks.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -18,7 +17,7 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.tensor.slices import cut_layers
 from lockstep.parallel.weights import Weights
-from lockstep.tasks.base import MicroBatch
+from lockstep.tasks.base import MicroBatch, MicroBatches
 
 
 def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
@@ -46,7 +45,7 @@ class SequenceParallelGradients:
         self._whole = whole
         self._cut = cut
 
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._whole.begin(leaves, microbatches)
         self._cut.begin(leaves, [_count(each) for each in microbatches])

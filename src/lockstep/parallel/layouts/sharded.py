@@ -31,7 +31,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
 from lockstep.parallel.weights import fp32_parameters
-from lockstep.tasks.base import MicroBatch, Note
+from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
 _UNDER_WAY: Final = 4
@@ -148,7 +148,7 @@ class _ShardSums:
         last = len(self.units) - 1
         self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
 
-    def begin(self, leaves: int, microbatches: Sequence[MicroBatch]) -> None:
+    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._last = microbatches[-1]
         of_all = leaves // self.chunks

@@ -54,7 +54,7 @@ from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.pipeline.tied_weights import TiedWeights
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
-from lockstep.tasks.base import MicroBatch, Problem
+from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class PipelineEngine:
         part = part_of(self._model, names)
         return Stage(part, self._together, self._pipe.recompute, borrowed, self._numerics.guarded)
 
-    def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
+    def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._own_losses = []
         self._observed = NamedSums(observe)
@@ -212,7 +212,7 @@ class PipelineEngine:
     def close(self) -> None:
         """See Engine."""
 
-    def _act(self, action: Action, leaves: Sequence[MicroBatch], step: Step) -> None:
+    def _act(self, action: Action, leaves: MicroBatches, step: Step) -> None:
         stage, microbatch = self._stages[action.stage], leaves[0].index
         match action.kind:
             case "forward":
@@ -238,7 +238,7 @@ class PipelineEngine:
                         before = action.stage - 1
                         self._links.send([*back.inputs], self._links.gradients_of(before), before, leaf.index)
 
-    def _forward(self, number: int, leaves: Sequence[MicroBatch], step: Step) -> None:
+    def _forward(self, number: int, leaves: MicroBatches, step: Step) -> None:
         passing, forwards = [], []
         for leaf in leaves:
             model_inputs = self._numerics.prepare_inputs(self._leaves.inputs(leaf))

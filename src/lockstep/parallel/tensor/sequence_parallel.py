@@ -50,7 +50,7 @@ from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
 from lockstep.parallel.tensor.slices import CutLayer, cut_layers
 from lockstep.parallel.work_units import WorkUnits
-from lockstep.tasks.base import MicroBatch, Task
+from lockstep.tasks.base import MicroBatch, MicroBatches, Task
 
 _KEY: Final = "placement.strategy.sequence_parallel"
 _NEXT: Final = "its next region, or its end"
@@ -124,7 +124,7 @@ class SpreadChunks:
         self._sequences = sequences
         self._spread = spread
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> Sequence[MicroBatch]:
+    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         leaves = self._sequences.of(microbatch, microbatches)
         return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
