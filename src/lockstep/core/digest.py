@@ -8,7 +8,7 @@ keys are known.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, final
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core import random
-from lockstep.core.shard import MaybeSharded, Shard
+from lockstep.core.shard import NamedTensors, Shard
 
 _BLOCK: Final = 1 << 15  # words that share a key; a CPU works on what its cache holds
 _AT_ONCE: Final = {"cpu": 1}  # blocks in one product; a GPU wants large kernels
@@ -79,7 +79,7 @@ class Digests:
         """Return the digest of a tensor, with what it is of."""
         return Noted(self.of(tensor), tensor.dtype, tensor.shape)
 
-    def of_model(self, tensors: Mapping[str, MaybeSharded], owned: Container[str]) -> Tensor:
+    def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
         """Return this rank's part of the digest of named tensors: the parts of all ranks add up to it.
 
         It is on their device, or on one of them where some are offloaded. A whole tensor counts where its name is
@@ -163,7 +163,7 @@ def _keys(use: int, count: int) -> Tensor:
     return torch.from_numpy((random.bits(random.key(random.DIGEST, use), numbers) | np.uint64(1)).view(np.int64))
 
 
-def _pieces(tensors: Mapping[str, MaybeSharded], owned: Container[str]) -> Iterator[_Piece]:
+def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
     """Yield what counts on this rank."""
     for name, held in tensors.items():
         if not isinstance(held, Shard):

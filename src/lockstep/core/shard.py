@@ -84,6 +84,7 @@ class Shard:
 
 
 MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is whole, on every rank
+NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
 def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
@@ -111,6 +112,6 @@ def shard_like(tensor: Tensor, held: MaybeSharded) -> MaybeSharded:
     return replace(held, tensor=tensor) if isinstance(held, Shard) else tensor
 
 
-def whole_tensors(tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
+def whole_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
     """Return those of the tensors that are not cut."""
     return {name: held for name, held in tensors.items() if not isinstance(held, Shard)}

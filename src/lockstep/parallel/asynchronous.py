@@ -12,7 +12,7 @@ each rank's own. Nobody is more than two steps ahead, since the ranks agree on w
 they wait for each other, and all take the newest weights, with the BatchNorm statistics and averaged weights of rank 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
@@ -28,7 +28,7 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step, part
-from lockstep.core.shard import MaybeSharded, local_tensor
+from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
 from lockstep.errors import TrainingError, against_nonfinite
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Predict, State, Sums, Update
@@ -226,5 +226,5 @@ class _Pushing(Optimizer):
         return [weight.detach() for weight in self._trained]
 
 
-def _on_cpu(tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
+def _on_cpu(tensors: NamedTensors) -> dict[str, Tensor]:
     return {name: local_tensor(each).detach().to("cpu", copy=True) for name, each in tensors.items()}

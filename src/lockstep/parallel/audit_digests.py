@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from lockstep.core.digest import Digests, Noted, differing_bit
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
 class Subject(NamedTuple):
@@ -37,7 +37,7 @@ class DigestNotes:
         return {name: noted.text() for name, noted in self._seen.items()}
 
 
-def tensor_findings(digests: Digests, kind: str, tensors: Mapping[str, MaybeSharded]) -> Findings:
+def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
     """Return the digests of what is whole on this rank, and of its rows of what is cut."""
     whole, rows = DigestNotes(digests), DigestNotes(digests)
     for name, held in tensors.items():

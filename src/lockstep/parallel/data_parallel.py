@@ -17,7 +17,7 @@ parallel/isolated_grads.py). Where sequences are cut into chunks, each of these 
 micro-batch, and those of one micro-batch are under way together (parallel/context/sequence_chunks.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -35,7 +35,7 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, local_tensor
+from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
@@ -191,7 +191,7 @@ class DataParallelEngine:
         if isinstance(self._layout, CutsGradients):
             self._layout.keep_whole()
 
-    def witnessed(self) -> Sequence[Mapping[str, MaybeSharded]]:
+    def witnessed(self) -> Sequence[NamedTensors]:
         """See Auditable."""
         return self._layout.witnessed() if isinstance(self._layout, CutsGradients) else []
 

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.shard import MaybeSharded, local_tensor, shard_like
+from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor, shard_like
 from lockstep.parallel.offloaded import lent, pieces
 
 
@@ -19,7 +19,7 @@ class WeightAverage:
     (1 - d) of a difference is lost in fewer bits. Integer buffers are copied.
     """
 
-    def __init__(self, live: Mapping[str, MaybeSharded], decay: float, device: torch.device | None = None) -> None:
+    def __init__(self, live: NamedTensors, decay: float, device: torch.device | None = None) -> None:
         """Average `live`, what this rank has of a model's state, whose values change in place.
 
         It is computed on `device`, wherever it is kept; None stands for where it is.
@@ -63,14 +63,12 @@ class WeightAverage:
         """Return the average by the names of the model's state: the tensors themselves, not copies."""
         return {**self._average, **self._counters}
 
-    def shards(self, live: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+    def shards(self, live: NamedTensors) -> dict[str, MaybeSharded]:
         """Return the average as this rank's part of the whole one, as what it has of the model's state is `live`."""
         return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
 
 
-def average_of(
-    live: Mapping[str, MaybeSharded], decay: float | None, device: torch.device | None = None
-) -> WeightAverage | None:
+def average_of(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
     """Return the average of `live` with this decay, computed on `device`, None where none is kept."""
     return None if decay is None else WeightAverage(live, decay, device)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded
+from lockstep.core.shard import MaybeSharded, NamedTensors
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
 Predict = Callable[[Inputs], Any]  # gives the model's outputs
@@ -49,11 +49,11 @@ class State:
     rank holds back of its gradients for the next step, where they are sent in low rank (parallel/powersgd.py).
     """
 
-    model: Mapping[str, MaybeSharded]
-    optimizer: Mapping[str, MaybeSharded]
-    ema: Mapping[str, MaybeSharded] | None = None
+    model: NamedTensors
+    optimizer: NamedTensors
+    ema: NamedTensors | None = None
     scalars: dict[str, Any] = field(default_factory=dict)
-    feedback: Mapping[str, MaybeSharded] | None = None
+    feedback: NamedTensors | None = None
 
 
 class Stepping(Protocol):
@@ -114,7 +114,7 @@ class Auditable(Engine, Protocol):
     def keep_whole(self) -> None:
         """Keep what `witnessed` returns of each step until its update."""
 
-    def witnessed(self) -> Sequence[Mapping[str, MaybeSharded]]:
+    def witnessed(self) -> Sequence[NamedTensors]:
         """Return rows of the step's gradient as this rank had them whole, before each rank kept some: its own, others'.
 
         None where no rank has the whole gradient, or each keeps it.

@@ -26,7 +26,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor
 from lockstep.core.tree import LeafBlock
 from lockstep.parallel.gradients import Gradients, unflatten
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
@@ -136,7 +136,7 @@ class PowerSgd:
                 kept[f"{name}/{_FACTOR}"] = self._factors[number]
         return kept
 
-    def load_feedback(self, kept: Mapping[str, MaybeSharded]) -> None:
+    def load_feedback(self, kept: NamedTensors) -> None:
         """Take over what `feedback` returned, whole, on as many ranks or on others."""
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):

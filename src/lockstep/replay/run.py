@@ -23,7 +23,7 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load_text, read_run_recipe
 from lockstep.config.recorded import locations
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded
+from lockstep.core.shard import NamedTensors
 from lockstep.data.base import NoTransforms
 from lockstep.data.loader import Loader
 from lockstep.device import machine
@@ -324,7 +324,7 @@ class _Steps:
                 self._found.layers.append(LayerNorms(name, _norm(before[name]), gradients[name] / scale, moved))
         return update
 
-    def _seen(self, part: str, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
+    def _seen(self, part: str, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the whole of each tensor, and add it to the trace, if one is wanted."""
         for name, whole in wholes(self._world, tensors):
             if self._found.trace is not None:

@@ -7,7 +7,6 @@ each rank see whether it is. Only where it is not are tensors compared one by on
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -17,7 +16,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
 from lockstep.core.majority import odd_ones
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor, whole_tensors
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, whole_tensors
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
@@ -60,7 +59,7 @@ def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
     return model
 
 
-def disagreement(world: World, model: Mapping[str, MaybeSharded], weights: str = "") -> Disagreement | None:
+def disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
     """Compare what the ranks hold of a model; None where they agree. All ranks call it, and get the same.
 
     `weights` is the SHA-256 of what is whole of it, where that is known already.
@@ -77,7 +76,7 @@ def disagreement(world: World, model: Mapping[str, MaybeSharded], weights: str =
     return _find_disagreement(world, model)
 
 
-def _find_disagreement(world: World, model: Mapping[str, MaybeSharded]) -> Disagreement | None:
+def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))

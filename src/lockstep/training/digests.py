@@ -7,7 +7,7 @@ only every k-th step has one.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple, final
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.core.digest import Digests
-from lockstep.core.shard import MaybeSharded, Shard
+from lockstep.core.shard import NamedTensors, Shard
 
 PRICE: Final = 0.005  # of the time of a step, at most
 _TOGETHER: Final = 64  # digests that are many
@@ -43,7 +43,7 @@ class StepDigests:
     """
 
     world: World
-    gradients: Callable[[], Mapping[str, MaybeSharded]]
+    gradients: Callable[[], NamedTensors]
     write: Callable[[Sequence[Digest]], None]
     every: int | None = None
     note: Callable[[str], object] = str
@@ -70,7 +70,7 @@ class StepDigests:
                 torch.cuda.synchronize(self.world.device)
             self._spent.append(time.perf_counter() - now)
 
-    def add_weights(self, step: int, weights: Mapping[str, MaybeSharded]) -> None:
+    def add_weights(self, step: int, weights: NamedTensors) -> None:
         """Note the digest of the weights after `step` updates."""
         self._note(step, weights, weights=True)
 
@@ -93,10 +93,10 @@ class StepDigests:
                 ]
             )
 
-    def _note(self, step: int, tensors: Mapping[str, MaybeSharded], weights: bool) -> None:
+    def _note(self, step: int, tensors: NamedTensors, weights: bool) -> None:
         self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_of(tensors))))
 
-    def _owned_of(self, tensors: Mapping[str, MaybeSharded]) -> frozenset[str]:
+    def _owned_of(self, tensors: NamedTensors) -> frozenset[str]:
         """Return which of the tensors that are whole on every rank are this rank's to digest: its share of elements."""
         names = tuple(tensors)
         if names not in self._owned:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.norm import norm_of_rows, row_norms
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor, slice_of
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, slice_of
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.offloaded import pieces
@@ -178,9 +178,7 @@ class Slots:
 
 
 @torch.no_grad()
-def take_over(
-    given: Mapping[str, MaybeSharded], own: Mapping[str, MaybeSharded], names: Iterable[str] | None = None
-) -> None:
+def take_over(given: NamedTensors, own: NamedTensors, names: Iterable[str] | None = None) -> None:
     """Write what a state gives, whole, to what this rank has of it.
 
     UsageError where it has not the tensors of the model: those of `own`, or where these are a part of them, `names`.
@@ -197,7 +195,7 @@ def trainable_parameters(model: nn.Module) -> list[Named]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def gather_whole(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str, Tensor]:
+def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
     """Return all tensors whole, on every rank; those that are cut come to the CPU. All ranks call it alike.
 
     For what fits: a checkpoint goes to the disk without it (training/checkpoint/shards.py).
@@ -222,7 +220,7 @@ def gather_whole(world: World, tensors: Mapping[str, MaybeSharded]) -> dict[str,
     }
 
 
-def wholes(world: World, tensors: Mapping[str, MaybeSharded]) -> Iterator[tuple[str, Tensor]]:
+def wholes(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
     yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
     cut = [(name, held) for name, held in tensors.items() if isinstance(held, Shard)]

@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Size, Tensor
 
-from lockstep.core.shard import Chunked, MaybeSharded, Shard
+from lockstep.core.shard import Chunked, MaybeSharded, NamedTensors, Shard
 from lockstep.parallel.engine import Engine, State
 
 
@@ -38,7 +38,7 @@ class CanonicalState:
         """See Engine."""
         self._engine.load(_changed(state, self._rearrange))
 
-    def _restore(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+    def _restore(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
         found = dict(tensors)
         for name, held in tensors.items():
             chunked = self._of(name)
@@ -50,7 +50,7 @@ class CanonicalState:
                 found[name] = chunked.from_rows(held)
         return found
 
-    def _rearrange(self, tensors: Mapping[str, MaybeSharded]) -> dict[str, MaybeSharded]:
+    def _rearrange(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
         found = dict(tensors)
         for name, held in tensors.items():
             chunked = self._of(name)
@@ -63,6 +63,6 @@ class CanonicalState:
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 
 
-def _changed(state: State, change: Callable[[Mapping[str, MaybeSharded]], dict[str, MaybeSharded]]) -> State:
+def _changed(state: State, change: Callable[[NamedTensors], dict[str, MaybeSharded]]) -> State:
     ema = None if state.ema is None else change(state.ema)
     return replace(state, model=change(state.model), optimizer=change(state.optimizer), ema=ema)

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.common import plainfile
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+from lockstep.core.shard import NamedTensors, Shard, local_tensor
 from lockstep.errors import DataError, HostError, TrainingError, UsageError, error_as
 from lockstep.training.checkpoint import durable, signing, tensorfile
 from lockstep.training.checkpoint.durable import Written
@@ -71,14 +71,14 @@ class Snapshot:
     saved has this rank's shards; loaded ones are whole.
     """
 
-    model: Mapping[str, MaybeSharded]
-    optimizer: Mapping[str, MaybeSharded]
-    ema: Mapping[str, MaybeSharded] | None
+    model: NamedTensors
+    optimizer: NamedTensors
+    ema: NamedTensors | None
     state: Mapping[str, JSON]
-    feedback: Mapping[str, MaybeSharded] | None = None
+    feedback: NamedTensors | None = None
 
     @property
-    def files(self) -> dict[str, Mapping[str, MaybeSharded]]:
+    def files(self) -> dict[str, NamedTensors]:
         """The files of tensors, by their names."""
         present = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
         return {name: tensors for name, tensors in present.items() if tensors is not None}
@@ -282,7 +282,7 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def weights_sha256(model: Mapping[str, MaybeSharded]) -> str:
+def weights_sha256(model: NamedTensors) -> str:
     """Return the SHA-256 of a model: of each tensor in the order of names its name, dtype, shape and bytes.
 
     It does not depend on device or memory format, nor on how the tensors are stored. Of a cut one it is that of the

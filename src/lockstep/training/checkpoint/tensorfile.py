@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.common.plainfile import LARGEST_HEADER
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+from lockstep.core.shard import NamedTensors, Shard, local_tensor
 from lockstep.errors import TrainingError
 
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -55,7 +55,7 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield raw(tensors[name])
 
 
-def frame(tensors: Mapping[str, MaybeSharded]) -> Frame:
+def frame(tensors: NamedTensors) -> Frame:
     """Return what a file of these tensors is but for their bytes, whatever part of them this rank holds."""
     # The widest first, so that every tensor begins at a multiple of its own width, as readers by mmap need.
     names = sorted(tensors, key=lambda name: (-local_tensor(tensors[name]).element_size(), name))
@@ -73,9 +73,7 @@ def frame(tensors: Mapping[str, MaybeSharded]) -> Frame:
     return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
 
 
-def own_parts(
-    tensors: Mapping[str, MaybeSharded], starts: Mapping[str, int], rank: int
-) -> Iterator[tuple[int, memoryview]]:
+def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
     """Yield what rank `rank` has to write of a file, and where: its shards, and on rank 0 what all have whole."""
     for name, start in starts.items():
         held = tensors[name]
