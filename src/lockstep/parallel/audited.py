@@ -20,15 +20,7 @@ from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import DigestNotes, Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import (
-    NOT_APPLIED,
-    OTHER_HOSTS,
-    RESUME,
-    SHOWN,
-    changed_on_the_way,
-    link_verdict,
-    name_ranks,
-)
+from lockstep.parallel.corruption import OTHER_HOSTS, SHOWN, TAKE_OUT, changed_on_the_way, link_verdict, name_ranks
 from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch, MicroBatches
@@ -213,6 +205,6 @@ def _verdict(
     repeated = f"; the fault was {'there again' if lasting else 'gone'} when the step was done again"
     return CorruptionError(
         f"{start}: {name_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
-        f"{repeated if len(opinions) > len(results) else ''}. {NOT_APPLIED} Take the host out; {RESUME}",
+        f"{repeated if len(opinions) > len(results) else ''}. {TAKE_OUT}",
         odd,
     )

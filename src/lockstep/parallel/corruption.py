@@ -7,9 +7,10 @@ from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 
 SHOWN: Final = 3  # names of what differs
-NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
-RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
-OTHER_HOSTS: Final = f"{NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {RESUME}"
+_NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
+_RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
+TAKE_OUT: Final = f"{_NOT_APPLIED} Take the host out; {_RESUME}"
+OTHER_HOSTS: Final = f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {_RESUME}"
 
 
 def name_ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
@@ -30,5 +31,5 @@ def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str
     """Return the error of a link that changes messages; each rank has `told` its host."""
     return CorruptionError(
         f"audit at step {step.number + 1}: what {name_ranks([sender], told)} sent is not what "
-        f"{name_ranks([receiver], told)} received. {NOT_APPLIED} Have the link between them looked at; {RESUME}"
+        f"{name_ranks([receiver], told)} received. {_NOT_APPLIED} Have the link between them looked at; {_RESUME}"
     )

@@ -15,7 +15,7 @@ from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import NOT_APPLIED, RESUME, SHOWN, name_ranks
+from lockstep.parallel.corruption import SHOWN, TAKE_OUT, name_ranks
 from lockstep.parallel.engine import Engine, Predict, State, Update
 
 
@@ -78,7 +78,7 @@ class KeptState:
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
                 f"audit at step {step.number + 1}: {what} of {name_ranks(odd, told)} changed "
-                f"after {since}, when nothing writes there. {NOT_APPLIED} Take the host out; {RESUME}",
+                f"after {since}, when nothing writes there. {TAKE_OUT}",
                 odd,
             )
         return findings

@@ -18,7 +18,7 @@ from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import hash_of
-from lockstep.parallel.corruption import NOT_APPLIED, OTHER_HOSTS, RESUME, changed_on_the_way, link_verdict, name_ranks
+from lockstep.parallel.corruption import OTHER_HOSTS, TAKE_OUT, changed_on_the_way, link_verdict, name_ranks
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_whole
@@ -147,7 +147,7 @@ class RotatedAudit:
         return CorruptionError(
             f"{start}: {name_ranks(odd, ranks)} got {what} wrong, which others in its place, with the same "
             f"messages before, found otherwise; the fault was {'there again' if lasting else 'gone'} when the step was "
-            f"done again. {NOT_APPLIED} Take the host out; {RESUME}",
+            f"done again. {TAKE_OUT}",
             odd,
         )
 
