@@ -149,9 +149,8 @@ def _faults(number: int, card: Card) -> Iterator[Finding]:
             leads_to = "its compute mode is Exclusive_Process: nobody else can use it"
         yield warn(text, leads_to, "wait, or end them")
     if card.slowed:
-        yield warn(
-            f"its clocks are held down now by {', '.join(card.slowed)}", slow, "see nvidia-smi -q -d PERFORMANCE"
-        )
+        text = f"its clocks are held down now by {', '.join(card.slowed)}"
+        yield warn(text, slow, "see nvidia-smi -q -d PERFORMANCE")
     if card.mig:
         leads_to = "a process sees one slice; ranks on slices of one card have not been tried"
         yield warn("cut in slices by MIG", leads_to, "CUDA_VISIBLE_DEVICES=MIG-... of nvidia-smi -L")

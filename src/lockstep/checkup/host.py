@@ -149,18 +149,16 @@ def name(facts: Facts, around: Around) -> Iterator[Finding]:
 def interface(facts: Facts, around: Around) -> Iterator[Finding]:
     """List the interfaces, and find one that a variable names and that is not there."""
     network, variables = facts["network"], facts["variables"]
-    names = list(network["interfaces"])
+    up = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = variables.get(variable, "")
         # NCCL takes beginnings of names, `=` before whole ones, and `^` before those to leave out.
         wanted = [each for each in asked.removeprefix("=").split(",") if each and not asked.startswith("^")]
-        if wanted and not any(each.startswith(tuple(wanted)) for each in names):
+        if wanted and not any(each.startswith(tuple(wanted)) for each in up):
             leads_to = "the ranks cannot connect: no process group can be made"
-            remedy = f"unset {variable}, or name one of {', '.join(names)}"
+            remedy = f"unset {variable}, or name one of {', '.join(up)}"
             yield Finding("interfaces", "problem", f"{variable}={asked}: no such interface is up", leads_to, remedy)
-    listed = [
-        f"{each} {found['addresses'][0]}{_speed(found['mbit_s'])}" for each, found in network["interfaces"].items()
-    ]
+    listed = [f"{each} {found['addresses'][0]}{_speed(found['mbit_s'])}" for each, found in up.items()]
     would = f"; gloo takes {network['gloo']} between hosts" if network["gloo"] else ""
     yield Finding("interfaces", "ok", f"{', '.join(listed)}{would}")
 

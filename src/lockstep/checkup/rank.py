@@ -156,9 +156,8 @@ def _connect(
         device, found["device"] = torch.device("cpu"), str(error)
     if rendezvous.store is None:
         return found, None
-    others = _all(
-        rendezvous, {"cuda": device.type == "cuda", "unreachable": network.unreachable(facts, rendezvous.hosts)}
-    )
+    unreachable = network.unreachable(facts, rendezvous.hosts)
+    others = _all(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
     if others[0]["unreachable"]:
         found["failed"] = "not tried"
         return found, None

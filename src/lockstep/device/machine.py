@@ -133,10 +133,9 @@ def _git(folder: Path) -> dict[str, Any] | None:
 
 def _git_says(folder: Path, *arguments: str) -> str | None:
     # A repository on a slow network disk must not hold up a run: the commit is a convenience.
+    line = ["git", "-C", str(folder), *arguments]
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
+        answer = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout

@@ -113,9 +113,8 @@ class SavedModel:
 
     def open_data(self) -> DataSet:
         """Open the data it was trained on; nothing is downloaded."""
-        return open_recipe_data(
-            self.recipe.model_copy(update={"data": self.recipe.data.model_copy(update={"download": False})})
-        )
+        data = self.recipe.data.model_copy(update={"download": False})
+        return open_recipe_data(self.recipe.model_copy(update={"data": data}))
 
     def construction(self) -> Construction:
         """Return which function builds its model, and by which arguments."""

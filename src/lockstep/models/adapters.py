@@ -3,7 +3,7 @@
 Hu et al. 2021, "LoRA: Low-rank adaptation of large language models".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ def merge_adapters(model: nn.Module) -> bool:
     return bool(places)
 
 
-def has_adapters(names: Mapping[str, Tensor]) -> bool:
+def has_adapters(names: Iterable[str]) -> bool:
     """Whether tensors are those of a model with adapters."""
     return any(part in name for name in names for part in _PARTS)
 
@@ -90,9 +90,7 @@ def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
     """Return the adapters of a model's state, and the modules that were trained with them, by the names of peft's
     files."""
-    adapters = {
-        name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters({name: each})
-    }
+    adapters = {name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters([name])}
     fully_trained = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
     return {f"base_model.model.{name}": each for name, each in {**adapters, **fully_trained}.items()}
 

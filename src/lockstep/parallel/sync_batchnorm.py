@@ -170,9 +170,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Callable[[Sequence[Tensor]], Tensor], eps: float, count: int, *given: Tensor) -> Any:
         inputs, weights, biases = given[:count], given[count : 2 * count], given[2 * count :]
-        samples, first, second = total([_moments(each, weights[0]) for each in inputs]).tensor_split(
-            (1, 1 + len(weights[0]))
-        )
+        sums = total([_moments(each, weights[0]) for each in inputs])
+        samples, first, second = sums.tensor_split((1, 1 + len(weights[0])))
         mean = first / samples
         variance = (second / samples - mean**2).clamp_(min=0)
         narrow = mean.to(weights[0].dtype), variance.to(weights[0].dtype)
@@ -203,11 +202,8 @@ class _Normalise(torch.autograd.Function):
         # What they owe to mean and variance: weight / std * (x_hat * of_weight + of_bias), which is a BatchNorm too.
         for (of_input, _, _), each, weight in zip(found, inputs, weights, strict=True):
             slope = weight * torch.rsqrt(variance + ctx.eps)
-            of_input.sub_(
-                _aten.native_batch_norm(each, slope * of_weight, slope * of_bias, mean, variance, False, 0.0, ctx.eps)[
-                    0
-                ]
-            )
+            factors = slope * of_weight, slope * of_bias
+            of_input.sub_(_aten.native_batch_norm(each, *factors, mean, variance, False, 0.0, ctx.eps)[0])
         of_inputs, of_weights, of_biases = zip(*found, strict=True)
         return None, None, None, *of_inputs, *of_weights, *of_biases
 

@@ -123,10 +123,8 @@ def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 def _with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     parameters = {name: each for name, each in layer._parameters.items() if each is not None}
-    # What stands in the instance is found before its parameters, by whatever class of layer this is.
-    vars(layer).update(
-        {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in parameters.items()}
-    )
+    wide = {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in parameters.items()}
+    vars(layer).update(wide)  # what stands in the instance is found before its parameters, by whatever class it is
     try:
         return forward(inputs)
     finally:

@@ -45,9 +45,8 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
             predicted = as_predicted(best)
             compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in others)
             words = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
-    found = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count).changed(
-        "run", {"predicted": predicted}
-    )
+    found = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
+    found = found.changed("run", {"predicted": predicted})
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
     return replace(found, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), words

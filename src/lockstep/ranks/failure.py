@@ -78,9 +78,8 @@ def from_json(text: str | bytes) -> Failure:
 def parse_failure(value: Any) -> Failure:
     """Return a failure from JSON; ValueError for anything else."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
-    failure = Failure(
-        **fields(value, {**kinds, "secondary": bool, "log": str, "time": float, "wrong": list, "cause": str})
-    )
+    kinds |= {"secondary": bool, "log": str, "time": float, "wrong": list, "cause": str}
+    failure = Failure(**fields(value, kinds))
     whole(failure.rank, most=whole(failure.size, least=1) - 1)
     for rank in failure.wrong:
         whole(rank, most=failure.size - 1)

@@ -180,9 +180,8 @@ class Heartbeat:
     def _alone(self, looks: int) -> Failure:
         """Return the failure where the store does not answer."""
         where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
-        return self._loss_failure(
-            [0], f"{where} has not answered for {looks * self._beat_s:.0f} s", "killed, stopped or cut off"
-        )
+        what = f"{where} has not answered for {looks * self._beat_s:.0f} s"
+        return self._loss_failure([0], what, "killed, stopped or cut off")
 
     def _loss_failure(self, ranks: list[int], what: str, why: str, cause: Cause = "transient") -> Failure:
         hosts = self._rendezvous.hosts

@@ -107,9 +107,8 @@ def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
     rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
     yield Table("Samples", ("sample", "micro-batch", "loss"), rows, "Those of the largest loss come first.")
     largest = sorted(found.activations.items(), key=lambda each: _order(each[1]))[:_MOST]
-    yield Table(
-        "Activations", ("module", "largest absolute value"), [[name, f"{value:.4g}"] for name, value in largest]
-    )
+    rows = [[name, f"{value:.4g}"] for name, value in largest]
+    yield Table("Activations", ("module", "largest absolute value"), rows)
 
 
 def _curve(replay: Replay) -> Iterator[Section]:

@@ -118,9 +118,8 @@ class Classification:
         """Return how often the first guess was right of each class, None where it has no sample, and the confusions."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
-        shares = [
-            right / of if of else None for right, of in zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
-        ]
+        pairs = zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
+        shares = [right / of if of else None for right, of in pairs]
         return {"accuracy": dict(zip(names, shares, strict=True)), "confusion": matrix.tolist()}
 
     def check(self, outputs: Any, batch: Batch) -> None:

@@ -265,9 +265,8 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
         found = metric(outputs, batch)
         if not isinstance(found, Mapping):
             raise UsageError(f"metric {path}: it returned {type(found).__name__}; return a mapping of names to sums")
-        sums = {
-            str(name): torch.as_tensor(value).detach() for name, value in found.items()
-        }  # to be read, not learned from
+        # To be read, not learned from.
+        sums = {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
     if (taken := first_taken(sums, OF_TRAINING)) is not None:
         raise UsageError(
             f"metric {path}: {taken} is what each evaluation is written with already; give it another name "

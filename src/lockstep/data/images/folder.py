@@ -38,9 +38,8 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as requested."""
     found = scan(request.root, options.validation, options.validation_per_class)
     validation = Files(found.validation) if found.validation else None
-    return replace(
-        pictures(Files(found.train), validation, found.classes, request), warnings=tuple(_warnings(found.ignored))
-    )
+    data = pictures(Files(found.train), validation, found.classes, request)
+    return replace(data, warnings=tuple(_warnings(found.ignored)))
 
 
 def _warnings(ignored: Sequence[str]) -> Iterator[str]:

@@ -54,9 +54,8 @@ class Bytes:
     def library(self) -> Any:
         """See Tokenizer."""
         tokenizers = _library()
-        found = tokenizers.Tokenizer(
-            tokenizers.models.BPE({each: number for number, each in enumerate(_visible_bytes())}, [])
-        )
+        codes = {each: number for number, each in enumerate(_visible_bytes())}
+        found = tokenizers.Tokenizer(tokenizers.models.BPE(codes, []))
         found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         found.decoder = tokenizers.decoders.ByteLevel()
         return found

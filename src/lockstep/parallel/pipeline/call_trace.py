@@ -58,9 +58,8 @@ class CallTrace:
         self._calls: list[_TracedCall] = []
         self._inside = False
         # Row numbers that every table has, and masks that leave nothing out.
-        self.outputs: Any = self._run(
-            batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), cut.example)
-        )
+        ones = batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), cut.example)
+        self.outputs: Any = self._run(ones)
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
         for place, call in enumerate(self._calls):

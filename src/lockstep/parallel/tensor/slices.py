@@ -187,6 +187,5 @@ class SlicedLayout:
     def _part(self, name: str, tensor: Tensor) -> Shard:
         """Return what this rank answers for."""
         held = self.as_shard(name, tensor)
-        return (
-            held if isinstance(held, Shard) else Shard(held, 0, held.shape, self._place.primary and self._place.first)
-        )
+        primary = self._place.primary and self._place.first
+        return held if isinstance(held, Shard) else Shard(held, 0, held.shape, primary)
