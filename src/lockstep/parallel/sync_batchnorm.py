@@ -191,10 +191,9 @@ class _Normalise(torch.autograd.Function):
         samples, mean, variance, *saved = ctx.saved_tensors
         inputs, weights = saved[: ctx.count], saved[ctx.count :]
         # As if mean and variance were constants: dy * weight / std, and the two sums.
+        constant = mean, variance, None, None, False, ctx.eps, [True, True, True]
         found = [
-            _aten.native_batch_norm_backward(
-                gradient, each, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
-            )
+            _aten.native_batch_norm_backward(gradient, each, weight, *constant)
             for gradient, each, weight in zip(gradients, inputs, weights, strict=False)
         ]
         own = [torch.cat([of_weight, of_bias]).double() for _, of_weight, of_bias in found]

@@ -44,12 +44,11 @@ def refused(rows: Sequence[Placed]) -> list[str]:
     for row in rows:
         if row.figures is None:
             without.setdefault(row.strategy, []).append(row)
-    return [
-        printable_line(
-            f"not measured: {name} on {', '.join(str(row.processes) for row in own)}: {_first(own[0].reason)}"
-        )
-        for name, own in without.items()
-    ]
+    lines = []
+    for name, own in without.items():
+        numbers = ", ".join(str(row.processes) for row in own)
+        lines.append(printable_line(f"not measured: {name} on {numbers}: {_first(own[0].reason)}"))
+    return lines
 
 
 def best(rows: Sequence[Placed], machine: Machine) -> Placed | None:

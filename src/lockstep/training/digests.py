@@ -86,12 +86,8 @@ class StepDigests:
             self.every = every
             self.note(f"digests: of every {every}. step, so that they take at most {PRICE:.1%} of the time\n")
         if self.world.rank == 0:
-            self.write(
-                [
-                    Digest(step, value % (1 << 64), weights)
-                    for (step, weights, _), value in zip(notes, values, strict=True)
-                ]
-            )
+            summed = zip(notes, values, strict=True)
+            self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])
 
     def _note(self, step: int, tensors: NamedTensors, weights: bool) -> None:
         self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_of(tensors))))

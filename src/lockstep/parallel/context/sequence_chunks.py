@@ -50,12 +50,9 @@ class SequenceChunks:
     def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits. The weight of each chunk is that of the whole micro-batch."""
         self._microbatches = microbatches
+        first, batch = microbatch.index, microbatch.batch
         return [
-            replace(
-                microbatch,
-                index=chunk * microbatches + microbatch.index,
-                batch=self._task.chunk(microbatch.batch, chunk, self.count),
-            )
+            replace(microbatch, index=chunk * microbatches + first, batch=self._task.chunk(batch, chunk, self.count))
             for chunk in self._own
         ]
 

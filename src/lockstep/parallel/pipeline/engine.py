@@ -213,29 +213,27 @@ class PipelineEngine:
         """See Engine."""
 
     def _act(self, action: Action, leaves: MicroBatches, step: Step) -> None:
-        stage, microbatch = self._stages[action.stage], leaves[0].index
+        number, microbatch = action.stage, leaves[0].index
+        stage = self._stages[number]
         match action.kind:
             case "forward":
-                self._forward(action.stage, leaves, step)
+                self._forward(number, leaves, step)
             case "backward_weight":
                 with self._model_code:
                     stage.backward_weight(microbatch)
             case "backward" | "backward_input":
                 backward = stage.backward if action.kind == "backward" else stage.backward_input
                 arrived = [
-                    Arrived(
-                        self._gradients_of(action.stage, leaf.index, step),
-                        self._lent_gradients(action.stage, leaf.index),
-                    )
+                    Arrived(self._gradients_of(number, leaf.index, step), self._lent_gradients(number, leaf.index))
                     for leaf in leaves
                 ]
                 with self._model_code:
                     found = backward(microbatch, arrived)
                 for leaf, back in zip(leaves, found, strict=True):
-                    for tie, gradient in zip(self._ties.of_borrower(action.stage), back.borrowed, strict=True):
+                    for tie, gradient in zip(self._ties.of_borrower(number), back.borrowed, strict=True):
                         self._links.send([gradient], self._links.of_tie(tie), tie.owner, leaf.index)
-                    if action.stage:
-                        before = action.stage - 1
+                    if number:
+                        before = number - 1
                         self._links.send([*back.inputs], self._links.gradients_of(before), before, leaf.index)
 
     def _forward(self, number: int, leaves: MicroBatches, step: Step) -> None:
