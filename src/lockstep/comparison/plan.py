@@ -122,17 +122,13 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 
 
 def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
-    """Return the recipes to compare: first the one that was given, and of those that are alike the first.
-
-    Each has its override, the given one only where one says what it has.
-    """
-    given = load(request.source, [*request.overrides, *placement])
+    """Return the recipes to compare with their overrides: first the one that was given, and no two that are alike."""
     found: list[tuple[str, Loaded]] = []
-    for variant in (*request.variants, ""):
-        loaded = load(request.source, [*_overrides(request, variant), *placement]) if variant else given
+    for variant in ("", *request.variants):
+        loaded = load(request.source, [*_overrides(request, variant), *placement])
         if all(loaded.config != other.config for _, other in found):
             found.append((variant, loaded))
-    return sorted(found, key=lambda each: each[1].config != given.config)
+    return found
 
 
 def _given(loaded: Loaded, key: str) -> str:
