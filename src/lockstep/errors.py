@@ -3,8 +3,7 @@
 LockstepError
 ├── UsageError            2  what the user typed: a recipe, an override, a folder, a device
 │   ├── ConfigError       2  every problem of a configuration at once, each with its place
-│   ├── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
-│   └── StrategyError     2  a strategy that does not fit the model, the optimizer or the number of processes
+│   └── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
 ├── TrainingError         1  what went wrong while training: a loss that is not finite, say
 │   ├── DataError         1  a file that is missing, cut off or damaged
 │   ├── HostError         1  a disk or a service that does not do what it was asked
@@ -79,10 +78,6 @@ class OwnCodeError(UsageError):
     """What the user's own model, loss or data raised, in a check or while training."""
 
     cause = "code"
-
-
-class StrategyError(UsageError):
-    """The strategy does not fit the model, the optimizer or the number of processes of a loop."""
 
 
 class TrainingError(LockstepError):

@@ -27,7 +27,7 @@ def test_a_loop_of_ones_own_counts_no_flop() -> None:
 def test_started_tells_where_a_run_goes_on() -> None:
     assert wording.start_lines(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
     complete = wording.start_lines(started(690, RESUMED_FROM), "")[-1]
-    assert complete == f"complete: nothing is left to train after step 690 from {RESUMED_FROM}"
+    assert complete == f"complete after step 690 from {RESUMED_FROM}: nothing is left to train"
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])

@@ -136,19 +136,6 @@ def test_an_evaluation_that_no_rank_adds_up_with_others_is_warned_of_once() -> N
     assert [worlds.run(2, warned_in_evaluation, by) for by in ("run", "torch")] == [[""] * 2] * 2
 
 
-def read_by_state_dict(world: World, strategy: str) -> str:
-    with redirect_stderr(io.StringIO()) as printed:
-        ended(world, strategy, lambda run: trained(run).state_dict() and None)
-    return printed.getvalue()
-
-
-def test_rows_that_are_read_as_if_they_were_whole_are_warned_of() -> None:
-    found, *others = worlds.run(2, read_by_state_dict, "zero3")
-    assert re.match(r"warning: model.state_dict\(\) has one rank's rows of each weight \(tests/", found)
-    assert others == [""]
-    assert worlds.run(2, read_by_state_dict, "zero1") == [""] * 2
-
-
 def written_past_torch(run: Any) -> None:
     trained(run)[0].bias.detach().numpy()[0] += run.rank
 

@@ -95,7 +95,7 @@ def test_settings_that_a_resume_overrules_are_warned_of(tmp_path: Path, capsys: 
     def made(decay: float) -> Make:
         return lambda optimizer: lr_scheduler.StepLR(optimizer, 1, decay)
 
-    text = "run.place: the scheduler was made with another gamma when the run began"
+    text = "run.place: the scheduler is made with another gamma than when the run began"
     said, rates = [], []
     for last, decay in ((1, 0.5), (2, 0.5), (3, 0.9), (4, 0.9)):
         with joined(tmp_path / "run") as run:

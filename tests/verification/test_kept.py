@@ -39,7 +39,7 @@ def test_what_is_kept_is_named_with_its_line() -> None:
 
 
 def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
-    generator, unchanged, seen, logged, total = torch.Generator(), torch.Generator(), [torch.ones(1)], [], 0.0
+    generator, unchanged, seen, logged, total = torch.Generator(), torch.Generator(), [], [], torch.zeros(1)
     before = Kept([])
     torch.rand(1, generator=generator)
     seen.append(torch.ones(1))

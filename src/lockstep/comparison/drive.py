@@ -30,7 +30,7 @@ def compare(
     placements: Sequence[str | Strategy] = ("ddp",),
     processes: Sequence[int] = (1, 2),
     overrides: Mapping[str, Any] | None = None,
-    also: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    also: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     usual: bool = False,
     dir: str | Path | None = None,
 ) -> Comparison:
@@ -46,7 +46,7 @@ def compare(
     strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
     counts = processes_in(",".join(map(str, processes)))
     folder = folder_for(str(recipe)) if dir is None else Path(dir)
-    each_also = [also] if isinstance(also, Mapping) else also
+    each_also = [also] if isinstance(also, Mapping) else also or ()
     words, variants = tuple(as_words(overrides)), tuple(word for each in each_also for word in as_words(each))
     threads = torch.get_num_threads()
     try:

@@ -32,6 +32,7 @@ _MOST: Final = 10_000  # keys and values, which PyYAML reads in about a second
 _LONGEST: Final = 200  # characters of a key in a message
 _LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")  # of PyYAML
 _WORDS: Final = re.compile(r"\s*[^\s#]")
+_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # which nothing can stand below
 _NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
@@ -126,7 +127,7 @@ def _mislaid(text: str, place: SourcePosition) -> tuple[SourcePosition, str] | N
         if colon := _NO_SPACE.match(line):
             return place._replace(line=number, column=colon.end()), "a space is missing after the colon"
     outer, inner = (len(line) - len(line.lstrip()) for _, line in (above, here))
-    if inner > outer and not above[1].rstrip().endswith(":"):
+    if inner > outer and _PLAIN_VALUE.match(above[1]) and here[1].count(": ") < 2:
         return place._replace(line=here[0], column=inner + 1), "indented further than the line above"
     return None
 

@@ -69,7 +69,7 @@ def check_export(
 def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
     with TemporaryDirectory() as folder:
         save_file(_named(inputs), Path(folder, "inputs.safetensors"))
-        structure = pytree.treespec_dumps(pytree.tree_structure(inputs))
+        structure = pytree.treespec_dumps(pytree.tree_structure(_unnamed(inputs)))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
         # No hub, whatever a config names: all that is needed is at the place.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -79,6 +79,12 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
             output = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
             raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
+
+
+def _unnamed(inputs: Inputs) -> Any:
+    """Return inputs with plain tuples in place of named ones, which another process does not know."""
+    named = pytree.is_namedtuple_instance
+    return pytree.tree_map(lambda each: tuple(each) if named(each) else each, inputs, is_leaf=named)
 
 
 def _named(inputs: Inputs) -> dict[str, Tensor]:

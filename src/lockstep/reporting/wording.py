@@ -43,8 +43,9 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
-        how = "resuming" if event.step < event.steps else "complete: nothing is left to train"
-        lines.append(f"{how} after step {event.step:,} from {printable_line(event.resumed_from)}")
+        left = "" if event.step < event.steps else ": nothing is left to train"
+        at = f"after step {event.step:,} from {printable_line(event.resumed_from)}"
+        lines.append(f"{'complete' if left else 'resuming'} {at}{left}")
     if event.again:
         verb = "is" if event.again == 1 else "are"
         lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")

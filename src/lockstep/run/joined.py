@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
-from lockstep.common.own_code import calling, refusal, with_its_line
+from lockstep.common.own_code import refusal, with_its_line
 from lockstep.common.plainfile import parse_json
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
@@ -41,8 +41,8 @@ from lockstep.run.data_facts import digest_ends
 from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
 from lockstep.run.own_loss import LossCheck
-from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, is_in_rows, modes_kept
-from lockstep.run.own_placed import ChunkPlan, Placed, fitting, spread
+from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
+from lockstep.run.own_placed import ChunkPlan, Placed, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
@@ -102,7 +102,7 @@ class Run:
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
-        self._ended = self._figures_compared = self._parts_told = self._rows_told = False
+        self._ended = self._figures_compared = self._parts_told = False
         self._logged: dict[str, str] = {}  # figures, in full
         self._state: dict[str, Any] = {}
         self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
@@ -190,8 +190,6 @@ class Run:
                 every = self._member.settings.run.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)
         hand_over(optimizer)
-        if is_in_rows(model):
-            model.register_state_dict_pre_hook(self._warn_of_rows)  # type: ignore[no-untyped-call]
         self._gate.stand_before(model, placed.numerics)
         if len((together := placed.calling_together)[0]) > 1:
             self._gate.alike = AlikeCalls(self._world, together)
@@ -228,8 +226,7 @@ class Run:
         with with_its_line():
             items = Items(dataset, collate)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
-            with fitting():
-                check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
+            check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
             self._rank.warn(
                 "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
@@ -571,14 +568,6 @@ class Run:
         extra = None if audits is None else partial(audits.assignment, self.rank)
         data, transforms = DataSet(items, items), NoTransforms()
         return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
-
-    def _warn_of_rows(self, *_: Any) -> None:
-        if not self._rows_told:
-            self._rows_told = True
-            self._rank.warn(
-                f"model.state_dict() has one rank's rows of each weight ({calling()}): use run.save and lockstep.load, "
-                "or p.full_tensor() on all ranks"
-            )
 
     def _compare_figures(self) -> None:
         """Warn of figures that were logged with other values on other ranks, the first time there are any."""

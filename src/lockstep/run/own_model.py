@@ -190,14 +190,10 @@ class StrayModuleCheck:
             )
 
 
-def is_in_rows(model: nn.Module) -> bool:
-    """Return whether each rank has rows of the weights alone."""
-    return any(type(each) is not nn.Parameter for each in model.parameters())
-
-
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
-    of_rows = is_in_rows(model) and any(word in str(error) for word in _OF_ROWS)
+    in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
+    of_rows = in_rows and any(word in str(error) for word in _OF_ROWS)
     advice = _TOO_FEW if "Expected more than 1 value per channel" in str(error) else _IN_ROWS if of_rows else ""
     if isinstance(error, LockstepError) or not advice:
         return error

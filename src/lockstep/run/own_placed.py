@@ -1,8 +1,8 @@
 """A model of a loop of the user's own, spread over the ranks by a strategy."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, cast
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked
 from lockstep.device.precision import stored_dtype
-from lockstep.errors import StrategyError, UsageError
+from lockstep.errors import UsageError
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -90,6 +90,10 @@ class Placed:
     guard: Guard | Unguarded
     audit: Audit
 
+    @cached_property
+    def _modules(self) -> Sequence[nn.Module]:
+        return [*self.model.modules()]
+
     @property
     def calling_together(self) -> list[list[int]]:
         """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
@@ -119,7 +123,7 @@ class Placed:
         """Hand the optimizer's settings on, and see that they, modes, rate, `clip` and `of` are alike on all ranks."""
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            evaluating = sum(not module.training for module in self.model.modules())
+            evaluating = sum(not module.training for module in self._modules)
             given = {"of": of, "lr": rate, "clip": clip, "modules in evaluation mode": evaluating}
             self.world.note(self.groups.facts(step, given))
 
@@ -131,8 +135,8 @@ class Placed:
             other = self.scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))
             if other:
                 warn(
-                    f"run.place: the scheduler was made with another {', '.join(other)} when the run began: it keeps "
-                    "what was saved, and the change has no effect; choose another dir to train with it"
+                    f"run.place: the scheduler is made with another {', '.join(other)} than when the run began: it "
+                    "keeps what was saved, and the change has no effect; choose another dir to train with it"
                 )
 
     def changes(self) -> dict[str, Any]:
@@ -161,10 +165,8 @@ def spread(
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
     check_layers(type(model).__name__, model)
-    with fitting():
-        name, chosen = _strategy(member, asked)
-        cut = chosen.traits.cuts_rows or chunks.count > 1
-        check_steps(optimizer, model, name, cut, stored_dtype(settings.precision))
+    name, chosen = _strategy(member, asked)
+    check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
     numerics = Numerics(
         1,
         settings.seed,
@@ -179,14 +181,13 @@ def spread(
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
     chunked = chunks.cut(model)
+    if isinstance(chosen, CutsModel):
+        chosen.check_model(lambda: model, None, world.size)
     no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
     problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
     log, every = MessageLog(), settings.placement.audit_every
     own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
-    with fitting():
-        if isinstance(chosen, CutsModel):
-            chosen.check_model(lambda: model, None, world.size)
-        engine = chosen.start(problem, make_optimizer, own_world, numerics)
+    engine = chosen.start(problem, make_optimizer, own_world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
@@ -195,15 +196,6 @@ def spread(
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     audit = Audit(engine, world, log, every)
     return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, scheduler, guard, audit)
-
-
-@contextmanager
-def fitting() -> Iterator[None]:
-    """Raise what a strategy refuses as StrategyError."""
-    try:
-        yield
-    except UsageError as error:
-        raise StrategyError(str(error)) from error
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:

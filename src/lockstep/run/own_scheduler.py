@@ -62,7 +62,7 @@ class OwnScheduler:
         self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), saved))
         now, self.made = self.made, made or self.made  # checkpoints of earlier versions lack it
         other = [name for name in now if now[name] != self.made.get(name)]
-        return [name for name in other if not name.startswith("_")] or other
+        return [name for name in other if not name.startswith("_")] or (["schedule"] if other else [])
 
     def note_update(self) -> None:
         """Let it know that there was an update, before which it should not be stepped."""

@@ -66,7 +66,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
     saved = not is_folder or bool(store.checkpoints(place / store.FOLDER))
     if is_folder:
         resuming = shlex.join(["lockstep", "train", str(place / CONFIG), f"run.dir={place}"])
-        lines.append(f"{resuming} goes on with it" if saved else "it saved no checkpoint: its folder may be removed")
+        lines.append(f"{resuming} goes on with it" if saved else "it has saved no checkpoint")
     if saved and (before.epochs, before.steps) != (now.epochs, now.steps):
         lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
     raise UsageError(

@@ -2,9 +2,12 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import count
+from random import Random
 from typing import Any, Self, final
 
-from torch import nn
+import numpy as np
+from torch import Generator, nn
 
 from lockstep.run.probe.state import Globals, ModelState
 from lockstep.run.user_code import own_frames, own_modules, place_of_attribute
@@ -17,10 +20,7 @@ class Kept:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = own_modules(())
         self._models = [(model, ModelState(model)) for model in models]
-        scopes = [
-            ({name: value for name, value in frame.f_locals.items() if not _is_log(value)}, frame.f_code)
-            for frame in own_frames()
-        ]
+        scopes = [(frame.f_locals, frame.f_code) for frame in own_frames()]
         self._globals = Globals(modules, (), scopes)
         self._variables = {
             f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()
@@ -39,15 +39,20 @@ class Kept:
             found |= {f"{name} of the model": "a buffer" for name in before.buffer_changes(now)}
         for name, change in self._globals.changes(after._globals).items():
             values = [held[name] for held in (self._variables, after._variables) if name in held]
-            if not values or (len(values) == 2 and values[0] is values[1]):
+            same = len(values) == 2 and values[0] is values[1]
+            if not values or (same and ("." in name or _is_state(values[1]))):
                 found[name.removeprefix("__main__.")] = _told(change, after._globals.place(name))
         return found
 
 
-def _is_log(value: Any) -> bool:
-    """Return whether a local variable holds nothing but numbers, as what a loop prints at its end."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | deque) else [None]
-    return all(isinstance(each, int | float) for each in items)
+def _is_state(value: Any) -> bool:
+    """Return whether a local variable may lead from one step to the next: a generator, or what holds more than numbers.
+
+    Numbers, and what adds tensors or its own up, are rather what a loop prints at its end.
+    """
+    if isinstance(value, dict | list | deque):
+        return not all(isinstance(each, int | float) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Generator | np.random.Generator | np.random.RandomState | Random | count)
 
 
 def _told(change: str, where: str) -> str:

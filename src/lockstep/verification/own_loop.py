@@ -6,6 +6,7 @@ each step, its loss and a digest of each tensor of the model, and compared with 
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from lockstep.common.patterns import list_some
 from lockstep.config.blame import with_places
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
-from lockstep.errors import EXIT_DONE, EXIT_USAGE, StrategyError, UsageError, VerificationError
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.verification import Verdict, against
@@ -35,7 +36,7 @@ from lockstep.verification.kept import Kept
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
-_UNFIT: Final = "unfit"
+_OF_STRATEGY: Final = re.compile(r"\bstrategy\b(?!\.)")  # stands in refusals of what only some strategies can be
 _WITNESSED: Final = "witnessed-{}.json"  # by a rank
 _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
@@ -164,7 +165,8 @@ def check_placements(
             code, message = loop.run(strategy, count, str(number))
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:  # what one process passed, and several are refused, is a fault of the loop
-                verdict: Verdict = "not possible" if loop.is_unfit(str(number)) else "failed"
+                unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
+                verdict: Verdict = "not possible" if unfit else "failed"
                 yield Checked(label, count, verdict, reason=message)
                 continue
             found = loop.trace(str(number))
@@ -236,10 +238,6 @@ class _Loop:
         code, text = in_workers_silently(work, None, Placement(), count, hashes)
         return code, text.partition("error: ")[2] or text
 
-    def is_unfit(self, name: str) -> bool:
-        """Return whether a run ended because the strategy does not fit."""
-        return (self.folder / name / _UNFIT).exists()
-
     def trace(self, name: str) -> Trace:
         """Return what rank 0 saw; UsageError where it made no step."""
         path = self.folder / name / _TRACE
@@ -292,10 +290,6 @@ class _Loop:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-            except UsageError as error:
-                if _of_strategy(error):
-                    (folder / _UNFIT).touch()
-                raise
             if not ambient.runs:
                 raise UsageError("it joined no run: call lockstep.join in it")
             for run in ambient.runs:
@@ -304,11 +298,6 @@ class _Loop:
             found = {"reads": reads, "kept": kept}
             (folder / _WITNESSED.format(rank)).write_text(json.dumps(found), encoding="utf-8")
         return EXIT_DONE
-
-
-def _of_strategy(error: BaseException | None) -> bool:
-    """Return whether an error is that of a strategy, or was raised in its place."""
-    return error is not None and (isinstance(error, StrategyError) or _of_strategy(error.__context__))
 
 
 @contextmanager
