@@ -1,7 +1,7 @@
 """A survey as a table, and the best of it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
@@ -12,12 +12,7 @@ from lockstep.common.text import printable_line, size
 from lockstep.planning.survey import Machine, Placed
 
 _HEADINGS: Final = ("strategy", "processes", "memory, most", "between steps", "sends", "a step", "fits")
-_COSTS: Final[Mapping[str, str]] = {
-    "epoch": "an epoch",
-    "run": "the run",
-    "save_every": "save every, steps",
-    "kept": "kept",
-}
+_COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
 
 
 def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:

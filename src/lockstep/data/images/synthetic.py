@@ -47,15 +47,11 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
     """
     templates = _templates(classes, channels, image_size)
     deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of two uniform numbers so weighted
+    names = [f"class {number}" for number in range(classes)]
     return DataSet(
         train=_split(_TRAIN, templates, samples),
         validation=_split(_VALIDATION, templates, validation_samples),
-        facts=facts(
-            [f"class {number}" for number in range(classes)],
-            (channels, image_size, image_size),
-            (0.5,) * channels,
-            (deviation,) * channels,
-        ),
+        facts=facts(names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels),
     )
 
 
