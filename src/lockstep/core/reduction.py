@@ -140,15 +140,14 @@ class Reduction(NamedTuple):
 
     def of_rank(self, rank: int) -> Reduction:
         """Return it without what this rank has no part in."""
-        return self._replace(
-            rounds=[
-                Round(
-                    [each for each in sums if rank in each.shares.places],
-                    [each for each in moves if rank in each.source.places or rank in each.target.places],
-                )
-                for sums, moves in self.rounds
-            ]
-        )
+        rounds = [
+            Round(
+                [each for each in sums if rank in each.shares.places],
+                [each for each in moves if rank in each.source.places or rank in each.target.places],
+            )
+            for sums, moves in self.rounds
+        ]
+        return self._replace(rounds=rounds)
 
 
 def reduction(held: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:

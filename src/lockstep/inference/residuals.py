@@ -24,9 +24,7 @@ def residuals(
     `targets` are the names of the numbers, where the data knows them.
     """
     pairs = [match_shapes(task.model_name, each.outputs, each.batch, columns=True) for each in batches]
-    found, true = (
-        torch.cat([each.double().cpu().flatten(1) for each in column]) for column in zip(*pairs, strict=True)
-    )
+    found, true = (torch.cat([each.double().cpu().flatten(1) for each in side]) for side in zip(*pairs, strict=True))
     count = true.shape[1]
     unnamed = [""] if count == 1 else [f"number {number}" for number in range(count)]
     names = targets if len(targets) == count else unnamed
