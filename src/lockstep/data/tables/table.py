@@ -95,8 +95,8 @@ def _warnings(train: pyarrow.Table, targets: Sequence[str]) -> Iterator[str]:
         mean, std = values.mean(), values.std()
         if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
             yield (
-                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, and targets whose size or spread "
-                f"is far from 1 are learned slowly, if at all; subtract the mean, and divide by the deviation"
+                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, and targets whose size or "
+                f"spread is far from 1 are learned slowly, if at all; subtract the mean, and divide by the deviation"
             )
 
 
