@@ -155,10 +155,9 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
                 yield f"step {number}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
         for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
             for rank, each in enumerate(found):
-                if difference := _first(expected[0].get(gate, {}), each.get(gate, {}), tolerance):
-                    sides = expected[0].get(gate, {}), each.get(gate, {})
+                sides, norms = ((expected[0].get(of, {}), each.get(of, {})) for of in (gate, NORM))
+                if difference := _first(*sides, tolerance):
                     multiple = _multiple(*sides) if gate == GRADIENT else ""
-                    norms = expected[0].get(NORM, {}), each.get(NORM, {})
                     # Gradients that were clipped differ by rounding alone, and their norm still has the scale.
                     if gate == GRADIENT and not _first(*sides, _ROUNDING) and (other := _first(*norms, _ROUNDING)):
                         difference, multiple = other, _multiple(*norms)

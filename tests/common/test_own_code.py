@@ -93,7 +93,7 @@ def test_what_is_left_of_ddp_is_told_how_to_go() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
         DistributedSampler([0])
     assert "(" in str(found := own_error(caught.value))
-    assert str(found).endswith("run.place and run.steps share the work out, and run.sum adds up")
+    assert str(found).endswith("run.place and run.steps share the work out")
 
 
 def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 Exit code 0 if all ran and those that promise the same bits have them, 1 if one failed, 3 if one broke its promise.
 """
 
-import os
 import shlex
 import signal
 import sys
@@ -53,8 +52,8 @@ def command(
 
     check_alone("compare starts the processes of each placement")
     source, overrides = split(words)
-    if source not in list_shipped_recipes() and os.path.isdir(source):
-        folders = shlex.join(filter(os.path.isdir, words))
+    if source not in list_shipped_recipes() and Path(source).is_dir():
+        folders = shlex.join(each for each in words if Path(each).is_dir())
         raise UsageError(f"{source}: a folder; to compare runs, use lockstep report {folders}; else give a YAML file")
     folder = folder or folder_for(source)
     strategies, counts = placements_in(placements), processes_in(processes)

@@ -23,10 +23,7 @@ _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 
 _NO_GROUP: Final = "Default process group has not been initialized"
-_LEFT_OVER: Final = (
-    "remove what is left of DDP, such as DistributedDataParallel, DistributedSampler or all_reduce: run.place and "
-    "run.steps share the work out, and run.sum adds up"
-)
+_LEFT_OVER: Final = "remove what is left of DDP, as its wrapper or sampler: run.place and run.steps share the work out"
 
 _KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
 Place = tuple[str, int]  # a file and a line of it

@@ -102,7 +102,6 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     seen: list[Recipe] = []  # by the usual script
     keys = dict.fromkeys(each.partition("=")[0].strip() for each in request.variants)
     for variant, loaded in _variants(request, _placement_overrides(*single)):
-        recipe = _overrides(request, variant)
         ready = _ready(loaded)
         called = variant or ", ".join(_given(loaded, key) for key in keys)
         of, script = f", {called}" if called else "", as_seen(loaded.config.recipe)
@@ -111,7 +110,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
             named += [(NAIVE, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in request.processes]
         for name, strategy, count in named:
             try:
-                plan = _plan(request, recipe, variant, name, strategy, count, ready)
+                plan = _plan(request, variant, name, strategy, count, ready)
                 plans.append(replace(plan, row=replace(plan.row, variant=called)))
             except UsageError as error:
                 problems.append(f"{'' if name == NAIVE else f'{name} on {count}{of}: '}{error}")
@@ -153,18 +152,12 @@ def _ready(loaded: Loaded) -> Setup:
 
 
 def _plan(
-    request: ComparisonRequest,
-    recipe: Sequence[str],
-    variant: str,
-    name: str,
-    strategy: Strategy,
-    count: int,
-    ready: Setup,
+    request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, ready: Setup
 ) -> PlannedRun:
     """Return the plan of a placement, or raise UsageError where it cannot run, or its folder has another recipe."""
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
     kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
-    loaded = load(request.source, [*recipe, *_placement_overrides(strategy, count), *kept])
+    loaded = load(request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *kept])
     if (folder / CONFIG).exists():
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
     resolved = resolve(loaded)

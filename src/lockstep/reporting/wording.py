@@ -25,14 +25,12 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
-    counted = (
-        (event.parameters, "parameter"),
-        (event.train_samples, "training sample"),
-        (event.validation_samples, "validation sample"),  # of which a loop of one's own says nothing
-    )
+    counted = [(event.parameters, "parameter"), (event.train_samples, "training sample")]
+    # A loop of one's own counts none of these.
+    counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
-        ", ".join(format_count(number, of) for number, of in counted if number or event.task),
+        ", ".join(format_count(number, of) for number, of in counted),
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
@@ -43,9 +41,8 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
-        left = "" if event.step < event.steps else ": nothing is left to train"
         at = f"after step {event.step:,} from {printable_line(event.resumed_from)}"
-        lines.append(f"{'complete' if left else 'resuming'} {at}{left}")
+        lines.append(f"resuming {at}" if event.step < event.steps else f"complete {at}: nothing is left to train")
     if event.again:
         verb = "is" if event.again == 1 else "are"
         lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")

@@ -416,12 +416,7 @@ class Run:
             self._member.close(None)
 
     def _run(
-        self,
-        placed: Placed,
-        plan: OwnPlan,
-        loader: Loader,
-        audits: AuditSchedule | None,
-        faults: Sequence[CodeFinding],
+        self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None, faults: Sequence[CodeFinding]
     ) -> Generator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
         self._rank.write(self._start_event(placed, plan))

@@ -131,13 +131,12 @@ class Placed:
         """Take over the settings of groups that a checkpoint was saved with, where it says so."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
-        if self.scheduler is not None:
-            other = self.scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))
-            if other:
-                warn(
-                    f"run.place: the scheduler is made with another {', '.join(other)} than when the run began: it "
-                    "keeps what was saved, and the change has no effect; choose another dir to train with it"
-                )
+        scheduler = self.scheduler
+        if scheduler and (other := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
+            warn(
+                f"run.place: the scheduler is made with another {', '.join(other)} than when the run began: it keeps "
+                "what was saved, and the change has no effect; choose another dir to train with it"
+            )
 
     def changes(self) -> dict[str, Any]:
         """Return what `take_settings` takes over."""

@@ -122,11 +122,9 @@ def place_of_frame(frame: FrameType | None) -> str:
     """
     while frame is not None and _of_python(frame.f_code.co_filename):
         frame = frame.f_back
-    return (
-        ""
-        if frame is None or is_librarys(frame.f_code.co_filename)
-        else location(frame.f_code.co_filename, frame.f_lineno)
-    )
+    if frame is None or is_librarys(frame.f_code.co_filename):
+        return ""
+    return location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def is_librarys(file: str) -> bool:

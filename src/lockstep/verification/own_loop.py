@@ -166,8 +166,7 @@ def check_placements(
             label = strategy if isinstance(strategy, str) else str(strategy["name"])
             if code != EXIT_DONE:  # what one process passed, and several are refused, is a fault of the loop
                 unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
-                verdict: Verdict = "not possible" if unfit else "failed"
-                yield Checked(label, count, verdict, reason=message)
+                yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
                 continue
             found = loop.trace(str(number))
             departure = _mismatch(reference, found)
