@@ -36,6 +36,6 @@ def test_a_process_of_a_host_beside_this_one_is_out_of_sight(monkeypatch: pytest
     assert liveness.state(said) == "unknown"
 
 
-@pytest.mark.parametrize("said", ["", "nonsense", f"another machine {os.getpid()} 1", "{} x 99"])
+@pytest.mark.parametrize("said", ["", "nonsense", "another machine {pid} 1", "{here} x 99"])
 def test_a_process_of_elsewhere_and_what_is_none_is_out_of_sight(said: str) -> None:
-    assert liveness.state(said.format(liveness.identity().rsplit(" ", 2)[0])) == "unknown"
+    assert liveness.state(said.format(pid=os.getpid(), here=liveness.identity().rsplit(" ", 2)[0])) == "unknown"
