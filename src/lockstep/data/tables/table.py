@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Of whole numbers that are not declared to be classes; and how many there may be with fewer rows than ten for each.
 _MOST_CLASSES: Final = 1000
 _MOST_RARE: Final = 20
-_LARGE: Final = 100  # a target that is learned slowly, as one below its reciprocal is
+_LARGE: Final = 1_000  # a target that is learned slowly, as one below its reciprocal is
 
 
 @dataclass(frozen=True)
