@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.common.own_code import refusal
+from lockstep.models.check import hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
@@ -82,9 +83,9 @@ def check_pair(model: Any, optimizer: Any) -> None:
             f"{foreign[0]}",
             "put all that is trained in one module, such as an nn.ModuleDict",
         )
-    if watched := [names[each] for each in held if each._backward_hooks or each._post_accumulate_grad_hooks]:
+    if watched := hooked_parameter(model):
         raise refusal(
-            f"run.place: {watched[0]} has a hook of its gradient, which strategies keep in other tensors",
+            f"run.place: {watched} has a hook of its gradient, which strategies keep in other tensors",
             "take it away; compute in the model what changes gradients, and log step.norm",
         )
     frozen = [names[each] for each in held if not each.requires_grad]
