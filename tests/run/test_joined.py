@@ -519,18 +519,6 @@ def test_a_model_that_is_compiled_in_place_is_refused():
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
-    def train(run: Any, factor: float) -> None:
-        model, _ = loops.placed(run)
-        for step, *batch in loops.micro_batches(loops.steps(run)):
-            step.backward(sum=loops.loss(model, batch) * factor)
-
-    for factor, warned in ((0.1, 0), (0.25, 1)):
-        with joined() as run:
-            train(run, factor)
-        assert capsys.readouterr().err.count("warning: step 1: the loss is multiplied by 0.25 (") == warned
-
-
 def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
     class Curriculum(TensorDataset):
         def set_epoch(self, epoch: int) -> None: ...

@@ -127,7 +127,7 @@ def mean(run):
         step.backward(sum=F.cross_entropy(model(x), y))  # <-
 
 
-@refused("the loss is divided by 6, the number of micro-batches of the step")
+@refused("the loss is divided by 6")
 def accumulation_of_sums(run):
     accumulate = 6
     model, _ = placed(run)

@@ -5,10 +5,9 @@ one that this rank repeats, and where the ranks do not agree some to find out wh
 loop over micro-batches ends, and not by the update.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Never, final
 
 from torch import Tensor
@@ -55,8 +54,6 @@ class Step:
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
         self._part = Part(self._turn.microbatches)
-        own = self._turn.microbatches[self._audit is not None :]
-        self._counts = partial(_counts, self._turn, own, self._leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
@@ -215,7 +212,15 @@ class Step:
                 f"step {self.number}: {what}",
                 "call step.backward once for each micro-batch, within `for batch in step`, with all losses added up",
             )
-        self._losses(self._phase).check(self.number, loss, microbatch, self._counts, self._gate.returned, mean=is_mean)
+        self._losses(self._phase).check(
+            self.number,
+            loss,
+            microbatch,
+            self._leaves,
+            self._gate.returned,
+            mean=is_mean,
+            weighs=self._turn.step.counted is not None,
+        )
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
         self._leave()
@@ -345,16 +350,3 @@ class Step:
     def _seed_between(self, place: int) -> None:
         """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
         seed_all(self._placed.world, random.extend_key(self._draws, place))
-
-
-def _counts(turn: Turn, own_ones: Sequence[MicroBatch], microbatches: int) -> dict[int, str]:
-    """Return what a loss must not be divided by, and what it counts: the sums of a step are divided by its weight."""
-    own, samples = len(own_ones), max((each.samples for each in own_ones), default=1)
-    return {
-        own * samples: "the samples of this process's micro-batches",
-        microbatches * samples: "the samples of as many micro-batches as the step has",
-        turn.step.samples: "the number of samples of the step",
-        turn.step.weight: "the weight of the step",
-        own: "the number of this process's micro-batches",
-        microbatches: "the number of micro-batches of the step",
-    }
