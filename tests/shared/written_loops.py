@@ -1151,6 +1151,40 @@ def drawn_between(run):
 
 
 @alike
+def drawn_after_the_micro_batches(run):
+    """Numbers for the next step, drawn before the update. In the last step a rank of three has no micro-batch."""
+    model, _ = placed(run, nn.Sequential(nn.Linear(6, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 3)))
+    share = 0.5
+    for step in run.steps(data(33), batch=16, microbatches=4, epochs=2):
+        for x, y in step:
+            outputs = model(share * x + (1 - share) * x.flip(0))
+            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
+        share = (np.random.random() + random.random() + float(torch.rand(()))) / 3
+        step.update()
+
+
+@refused("run.steps: torch.autocast is on")
+def autocast_around_the_loop(run):
+    model, _ = placed(run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in run.steps(data(36), batch=18, microbatches=6, epochs=1):  # <-
+            for x, y in step:
+                step.backward(summed(model(x), y))
+            step.update()
+
+
+@refused("step 1: torch.autocast is on")
+def autocast_around_the_iteration(run):
+    model, _ = placed(run)
+    iterator = even(run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in iterator:  # <-
+            for x, y in step:
+                step.backward(summed(model(x), y))
+            step.update()
+
+
+@alike
 def noisy_evaluation_that_sets_the_rate(run):
     """A validation loss as of a VAE, whose noise is drawn from three generators; and numbers drawn after it."""
     model, _ = placed(run)

@@ -223,6 +223,7 @@ class Run:
         batch, number of micro-batches or optimizer.
         """
         placed = self._ready("run.steps")
+        _refuse_autocast("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
@@ -459,6 +460,7 @@ class Run:
         raise SystemExit(EXIT_DONE)
 
     def _begin(self, placed: Placed, turn: Turn, leaves: int, audit: Callable[[], Iterator[Part]] | None) -> Step:
+        _refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
@@ -620,6 +622,17 @@ class Run:
                 "and prints",
             )
         self._compare_figures()
+
+
+def _refuse_autocast(what: str) -> None:
+    """Raise UsageError if autocast is on for any device: it keeps casts of the weights until its block ends."""
+    if torch._C._is_any_autocast_enabled():
+        raise refusal(
+            f"{what}: torch.autocast is on around the steps, and would compute with weights that it cast before the "
+            f"last update",
+            'drop it and set the precision of the run: lockstep.join(precision="bf16"); autocast within a micro-batch '
+            "is fine",
+        )
 
 
 def join(

@@ -156,7 +156,10 @@ class Step:
                         "call step.backward(loss), not loss.backward(), for each",
                     )
         finally:
-            if not self._complete:
+            if self._complete:
+                # Here, and not after the update: numbers drawn before the update may be for the next step, too.
+                self._seed_between(1)
+            else:
                 self._where = calling()
                 self._leave(early=True)
 
@@ -227,7 +230,6 @@ class Step:
         if scheduler is not None:
             scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
-        self._seed_between(1)
         self._guard.mark(moved=True)
 
     def _groups_of(self, of: str) -> frozenset[int]:
@@ -292,7 +294,10 @@ class Step:
         return self._begun and self._done >= self._of and (self._audit is None or self._part.sums is not None)
 
     def _seed_between(self, place: int) -> None:
-        """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
+        """Seed all generators by the step and this place in it, since ranks have drawn for micro-batches of their own.
+
+        Place 0 is the head of the step, place 1 the end of its micro-batches.
+        """
         seed_all(self._placed.world, random.extend_key(self._draws, place))
 
 
