@@ -2,6 +2,7 @@
 
 import gc
 import json
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import loops
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,6 +235,21 @@ def test_a_setting_that_was_set_back_before_a_save_goes_on_as_it_is(tmp_path):
             optimizer.param_groups[0]["weight_decay"] = 0.01  # what it was made with
             if step.number == last:
                 break
+
+    assert_resumes(trained, tmp_path)
+
+
+def test_numbers_drawn_between_two_loops_are_the_same_after_a_resume_in_the_second(tmp_path):
+    def trained(run: Any, last: int) -> None:
+        model, _ = loops.placed(run)
+        share = 1.0
+        for epochs in (1, 2):
+            for step in loops.computed(run, model, epochs=epochs):
+                step.update(lr=share * 1e-2)
+                torch.rand(step.number)
+                if step.number == last:
+                    return
+            share = (np.random.random() + random.random() + float(torch.rand(()))) / 3
 
     assert_resumes(trained, tmp_path)
 

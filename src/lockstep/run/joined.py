@@ -47,7 +47,7 @@ from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
-from lockstep.run.own_step import Step, seed_all
+from lockstep.run.own_step import AFTER_LOOP, Step, seed_all
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
@@ -424,7 +424,9 @@ class Run:
         for fault in faults:
             self._rank.write(Warned(**self._rank.progress.at, culprit=fault.culprit, text=fault.text))
         if self._rank.progress.step >= plan.steps.total:
-            return self._finish(placed)
+            if self._rank.progress.step == plan.steps.total:
+                placed.modes.restore()
+            return self._finish_loop(placed, plan)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
         try:
             what = self._world, self._until_last(loader), loop_plan, self._rank.progress, None
@@ -445,7 +447,13 @@ class Run:
             stop.release()
         if self._member.last is not None:
             self._end_replay()
-        return self._finish(placed)
+        return self._finish_loop(placed, plan)
+
+    def _finish_loop(self, placed: Placed, plan: OwnPlan) -> None:
+        """Finish, and seed all generators: a resumed script, which skips these steps, draws the same after them."""
+        self._finish(placed)
+        draws = random.key(random.OWN_LOOP, self._member.settings.seed, plan.steps.total)
+        seed_all(self._world, random.extend_key(draws, AFTER_LOOP))
 
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""
@@ -464,6 +472,7 @@ class Run:
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
+        placed.modes.restore()
         self._compare_figures()
         self._end_pass()
         self._report = turn.report
@@ -483,6 +492,7 @@ class Run:
             raise self._step._unfinished()
         if placed.scheduler is not None:
             placed.scheduler.check_saved(self._step.number)
+        placed.modes.end_step()
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
@@ -514,9 +524,11 @@ class Run:
         except (TypeError, ValueError) as error:
             raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts by text in it") from None
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
+        compared["modules in evaluation mode"] = changes["modes"]
         self._world.compare({**compared, "run.state": state})
         if placed.scheduler is not None:
             placed.scheduler.note_save()
+        placed.modes.note_save()
         return kept.save()
 
     def _origin(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
 from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
+from lockstep.run.own_modes import Modes, evaluating
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import Settings
 from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
@@ -87,6 +88,7 @@ class Placed:
     made: Mapping[str, Any]  # the optimizer's settings
     groups: Groups
     scheduler: OwnScheduler | None
+    modes: Modes
     guard: Guard | Unguarded
     audit: Audit
 
@@ -123,14 +125,15 @@ class Placed:
         """Hand the optimizer's settings on, and see that they, modes, rate, `clip` and `of` are alike on all ranks."""
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            evaluating = sum(not module.training for module in self._modules)
-            given = {"of": of, "lr": rate, "clip": clip, "modules in evaluation mode": evaluating}
+            resting = sum(not module.training for module in self._modules)
+            given = {"of": of, "lr": rate, "clip": clip, "modules in evaluation mode": resting}
             self.world.note(self.groups.facts(step, given))
 
     def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-        """Take over the settings of groups that a checkpoint was saved with, where it says so."""
+        """Take over the settings of groups and the modes that a checkpoint was saved with, if it has them."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
+        self.modes.load(saved.get("modes"), saved.get("modes_placed"), warn)
         scheduler = self.scheduler
         if scheduler and (other := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
             warn(
@@ -141,7 +144,8 @@ class Placed:
     def changes(self) -> dict[str, Any]:
         """Return what `take_settings` takes over."""
         scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
-        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made}
+        modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
+        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
 
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
@@ -163,6 +167,7 @@ def spread(
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
+    resting = evaluating(model.named_modules())
     check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
@@ -194,7 +199,8 @@ def spread(
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     audit = Audit(engine, world, log, every)
-    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, scheduler, guard, audit)
+    state = structure(model), rate, made, groups, scheduler, Modes(model, resting)
+    return Placed(*what, engine, canonical, chunks, *state, guard, audit)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:

@@ -28,6 +28,10 @@ from lockstep.training.loop import Interval, Turn
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 
+# Places of a step that generators are seeded for.
+_HEAD, _AFTER_MICROBATCHES, _MICROBATCH, AFTER_LOOP = range(4)
+
+
 def seed_all(world: World, key: int) -> None:
     """Seed what a loop draws from: Python's and NumPy's generators, torch's and that of the device."""
     seed_python_and_numpy(key)
@@ -63,7 +67,7 @@ class Step:
         self._phase = 0  # iterations over the micro-batches that ended with an update
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, self._placed.settings.seed, self._turn.step.number)
-        self._seed_between(0)
+        self._seed_between(_HEAD)
 
     @property
     def number(self) -> int:
@@ -143,11 +147,15 @@ class Step:
                 self._stray_check = None if self._done else self._make_stray_check(self._phase)
                 self._current = microbatch
                 self._duplicate = microbatch.dummy
-                seed_python_and_numpy(random.extend_key(self._draws, 2, microbatch.index))  # torch's the engine seeds
+                seed_python_and_numpy(
+                    random.extend_key(self._draws, _MICROBATCH, microbatch.index)
+                )  # torch's the engine seeds
                 forward = self._engine.forward_beside if self._part.beside else self._engine.forward
                 self._forward = forward(microbatch, self._turn.step)
                 self._forward.__enter__()
                 self._gate.open = True
+                if not self._done:
+                    self._placed.modes.check(self.number)
                 self._guard.mark(modes=not self._done)
                 yield microbatch.batch
                 if self._current is not None:
@@ -158,7 +166,7 @@ class Step:
         finally:
             if self._complete:
                 # Here, and not after the update: numbers drawn before the update may be for the next step, too.
-                self._seed_between(1)
+                self._seed_between(_AFTER_MICROBATCHES)
             else:
                 self._where = calling()
                 self._leave(early=True)
@@ -294,10 +302,7 @@ class Step:
         return self._begun and self._done >= self._of and (self._audit is None or self._part.sums is not None)
 
     def _seed_between(self, place: int) -> None:
-        """Seed all generators by the step and this place in it, since ranks have drawn for micro-batches of their own.
-
-        Place 0 is the head of the step, place 1 the end of its micro-batches.
-        """
+        """Seed all generators by the step and this place in it, since ranks have drawn for other micro-batches."""
         seed_all(self._placed.world, random.extend_key(self._draws, place))
 
 
