@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
-from lockstep.common.own_code import refusal, with_its_line
+from lockstep.common.own_code import calling, refusal, with_its_line
 from lockstep.common.plainfile import parse_json
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
@@ -100,6 +100,7 @@ class Run:
         self._report: Callable[[], Sequence[Event]]  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
+        self._left_at = ""  # the line that left a loop over `run.each` early, until the other ranks are asked
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
         self._ended = self._figures_compared = self._parts_told = False
@@ -300,6 +301,8 @@ class Run:
                     self._gate.open = False
                 self._pass.whole = True
         finally:
+            if not self._pass.whole:
+                self._left_at = calling() or "run.each"
             self._gate.open = False
             seed_all(self._world, draws)  # ranks had other batches
             guard.mark(moved=True)
@@ -487,6 +490,7 @@ class Run:
     def _end(self, placed: Placed, turn: Turn) -> None:
         """See that a step was done when the loop asks for the next one."""
         assert self._step is not None
+        self._compare_left()
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
@@ -619,12 +623,22 @@ class Run:
             self._placed.guard.mark()
         self._meet(what)
 
+    def _compare_left(self) -> None:
+        """Raise UsageError if this rank left a loop over `run.each` early, and others that it exchanges with did not.
+
+        It asks at the next call of ours, and not when the loop is left: an error of the script leaves it, too.
+        """
+        where, self._left_at = self._left_at, ""
+        if where and self._gate.alike is not None:
+            self._gate.alike.call(AlikeCalls.LEFT, "", where)
+
     def _refuse_within_batch(self, what: str) -> None:
         if self._gate.open:
             raise refusal(f"{what}: within a batch of run.each", "call it after that, or put all in one dataset")
 
     def _meet(self, what: str) -> None:
         """Wait for all ranks to come to this; UsageError where one is somewhere else instead."""
+        self._compare_left()
         met = self._world.meet(_PLACES.index(what))
         if met is not None:
             place, rank = met

@@ -117,19 +117,25 @@ class AlikeCalls:
     group have as many micro-batches each, but one group may have more than another.
     """
 
+    LEFT: Final = 0xFFFE  # a loop over `run.each` that was left before its last batch
     OVER: Final = 0xFFFF  # the end of a micro-batch, or a batch of `run.each`: in place of the number of what is called
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
         self._world = world.among(groups) if len(groups) > 1 else world
 
-    def call(self, number: int, at: str) -> None:
-        """Raise UsageError, on all ranks of a group, where not all call what has this number now. All of them ask."""
+    def call(self, number: int, at: str, where: str = "") -> None:
+        """Raise UsageError, on all ranks of a group, where not all call what has this number now. All of them ask.
+
+        `where` is the line to name, left out the one that is calling.
+        """
         # With gradients or without: what is exchanged follows from that too.
         found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
         if len({*found}) == 1:
             return
-        over = [int.from_bytes(each[:2]) == self.OVER for each in found]
+        if leaving := [rank for rank, each in zip(self._ranks, found, strict=True) if _number(each) == self.LEFT]:
+            raise _left_error(leaving, [rank for rank in self._ranks if rank not in leaving], where)
+        over = [_number(each) == self.OVER for each in found]
         calling, others = (
             [str(rank) for rank, each in zip(self._ranks, over, strict=True) if each is end] for end in (False, True)
         )
@@ -140,6 +146,20 @@ class AlikeCalls:
             "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
             "does not count by 0; strategies ddp and zero1 exchange nothing there",
         )
+
+
+def _number(said: bytes) -> int:
+    return int.from_bytes(said[:2])
+
+
+def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Exception:
+    left, stayed = (", ".join(map(str, ranks)) for ranks in (leaving, others))
+    return refusal(
+        f"run.each: rank {left} left the loop before its last batch, and rank {stayed} did not",
+        "leave it after the same batch on all ranks, or let it run to its end: in each call of the model ranks exchange "
+        "parts of it; strategies ddp and zero1 exchange nothing there",
+        where,
+    )
 
 
 @final
