@@ -97,7 +97,7 @@ class Run:
         self._losses: list[LossCheck] = []  # of the first update of each step, of the second ...
         self._steps: Generator[Step] | None = None
         self._step: Step | None = None
-        self._report: Callable[[], Sequence[Event]]  # of that step
+        self._turn: Turn | None = None  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._left_at = ""  # the line that left a loop over `run.each` early, until the other ranks are asked
@@ -333,8 +333,9 @@ class Run:
         # First: a run that is killed now goes on after this step, and would not report it again.
         if self._step is not None:
             self._step._saved = True
-            if self._step.updated:
+            if self._step.updated and self._turn is not None:
                 self._write_report()
+                self._turn.check()  # of steps that are not reported, too
         for saved in self._save(placed, self._checkpoints):
             self._rank.write(saved)
 
@@ -478,13 +479,13 @@ class Run:
         placed.modes.restore()
         self._compare_figures()
         self._end_pass()
-        self._report = turn.report
+        self._turn = turn
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
         placed.guard.mark()
         return self._step
 
     def _write_report(self) -> None:
-        for event in self._report():
+        for event in self._turn.report() if self._turn is not None else ():
             self._rank.write(event)
 
     def _end(self, placed: Placed, turn: Turn) -> None:
@@ -520,6 +521,7 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
+        placed.check_finite(self.step)
         changes = placed.changes()
         try:
             state = json.dumps(self._state, sort_keys=True)

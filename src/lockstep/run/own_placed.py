@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,9 +16,9 @@ from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.precision import default_static_scale
-from lockstep.core.shard import Chunked
+from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
-from lockstep.errors import UsageError
+from lockstep.errors import TrainingError, UsageError, against_nonfinite
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -146,6 +147,18 @@ class Placed:
         scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
         modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
         return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
+
+    def check_finite(self, step: int) -> None:
+        """Raise TrainingError if a trained weight is not finite. All ranks call it: each may have rows of its own."""
+        names = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        trained = {name: local_tensor(held) for name, held in self.engine.state().model.items() if name in names}
+        wrong = [not bool(torch.isfinite(each).all()) for each in trained.values()]
+        counts = self.world.add_(torch.tensor(wrong, dtype=torch.int64))
+        if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
+            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+            raise TrainingError(
+                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None, True)}"
+            )
 
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""

@@ -5,6 +5,7 @@ one that this rank repeats, and where the ranks do not agree some to find out wh
 loop over micro-batches ends, and not by the update.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -219,10 +220,10 @@ class Step:
         scheduler = self._placed.scheduler
         if scheduler is not None and lr is not None:
             raise refusal(f"step {self.number}: a rate besides that of the scheduler", "give one of the two")
-        rate = self._placed.rate if lr is None else float(lr)
+        rate = self._placed.rate if lr is None else self._setting("lr", lr)
         shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
         only = None if of is None else self._groups_of(of)
-        clip = None if clip is None else float(clip)
+        clip = None if clip is None else self._setting("clip", clip)
         self._placed.agree(self.number, rate, clip, of)
         self._gate.step = self._guard.step = 0
         sums = self._part.sums or self._engine.end()
@@ -239,6 +240,18 @@ class Step:
             scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
         self._guard.mark(moved=True)
+
+    def _setting(self, name: str, value: float) -> float:
+        """Return `lr` or `clip` as a float; UsageError if the weights would not move by it, or would go uphill."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor with several values
+            number = math.nan
+        if name == "clip" and not number > 0:
+            raise refusal(f"step {self.number}: clip is {value!r}", "give a norm above 0, or leave it out")
+        if name == "lr" and not 0 <= number < math.inf:
+            raise refusal(f"step {self.number}: lr is {value!r}", "give a finite rate from 0")
+        return number
 
     def _groups_of(self, of: str) -> frozenset[int]:
         """Return the numbers of the groups to update."""
