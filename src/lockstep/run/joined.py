@@ -52,7 +52,7 @@ from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
-from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped, Warned
+from lockstep.training.events import Done, Logged, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours

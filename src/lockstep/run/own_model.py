@@ -156,8 +156,8 @@ def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Ex
     left, stayed = (", ".join(map(str, ranks)) for ranks in (leaving, others))
     return refusal(
         f"run.each: rank {left} left the loop before its last batch, and rank {stayed} did not",
-        "leave it after the same batch on all ranks, or let it run to its end: in each call of the model ranks exchange "
-        "parts of it; strategies ddp and zero1 exchange nothing there",
+        "leave it after the same batch on all ranks, or let it run to its end: in each call ranks exchange parts of the "
+        "model; strategies ddp and zero1 exchange nothing there",
         where,
     )
 
