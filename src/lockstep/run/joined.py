@@ -318,7 +318,10 @@ class Run:
 
     def log(self, **figures: float | Tensor) -> None:
         """Write figures of the last step, by name, to the terminal, the run folder and the sinks, on rank 0."""
-        plain = {name: float(value) for name, value in figures.items()}
+        try:
+            plain = {name: float(value) for name, value in figures.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(f"run.log: {error}", "give numbers, or tensors of one number each") from None
         if taken := first_taken(plain, OF_ALL):
             raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
         self._world.say(plain)
