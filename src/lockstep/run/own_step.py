@@ -5,6 +5,7 @@ one that this rank repeats, and where the ranks do not agree some to find out wh
 loop over micro-batches ends, and not by the update.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Interval, Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+# Places of a step that generators are seeded for.
+_HEAD, _AFTER_MICROBATCHES, _MICROBATCH, AFTER_LOOP = range(4)
 
 
 def seed_all(world: World, key: int) -> None:
@@ -62,7 +67,7 @@ class Step:
         self._phase = 0  # iterations over the micro-batches that ended with an update
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, self._placed.settings.seed, self._turn.step.number)
-        self._seed_between(0)
+        self._seed_between(_HEAD)
 
     @property
     def number(self) -> int:
@@ -156,11 +161,15 @@ class Step:
                 self._stray_check = None if self._done else self._make_stray_check(self._phase)
                 self._current = microbatch
                 self._duplicate = microbatch.dummy
-                seed_python_and_numpy(random.extend_key(self._draws, 2, microbatch.index))  # torch's the engine seeds
+                seed_python_and_numpy(
+                    random.extend_key(self._draws, _MICROBATCH, microbatch.index)
+                )  # torch's the engine seeds
                 forward = self._engine.forward_beside if self._part.beside else self._engine.forward
                 self._forward = forward(microbatch, self._turn.step)
                 self._forward.__enter__()
                 self._gate.open = True
+                if not self._done:
+                    self._placed.modes.check(self.number)
                 self._guard.mark(modes=not self._done)
                 yield microbatch.batch
                 if self._current is not None:
@@ -169,7 +178,10 @@ class Step:
                         "call step.backward(mean=loss), not loss.backward(), for each",
                     )
         finally:
-            if not self._complete:
+            if self._complete:
+                # Here, and not after the update: numbers drawn before the update may be for the next step, too.
+                self._seed_between(_AFTER_MICROBATCHES)
+            else:
                 self._where = calling()
                 self._leave(early=True)
 
@@ -230,10 +242,14 @@ class Step:
         self._guard.give_back()
         self._current = None
         self._done += 1
-        if self._part.beside:
-            self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
-        else:
-            self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
+        self._gate.recomputing = True
+        try:
+            if self._part.beside:
+                self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
+            else:
+                self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
+        finally:
+            self._gate.recomputing = False
         self._guard.withhold()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
@@ -257,10 +273,10 @@ class Step:
         scheduler = self._placed.scheduler
         if scheduler is not None and lr is not None:
             raise refusal(f"step {self.number}: a rate besides that of the scheduler", "give one of the two")
-        rate = self._placed.rate if lr is None else float(lr)
+        rate = self._placed.rate if lr is None else self._setting("lr", lr)
         shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
         only = None if of is None else self._groups_of(of)
-        clip = None if clip is None else float(clip)
+        clip = None if clip is None else self._setting("clip", clip)
         self._sums.end(some_idle=self._placed.some_idle(self._leaves))
         self._placed.agree(self.number, rate, clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
@@ -278,8 +294,19 @@ class Step:
         if scheduler is not None:
             scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
-        self._seed_between(1)
         self._guard.mark(moved=True)
+
+    def _setting(self, name: str, value: float) -> float:
+        """Return `lr` or `clip` as a float; UsageError if the weights would not move by it, or would go uphill."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor with several values
+            number = math.nan
+        if name == "clip" and not number > 0:
+            raise refusal(f"step {self.number}: clip is {value!r}", "give a norm above 0, or leave it out")
+        if name == "lr" and not 0 <= number < math.inf:
+            raise refusal(f"step {self.number}: lr is {value!r}", "give a finite rate from 0")
+        return number
 
     def _groups_of(self, of: str) -> frozenset[int]:
         """Return the numbers of the groups to update."""
@@ -348,5 +375,5 @@ class Step:
         return self._begun and self._done >= self._of and (self._audit is None or self._part.sums is not None)
 
     def _seed_between(self, place: int) -> None:
-        """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
+        """Seed all generators by the step and this place in it, since ranks have drawn for other micro-batches."""
         seed_all(self._placed.world, random.extend_key(self._draws, place))
