@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Never, final
 
+import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
@@ -235,6 +236,9 @@ class Step:
         )
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
+        if is_mean and not microbatch.weight:
+            for node in self._gate.returned:  # a mean over nothing has gradients of 0 / 0
+                node.register_prehook(_zeros)
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
@@ -377,3 +381,8 @@ class Step:
     def _seed_between(self, place: int) -> None:
         """Seed all generators by the step and this place in it, since ranks have drawn for other micro-batches."""
         seed_all(self._placed.world, random.extend_key(self._draws, place))
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return zeros in place of the gradients of a node's outputs."""
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
