@@ -131,6 +131,24 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             run.steps(**given | other)
 
 
+def test_a_run_that_began_with_the_earlier_default_of_eight_micro_batches_resumes(tmp_path):
+    def resume(until: int, **given: Any) -> int:
+        with joined(tmp_path / "run") as run:
+            model, _ = loops.placed(run)
+            for step in run.steps(loops.data(), batch=16, steps=until, **given):
+                for batch in step:
+                    step.backward(loops.loss(model, batch))
+                step.update()
+            return run._loop["microbatches"]
+
+    assert resume(1, microbatches=8) == 8
+    assert resume(2) == 8
+    with pytest.raises(UsageError, match=r"microbatches: 8, and now 1"):
+        resume(3, microbatches=1)
+    shutil.rmtree(tmp_path / "run")
+    assert resume(1) == 1
+
+
 def test_batchnorm_over_one_sample_says_how_to_leave_it_out():
     model = loops.net()
     with pytest.raises(ValueError, match="Expected more than 1 value") as raised:

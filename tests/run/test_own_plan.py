@@ -22,8 +22,10 @@ def plan(batch: int, microbatches: int | None, microbatch: int | None) -> OwnPla
 @pytest.mark.parametrize(
     ("batch", "microbatches", "microbatch", "count"),
     [
-        (64, None, None, 8),
-        (4, None, None, 4),
+        (256, None, None, 8),
+        (32, None, None, 1),
+        (33, None, None, 2),
+        (4, None, None, 1),
         (64, 2, None, 2),
         (64, None, 4, 16),
         (65, None, 4, 17),
@@ -49,13 +51,13 @@ def weights_by_rank(run: Any) -> None:
 
 def samples_by_rank(run: Any) -> None:
     loops.placed(run)
-    for _ in run.steps(TensorDataset(*loops.data()[run.rank :: run.size]), batch=8, steps=1):
+    for _ in run.steps(TensorDataset(*loops.data()[run.rank :: run.size]), batch=8, microbatches=2, steps=1):
         pass
 
 
 def fewer_samples(run: Any) -> None:
     loops.placed(run)
-    for _ in run.steps(loops.data(40 - run.rank), batch=8, steps=1):
+    for _ in run.steps(loops.data(40 - run.rank), batch=8, microbatches=2, steps=1):
         pass
 
 

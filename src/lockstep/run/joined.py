@@ -44,7 +44,7 @@ from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
 from lockstep.run.own_placed import ChunkPlan, Placed, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
-from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
+from lockstep.run.own_resume import earlier_microbatches_of, read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import Step, seed_all
@@ -213,8 +213,8 @@ class Run:
         """Yield the remaining steps, up to so many `epochs` or `steps` counted from the beginning of the run.
 
         `dataset` has a length and items by number, on every rank alike. `batch` is the number of samples of a step over
-        all ranks, which is cut into `microbatches`, or into those of at most `microbatch` samples; left out 8, or
-        `batch` if that is smaller. Batch and number of micro-batches decide the bits.
+        all ranks. It is cut into `microbatches`, or into as few as have at most `microbatch` samples, which defaults to
+        32; their sizes differ by at most one. Batch and number of micro-batches decide the bits.
         `weight` returns what a batch on the CPU counts for, a whole number; left out, its samples. `collate` makes a
         batch of a list of items. With `drop_last` an epoch has no smaller last step.
 
@@ -225,6 +225,8 @@ class Run:
         placed = self._ready("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
+            if microbatches is None and microbatch is None and self._resumed is not None:
+                microbatches = earlier_microbatches_of(self._resumed, batch)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
             check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
