@@ -40,6 +40,7 @@ from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.data_facts import digest_ends
 from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
+from lockstep.run.model_modes import is_evaluating, mode_dependent_layer
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
 from lockstep.run.own_placed import ChunkPlan, Placed, spread
@@ -107,6 +108,9 @@ class Run:
         self._state: dict[str, Any] = {}
         self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
         self._modules_checked = 0  # updates of a step
+        self._came_evaluating = False  # the model, to `place`
+        self._too_few = ""  # which steps of the loop have a micro-batch of one sample
+        self._first_step = 0  # after which this process began or resumed
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
@@ -175,6 +179,7 @@ class Run:
         check_pair(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
             raise refusal(f"run.place: ema is {ema}", "give a decay from 0 to below 1, such as 0.999")
+        self._came_evaluating = is_evaluating(model)
         own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
             with with_its_line():
@@ -185,6 +190,7 @@ class Run:
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
+                    self._first_step = self.step
                     placed.take_settings(resumed.state.recipe, self._rank.warn)
                     self._state |= resumed.state.recipe.get("state", {})
                 every = self._member.settings.run.digest_every
@@ -257,10 +263,27 @@ class Run:
         self._loop, self._seen, self._evaluated = loop, (dataset, ends), plan.largest
         if self._resumed is not None:
             warn_of_changes(self._rank, self._resumed.pop("began", {}), self._began(placed))
+        self._too_few = plan.too_few
+        self._refuse_done(plan, epochs)
         audits = placed.audit_schedule(plan.microbatches)
         loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
         self._steps = self._run(placed, plan, loader, audits, faults)
         return self._steps
+
+    def _refuse_done(self, plan: OwnPlan, epochs: int | None) -> None:
+        """Raise UsageError if no step is left, unless a resumed run had done all of them."""
+        done = self._rank.progress.step
+        if done < plan.steps.total or (done > 0 and done == self._first_step):
+            return
+        if epochs is None:
+            raise refusal(
+                f"run.steps: no step is left of steps={plan.steps.steps}: {done} are done",
+                "`steps` counts from the start of the run: drop the outer loop, or ask for more",
+            )
+        raise refusal(
+            f"run.steps: no step is left of epochs={epochs}: {done} steps are done",
+            "`epochs` counts from the start of the run: drop the outer loop, or write `epochs=epoch + 1`",
+        )
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
@@ -491,7 +514,22 @@ class Run:
     def _module_check(self, phase: int) -> StrayModuleCheck | None:
         """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
         looked, self._modules_checked = self._modules_checked > phase, max(self._modules_checked, phase + 1)
-        return None if looked else StrayModuleCheck(self._here().model)
+        if looked:
+            return None
+        model = self._here().model
+        self._check_mode(model)
+        assert self._step is not None
+        return StrayModuleCheck(model, self._step._turn.microbatches[0].samples, self._too_few)
+
+    def _check_mode(self, model: nn.Module) -> None:
+        """Raise UsageError if the model came to `place` in evaluation mode, is in it still, and depends on it."""
+        if self._came_evaluating and is_evaluating(model) and (layer := mode_dependent_layer(model)):
+            raise refusal(
+                f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, and {layer}, "
+                "computes something else in training",
+                "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "
+                "run.place and model.eval() after it",
+            )
 
     def _loss_check(self, phase: int) -> LossCheck:
         """Return what looks at the losses of that update of a step, from 0."""

@@ -33,6 +33,20 @@ class OwnPlan:
         """The samples of the largest micro-batch."""
         return -(-self.steps.batch // self.microbatches)
 
+    @property
+    def too_few(self) -> str:
+        """Which steps have a micro-batch of a single sample, "" if there are none."""
+        steps, count = self.steps, self.microbatches
+        last = steps[steps.per_epoch - 1]
+        if steps.total >= steps.per_epoch and last.samples // min(count, last.samples) == 1:
+            return (
+                f"the last step of an epoch has {last.samples} samples in {min(count, last.samples)} micro-batches, "
+                f"some of one sample"
+            )
+        if steps.per_epoch > 1 and steps.batch // count == 1:
+            return f"a step has {steps.batch} samples in {count} micro-batches, some of one sample"
+        return ""
+
     def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers; its length does not, so a run may be made longer."""
         steps = self.steps
