@@ -236,8 +236,8 @@ class Sharded:
         if not self._backward:
             raise refusal(
                 "a backward that is not step.backward goes through the placed model, whose weights are in rows",
-                "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative beside it use "
-                "strategy ddp or zero1",
+                "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative beside "
+                "it use strategy ddp or zero1",
             )
         if self._offloads:
             self._outputs.setdefault(unit, output)
