@@ -27,6 +27,7 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
+from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
@@ -112,6 +113,7 @@ class Run:
         self._modules_checked = 0  # updates of a step
         self._came_evaluating = False  # the model, to `place`
         self._too_few = ""  # which steps of the loop have a micro-batch of one sample
+        self._compare_order: Callable[[int], None] | None = None  # of an epoch, between ranks
         self._first_step = 0  # after which this process began or resumed
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
@@ -217,6 +219,7 @@ class Run:
         weight: Callable[[Batch], int] | None = None,
         collate: Collate | None = None,
         drop_last: bool = False,
+        order: str | NumbersOf = SHUFFLED,
     ) -> Iterator[Step]:
         """Yield the remaining steps, up to so many `epochs` or `steps` counted from the beginning of the run.
 
@@ -224,7 +227,9 @@ class Run:
         all ranks. It is cut into `microbatches`, or into as few as have at most `microbatch` samples, which defaults to
         32; their sizes differ by at most one. Batch and number of micro-batches decide the bits.
         `weight` returns what a batch on the CPU counts for, a whole number; left out, its samples. `collate` makes a
-        batch of a list of items. With `drop_last` an epoch has no smaller last step.
+        batch of a list of items. With `drop_last` an epoch has no smaller last step. `order` is `shuffled`,
+        `sequential`, or a function of the epoch, from 0, that returns the numbers of its samples: the same on every
+        rank, and equally many in each epoch. `lockstep.orders` has some.
 
         After the last step the run is saved, if it has a folder. So it is after a signal, which then ends the script
         with exit code 75 (130 for Ctrl-C). UsageError where a resumed run had another length of the dataset, another
@@ -233,9 +238,10 @@ class Run:
         placed = self._ready("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
+            by = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None and self._resumed is not None:
                 microbatches = earlier_microbatches_of(self._resumed, batch)
-            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
+            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, by)
             check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
             self._rank.warn(
@@ -268,7 +274,8 @@ class Run:
         self._too_few = plan.too_few
         self._refuse_done(plan, epochs)
         audits = placed.audit_schedule(plan.microbatches)
-        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
+        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits, by)
+        self._compare_order = partial(self._compare_orders, by) if by.is_function and self.size > 1 else None
         self._steps = self._run(placed, plan, loader, audits, faults)
         return self._steps
 
@@ -488,6 +495,8 @@ class Run:
     def _begin(self, placed: Placed, turn: Turn, leaves: int, audit: Callable[[], Iterator[Part]] | None) -> Step:
         if turn.step.first == 0:
             placed.check_structure()
+            if self._compare_order is not None:
+                self._compare_order(turn.step.epoch)
         self._rank.phase = "training"
         self._compare_figures()
         self._end_pass()
@@ -495,6 +504,16 @@ class Run:
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
         placed.guard.mark()
         return self._step
+
+    def _compare_orders(self, order: SampleOrder, epoch: int) -> None:
+        """Raise UsageError if ranks go through an epoch in different orders. All ranks call it."""
+        try:
+            self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
+        except UsageError as error:
+            differ, _, _ = str(error).rpartition("; ")
+            raise refusal(
+                differ, "let order= follow from the epoch and a seed alone, as lockstep.orders does"
+            ) from None
 
     def _write_report(self) -> None:
         for event in self._report():
@@ -599,12 +618,25 @@ class Run:
         placed: Placed,
         weigh: Weigh | None,
         audits: AuditSchedule | None = None,
+        order: SampleOrder | None = None,
     ) -> Loader:
         data_rank = placed.chosen.mesh(self.size).data_rank(self.rank)
         seed, workers = self._member.settings.seed, self._member.settings.placement.workers
         extra = None if audits is None else partial(audits.assignment, self.rank)
         data, transforms = DataSet(items, items), NoTransforms()
-        return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
+        return Loader(
+            data,
+            steps,
+            microbatches,
+            transforms,
+            self.device,
+            seed,
+            data_rank,
+            workers,
+            extra,
+            weigh,
+            order and order.of,
+        )
 
     def _compare_figures(self) -> None:
         """Warn of figures that were logged with other values on other ranks, the first time there are any."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.recipe import earlier_microbatches
+from lockstep.core.sample_order import SHUFFLED
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.run.checkpoints import Resumed
@@ -23,7 +24,7 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
     # Runs of earlier versions do not say so.
-    loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, **loop}
+    loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
     refuse_other(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
