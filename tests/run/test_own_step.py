@@ -136,3 +136,28 @@ def test_a_microbatch_that_weighs_nothing_counts_for_nothing_though_its_mean_is_
             assert step.loss.isfinite()
             found.append(model.weight.detach().clone())
     torch.testing.assert_close(*found)
+
+
+def two_passes(between: Callable[[Any], None], change: Callable[[Tensor], Tensor]) -> None:
+    with joined() as run:
+        model = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)})
+        groups = [{"params": model[name].parameters(), "name": name} for name in ("a", "b")]
+        model, _ = run.place(model, torch.optim.SGD(groups, lr=0.1))  # type: ignore[assignment]
+        for step in loops.steps(run):
+            for name in ("a", "b"):
+                for x, y in step:
+                    step.backward(mean=F.cross_entropy(model[name](change(x)), y))
+                between(step) if name == "a" else step.update(of=name)
+
+
+def test_a_second_pass_without_an_update_of_its_own_shows_the_line_to_write() -> None:
+    with pytest.raises(lockstep.UsageError, match=r'gone through a second time .*step.update\(of="D"\)'):
+        two_passes(lambda step: step.update(), lambda x: x)
+
+
+def test_a_batch_that_an_earlier_pass_changed_in_place_is_refused() -> None:
+    two_passes(lambda step: step.update(of="a"), lambda x: x + 1)
+    with pytest.raises(
+        lockstep.UsageError, match=r"step 1: an earlier pass changed its batch in place.*x = x \+ noise"
+    ):
+        two_passes(lambda step: step.update(of="a"), lambda x: x.add_(1))

@@ -23,6 +23,7 @@ from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.launchers import detect_rank, ray
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
 from lockstep.ranks.failure import failure_of
+from lockstep.ranks.open_group import rank_in_open_group
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
@@ -68,7 +69,7 @@ class Member:
         """Join the other ranks and set up; an error ends this process, or is raised where it is alone or Ray's."""
         context, held = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
-        info = detect_rank() if context is None and worker is None else None
+        info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
         if context is None and worker is None and not _interactive():
             sys.excepthook = _report  # `register` replaces it, once there is a run
         settings = _read(read, info)

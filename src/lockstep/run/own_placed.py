@@ -34,7 +34,7 @@ from lockstep.run.own_model import structure
 from lockstep.run.own_modes import Modes, evaluating
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import Settings
-from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
+from lockstep.run.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
 from lockstep.run.probe.state import digest
 from lockstep.run.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
@@ -222,7 +222,7 @@ def spread(
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups, scheduler is not None)
+    rate, groups = base_rate(optimizer), Groups(optimizer, engine.groups, scheduler is not None)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     audit = Audit(engine, world, log, every)
