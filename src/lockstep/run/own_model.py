@@ -87,7 +87,7 @@ class Gate:
 
         Of a container, which has no forward, that goes for what it contains.
         """
-        for number, each in enumerate(_entry_modules(model)):
+        for number, each in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
             # Where torch puts a compiled call, around all hooks: hooks of our own would take 7 us of each call more.
@@ -272,11 +272,11 @@ def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
-def _entry_modules(model: nn.Module) -> Sequence[nn.Module]:
+def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return what the user calls of the placed model."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
-    return [each for member in model.children() for each in _entry_modules(member)]
+    return [each for member in model.children() for each in entry_modules(member)]
 
 
 def _in_dtype(module: nn.Module, numerics: Numerics) -> None:

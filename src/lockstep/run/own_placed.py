@@ -29,6 +29,7 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
+from lockstep.run.own_chunk_check import FirstCallCheck
 from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
 from lockstep.run.own_modes import Modes, evaluating
@@ -211,6 +212,8 @@ def spread(
     agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
+    if type(chunks.count) is int and chunks.count > 1:
+        FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
