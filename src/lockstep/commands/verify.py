@@ -11,6 +11,7 @@ import click
 
 from lockstep.commands import _completion, _recipe
 from lockstep.commands._overrides import split_overrides
+from lockstep.commands._script import ScriptCommand, misplaced_options
 from lockstep.common.names import choices
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
@@ -19,8 +20,10 @@ from lockstep.launchers import check_alone
 _WIDEST: Final = 200  # characters of a line that is not for a terminal
 
 
-@click.command("verify")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.command("verify", cls=ScriptCommand)
+@click.argument(
+    "words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
+)
 @click.option("--processes", type=click.IntRange(1), multiple=True, help="How many for SCRIPT; repeatable.")
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="One for SCRIPT; repeatable.")
 @click.option("--all", "everything", is_flag=True, help="Every exact strategy, on 1 to 4 processes if there may be.")
@@ -41,8 +44,9 @@ def command(
     Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
     shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
 
-    Or compare placements of SCRIPT.py, which calls lockstep.join; what follows are its arguments. Left out, these are
-    1 and 2 processes (--all: 1 to 4), and ddp, zero1, zero2 and zero3.
+    Or compare placements of SCRIPT.py, which calls lockstep.join. Options of verify come before the script, and what
+    follows it are its own arguments: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1 and 2
+    processes (--all: 1 to 4) with ddp, zero1, zero2 and zero3.
     """
     if words and words[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
@@ -86,6 +90,8 @@ def _script(
             f"{overrides[0]}: no key of a script; choose placements by --processes N and --strategy NAME, and set the "
             f"rest in its lockstep.join"
         )
+    if misplaced := misplaced_options(command, arguments):
+        click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
     for each in chosen:
         if each not in names() and ":" not in each:
             raise UsageError(f"--strategy {each}: no such strategy{choices(each, names())}")
