@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -51,6 +52,7 @@ from lockstep.run.own_step import Step, seed_all
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
+from lockstep.run.verify_hint import verify_hint
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns
@@ -107,6 +109,7 @@ class Run:
         self._state: dict[str, Any] = {}
         self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
         self._modules_checked = 0  # updates of a step
+        self._loops = 0  # over run.steps that have begun
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
@@ -419,7 +422,10 @@ class Run:
         self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None, faults: Sequence[CodeFinding]
     ) -> Generator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
+        hint = self._verify_hint()
         self._rank.write(self._start_event(placed, plan))
+        if hint:
+            print(hint)
         for fault in faults:
             self._rank.write(Warned(**self._rank.progress.at, culprit=fault.culprit, text=fault.text))
         if self._rank.progress.step >= plan.steps.total:
@@ -445,6 +451,15 @@ class Run:
         if self._member.last is not None:
             self._end_replay()
         return self._finish(placed)
+
+    def _verify_hint(self) -> str:
+        """Return how to verify the loop, on rank 0 of its first run; not if verify or a replay runs it."""
+        member = self._member
+        began = self._loops > 0
+        self._loops += 1
+        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.last is not None:
+            return ""
+        return verify_hint(self.size, self.dir, sys.argv)
 
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""
