@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -54,6 +55,7 @@ from lockstep.run.own_step_sums import StepSums
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
+from lockstep.run.verify_hint import verify_hint
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Logged, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns
@@ -116,6 +118,7 @@ class Run:
         self._too_few = ""  # which steps of the loop have a micro-batch of one sample
         self._compare_order: Callable[[int], None] | None = None  # of an epoch, between ranks
         self._first_step = 0  # after which this process began or resumed
+        self._loops = 0  # over run.steps that have begun
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
@@ -461,7 +464,10 @@ class Run:
         self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None, faults: Sequence[CodeFinding]
     ) -> Generator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
+        hint = self._verify_hint()
         self._rank.write(self._start_event(placed, plan))
+        if hint:
+            print(hint)
         for fault in faults:
             self._rank.write(Warned(**self._rank.progress.at, culprit=fault.culprit, text=fault.text))
         if self._rank.progress.step >= plan.steps.total:
@@ -495,6 +501,15 @@ class Run:
         self._finish(placed)
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, plan.steps.total)
         seed_all(self._world, random.extend_key(draws, AFTER_LOOP))
+
+    def _verify_hint(self) -> str:
+        """Return how to verify the loop, on rank 0 of its first run; not if verify or a replay runs it."""
+        member = self._member
+        began = self._loops > 0
+        self._loops += 1
+        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.last is not None:
+            return ""
+        return verify_hint(self.size, self.dir, sys.argv)
 
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""

@@ -79,8 +79,8 @@ class Member:
             kept = again.settings(kept)
         if context is not None:
             rendezvous = context.rendezvous
-            if context.folder is not None:
-                kept = kept.model_copy(update={"dir": kept.dir and str(context.folder)})
+            if context.folder is not None and (kept.dir is not None or (context.keeps and not context.runs)):
+                kept = kept.model_copy(update={"dir": str(context.folder)})
         elif worker is not None:
             kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
             # Ray watches its workers, and ends all where one is lost or fails: no heartbeats, and errors are raised.
