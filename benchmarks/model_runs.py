@@ -1,0 +1,272 @@
+"""Trains a model under each strategy, in processes that fork from this one, and compares it with one process.
+
+A loop of two steps joins a run and notes the loss and the norm of each step and the hash of the weights. A recipe of the
+same architecture is compared by `lockstep verify`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Literal
+
+import torch
+
+import lockstep
+from benchmarks.public_models import LossTerms, PublicModel
+from lockstep.config.load import load
+from lockstep.config.placement import Placement
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, LockstepError, UsageError
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.verification.cases import verify_on
+
+STEPS: Final = 2
+BATCH: Final = 8
+MICROBATCHES: Final = 4
+CLIP: Final = 1.0
+LIMIT_S: Final = 240.0  # of one placement
+LONGEST: Final = 2000  # characters of a message
+
+Verdict = Literal["same", "refused", "DIFFERENT", "error", "hang"]
+Strategy = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A strategy on a number of processes."""
+
+    label: str
+    strategy: Strategy
+    processes: int
+
+
+SINGLE: Final = Place("single", "single", 1)
+PLACES: Final = (
+    Place("ddp 2", "ddp", 2),
+    Place("zero1 2", "zero1", 2),
+    Place("zero2 2", "zero2", 2),
+    Place("zero2 3", "zero2", 3),
+    Place("zero3 2", "zero3", 2),
+    Place("zero3 3", "zero3", 3),
+    Place("hsdp 2x2", {"name": "hsdp", "replicate": 2}, 4),
+)
+RECIPE_PLACES: Final = (
+    Place("ddp 2", "ddp", 2),
+    Place("zero2 3", "zero2", 3),
+    Place("zero3 2", "zero3", 2),
+    Place("pipeline 2", "pipeline", 2),
+    Place("tensor 2", "tensor", 2),
+)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The numbers of a run: the hash of its weights, and the loss and norm of each step in hexadecimal."""
+
+    sha256: str
+    losses: list[str]
+    norms: list[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict on one placement; `message` is the refusal, the traceback or the first difference."""
+
+    verdict: Verdict
+    message: str = ""
+    seconds: float = 0.0
+
+
+def prepare() -> None:
+    """Import here, once, what forked ranks need; call it before the first model is run."""
+    torch.set_num_threads(1)  # forked ranks must not inherit a pool of threads
+    import_for_all()
+    for module in ("lockstep.run.joined", "torchvision.models", "timm.optim", "transformers"):
+        import_module(module)
+    gc.freeze()  # or each collection would copy the memory that ranks share
+
+
+def backward(step: Any, terms: LossTerms) -> None:
+    """Give a step the loss of a micro-batch."""
+    step.backward(sum(weight * part.sum() for weight, part in terms))
+
+
+def train(model: PublicModel) -> Trace:
+    """Join a run, train the model for two clipped steps and return the numbers."""
+    run = lockstep.join(seed=0)
+    built = model.build()
+    placed, _ = run.place(built, model.make_optimizer(built))
+    losses = []
+    norms = []
+    for step in run.steps(model.make_dataset(), batch=BATCH, microbatches=MICROBATCHES, steps=STEPS):
+        for batch in step:
+            backward(step, model.loss_terms(placed, batch))
+        step.update(clip=CLIP)
+        losses.append(float(step.loss).hex())
+        norms.append(float(step.norm).hex())
+    return Trace(run.fingerprint(), losses, norms)
+
+
+def first_difference(reference: Trace, trace: Trace) -> str:
+    """Return the first number that differs from the reference; an empty string if none does."""
+    for number, (expected, loss) in enumerate(zip(reference.losses, trace.losses, strict=True), 1):
+        if loss != expected:
+            return f"step {number}: loss {float.fromhex(loss)!r}, not {float.fromhex(expected)!r}"
+        norm, expected_norm = trace.norms[number - 1], reference.norms[number - 1]
+        if norm != expected_norm:
+            return f"step {number}: norm {float.fromhex(norm)!r}, not {float.fromhex(expected_norm)!r}"
+    if trace.sha256 != reference.sha256:
+        return f"weights {trace.sha256[:16]}, not {reference.sha256[:16]}, after equal losses and norms"
+    return ""
+
+
+def run_loop(model: PublicModel, places: Sequence[Place] = PLACES, limit_s: float = LIMIT_S) -> dict[str, Outcome]:
+    """Train a model under these placements, and return the verdict on each, one process first."""
+    outcomes = {}
+    code, text, reference, seconds = _run_place(model, SINGLE, limit_s)
+    outcomes[SINGLE.label] = _judge(code, text, reference, reference, seconds)
+    for place in places:
+        code, text, trace, seconds = _run_place(model, place, limit_s)
+        outcomes[place.label] = _judge(code, text, reference, trace, seconds)
+    return outcomes
+
+
+def run_recipe(
+    model: PublicModel, places: Sequence[Place] = RECIPE_PLACES, limit_s: float = LIMIT_S
+) -> dict[str, Outcome]:
+    """Verify the recipe of a model under these placements, and return the verdict on each."""
+    outcomes = {}
+    for place in places:
+        began = time.monotonic()
+        answer = call_with_limit(partial(_verify_recipe, model.recipe, place), limit_s)
+        if answer is None:
+            outcomes[place.label] = Outcome("hang", f"no end after {limit_s:g} s", limit_s)
+            continue
+        verdict, message = answer
+        outcomes[place.label] = Outcome(verdict, message, round(time.monotonic() - began, 2))
+    return outcomes
+
+
+def call_with_limit(function: Callable[[], Any], limit_s: float) -> Any:
+    """Call a function in a forked process and return its result; None if it did not end in time.
+
+    The ranks that the process started end with it (common/follow_parent.py).
+    """
+    context = multiprocessing.get_context("fork")
+    results, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(function, sender))
+    process.start()
+    sender.close()
+    try:
+        return results.recv() if results.poll(limit_s) else None
+    except EOFError:
+        process.join()
+        return 1, f"the process ended with code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        results.close()
+
+
+def _send_result(function: Callable[[], Any], sender: Connection) -> None:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        sender.send(function())
+
+
+def _run_place(model: PublicModel, place: Place, limit_s: float) -> tuple[int | None, str, Trace | None, float]:
+    """Train under one placement: the exit code, None if it did not end, its words, its numbers and the seconds."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="prove-models-") as folder:
+        path = Path(folder) / "trace.json"
+        answer = call_with_limit(partial(_start_ranks, model, place, path), limit_s)
+        seconds = time.monotonic() - began
+        trace = Trace(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if answer is None:
+        return None, "", None, seconds
+    code, text = answer
+    return code, text, trace, seconds
+
+
+def _start_ranks(model: PublicModel, place: Place, path: Path) -> tuple[int, str]:
+    strategy = place.strategy if isinstance(place.strategy, str) else dict(place.strategy)
+    return in_workers_silently(partial(_be_rank, model, strategy, path), None, Placement(), place.processes)
+
+
+def _be_rank(
+    model: PublicModel, strategy: str | dict[str, Any], path: Path, _ready: None, rendezvous: Rendezvous
+) -> int:
+    sys.modules["__main__"] = ModuleType(
+        "__main__"
+    )  # the source that ranks compare is of a user's script, not of this one
+    context = WorkerContext(rendezvous, strategy, None)
+    WORKER_CONTEXT.set(context)
+    trace = train(model)
+    if rendezvous.info.rank == 0:
+        path.write_text(json.dumps(asdict(trace)), encoding="utf-8")
+    for run in context.runs:
+        run.close()
+    return EXIT_DONE
+
+
+def _judge(code: int | None, text: str, reference: Trace | None, trace: Trace | None, seconds: float) -> Outcome:
+    took = round(seconds, 2)
+    if code is None:
+        return Outcome("hang", f"no end after {seconds:.0f} s", took)
+    if code == EXIT_USAGE:
+        return Outcome("refused", text.rpartition("error: ")[2][:LONGEST], took)
+    if code != EXIT_DONE or trace is None:
+        return Outcome("error", text[-LONGEST:], took)
+    if reference is None:
+        return Outcome("DIFFERENT", "one process does not train, and this placement does", took)
+    difference = first_difference(reference, trace)
+    return Outcome("DIFFERENT" if difference else "same", difference, took)
+
+
+def _verify_recipe(sections: Mapping[str, Any], place: Place) -> tuple[Verdict, str]:
+    recipe = {
+        **sections,
+        "batch": BATCH,
+        "microbatches": MICROBATCHES,
+        "steps": 4,
+        "clip_norm": CLIP,
+        "optimizer": {"name": "adamw", "lr": 0.001},
+    }
+    with tempfile.TemporaryDirectory(prefix="prove-models-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(json.dumps({"recipe": recipe}), encoding="utf-8")  # JSON is YAML
+        try:
+            result = verify_on(load(str(path)), [(place.strategy, place.processes)], STEPS)
+        except UsageError as error:
+            return "refused", str(error)[:LONGEST]
+        except LockstepError as error:
+            return "error", str(error)[:LONGEST]
+        except Exception:
+            return "error", traceback.format_exc()[-LONGEST:]
+    if not result.rows:
+        return "refused", "; ".join(str(finding) for finding in result.findings)[:LONGEST]
+    row = result.rows[-1]
+    verdicts: dict[str, Verdict] = {
+        "identical": "same",
+        "within tolerance": "same",
+        "not possible": "refused",
+        "differs": "DIFFERENT",
+    }
+    return verdicts.get(row.verdict, "error"), row.reason[:LONGEST]
