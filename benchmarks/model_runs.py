@@ -1,7 +1,7 @@
 """Trains a model under each strategy, in processes that fork from this one, and compares it with one process.
 
-A loop of two steps joins a run and notes the loss and the norm of each step and the hash of the weights. A recipe of the
-same architecture is compared by `lockstep verify`.
+A loop of two steps joins a run and notes the loss and the norm of each step and the hash of the weights. A recipe of
+the same architecture is compared by `lockstep verify`.
 """
 
 from __future__ import annotations
