@@ -202,29 +202,27 @@ def _torchvision_model(name: str, **options: Any) -> nn.Module:
     return model
 
 
-# The smallest members of the families for images, with the side of their inputs and their options.
+# The smallest members of the families for images, with the side of their inputs and their options; small ones first.
 _TORCHVISION: Final[dict[str, tuple[int, dict[str, Any]]]] = {
-    "alexnet": (63, {}),
-    "convnext_tiny": (32, {}),
-    "densenet121": (32, {}),
-    "efficientnet_b0": (32, {}),
-    "efficientnet_v2_s": (32, {}),
-    "googlenet": (64, {"aux_logits": True, "init_weights": False}),
-    "inception_v3": (299, {"aux_logits": True, "init_weights": False}),
-    "maxvit_t": (64, {"input_size": (64, 64), "partition_size": 2}),
-    "mnasnet0_5": (32, {}),
-    "mobilenet_v2": (32, {}),
-    "mobilenet_v3_small": (32, {}),
-    "regnet_x_400mf": (32, {}),
-    "regnet_y_400mf": (32, {}),
-    "resnet18": (32, {}),
-    "resnet50": (32, {}),
-    "resnext50_32x4d": (32, {}),
-    "wide_resnet50_2": (32, {}),
     "shufflenet_v2_x0_5": (32, {}),
     "squeezenet1_1": (32, {}),
+    "mnasnet0_5": (32, {}),
+    "mobilenet_v3_small": (32, {}),
+    "mobilenet_v2": (32, {}),
+    "regnet_y_400mf": (32, {}),
+    "efficientnet_b0": (32, {}),
+    "regnet_x_400mf": (32, {}),
+    "densenet121": (32, {}),
+    "googlenet": (64, {"aux_logits": True, "init_weights": False}),
+    "resnet18": (32, {}),
+    "efficientnet_v2_s": (32, {}),
+    "resnext50_32x4d": (32, {}),
+    "resnet50": (32, {}),
     "swin_t": (32, {}),
     "swin_v2_t": (32, {}),
+    "convnext_tiny": (32, {}),
+    "alexnet": (63, {}),
+    "inception_v3": (299, {"aux_logits": True, "init_weights": False}),
     "vgg11_bn": (32, {}),
 }
 _SEGMENTATION: Final[dict[str, dict[str, Any]]] = {
@@ -240,6 +238,22 @@ def _small_vit() -> nn.Module:
     from torchvision.models import VisionTransformer
 
     model: nn.Module = VisionTransformer(32, 8, 2, 2, 32, 64, dropout=0.1, num_classes=CLASSES)
+    return model
+
+
+def _small_maxvit() -> nn.Module:
+    from torchvision.models import MaxVit
+
+    model: nn.Module = MaxVit(
+        input_size=(32, 32),
+        stem_channels=16,
+        partition_size=2,
+        block_channels=[16, 32],
+        block_layers=[1, 2],
+        head_dim=8,
+        stochastic_depth_prob=0.2,
+        num_classes=CLASSES,
+    )
     return model
 
 
@@ -293,9 +307,8 @@ def _torchvision_models() -> list[PublicModel]:
         models.append(
             PublicModel(name, "torchvision", build, partial(_images, size), _classification, optimizer, recipe)
         )
-    models.append(
-        PublicModel("VisionTransformer", "torchvision", _small_vit, partial(_images, 32), _classification, "adamw")
-    )
+    for name, build in (("VisionTransformer", _small_vit), ("MaxVit", _small_maxvit)):
+        models.append(PublicModel(name, "torchvision", build, partial(_images, 32), _classification, "adamw"))
     for name in _VIDEO:
         build = partial(_torchvision_model, name)
         models.append(PublicModel(name, "torchvision", build, partial(_images, (4, 16, 16)), _classification))
