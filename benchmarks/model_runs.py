@@ -111,7 +111,8 @@ def schedule_as_batch() -> None:
 
 def backward(step: Any, terms: LossTerms) -> None:
     """Give a step the loss of a micro-batch."""
-    step.backward(sum(weight * part.sum() for weight, part in terms))
+    parts = [weight * part.mean() for weight, part in terms]
+    step.backward(mean=sum(parts[1:], parts[0]))
 
 
 def train(model: PublicModel) -> Trace:
