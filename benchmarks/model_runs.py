@@ -30,7 +30,7 @@ import lockstep
 from benchmarks.public_models import LossTerms, PublicModel
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
-from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.start import import_for_all, in_workers_silently
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
@@ -116,8 +116,12 @@ def backward(step: Any, terms: LossTerms) -> None:
 
 
 def train(model: PublicModel) -> Trace:
-    """Join a run, train the model for two clipped steps and return the numbers."""
-    run = lockstep.join(seed=0)
+    """Join a run, train the model in it and return the numbers."""
+    return train_in(lockstep.join(seed=0), model)
+
+
+def train_in(run: lockstep.Run, model: PublicModel) -> Trace:
+    """Train the model for two clipped steps and return the numbers."""
     built = model.build()
     placed, _ = run.place(built, model.make_optimizer(built))
     losses = []
@@ -127,12 +131,15 @@ def train(model: PublicModel) -> Trace:
             backward(step, model.loss_terms(placed, batch))
         step.update(clip=CLIP)
         losses.append(float(step.loss).hex())
+        assert step.norm is not None
         norms.append(float(step.norm).hex())
     return Trace(run.fingerprint(), losses, norms)
 
 
 def first_difference(reference: Trace, trace: Trace) -> str:
     """Return the first number that differs from the reference; an empty string if none does."""
+    if len(trace.losses) != len(reference.losses):
+        return f"{len(trace.losses)} steps, not {len(reference.losses)}"
     for number, (expected, loss) in enumerate(zip(reference.losses, trace.losses, strict=True), 1):
         if loss != expected:
             return f"step {number}: loss {float.fromhex(loss)!r}, not {float.fromhex(expected)!r}"
@@ -148,10 +155,10 @@ def run_loop(model: PublicModel, places: Sequence[Place] = PLACES, limit_s: floa
     """Train a model under these placements, and return the verdict on each, one process first."""
     outcomes = {}
     code, text, reference, seconds = _run_place(model, SINGLE, limit_s)
-    outcomes[SINGLE.label] = _judge(code, text, reference, reference, seconds)
+    outcomes[SINGLE.label] = judge(code, text, reference, reference, seconds)
     for place in places:
         code, text, trace, seconds = _run_place(model, place, limit_s)
-        outcomes[place.label] = _judge(code, text, reference, trace, seconds)
+        outcomes[place.label] = judge(code, text, reference, trace, seconds)
     return outcomes
 
 
@@ -160,20 +167,22 @@ def run_recipe(
 ) -> dict[str, Outcome]:
     """Verify the recipe of a model under these placements, and return the verdict on each."""
     began = time.monotonic()
-    limit_s *= len(places)
-    answers: dict[str, tuple[Verdict, str]] | None = call_with_limit(
-        partial(_verify_recipe, model.recipe, places), limit_s
-    )
+    verify = partial(_verify_recipe, model.recipe, places)
+    try:
+        answers: dict[str, tuple[Verdict, str]] = call_with_limit(verify, limit_s * len(places))
+    except TimeoutError as error:
+        answers = {place.label: ("hang", str(error)) for place in places}
+    except ChildProcessError as error:
+        answers = {place.label: ("error", str(error)) for place in places}
     seconds = round((time.monotonic() - began) / len(places), 2)
-    if answers is None:
-        return {place.label: Outcome("hang", f"no end of all within {limit_s:g} s", seconds) for place in places}
     return {label: Outcome(verdict, message, seconds) for label, (verdict, message) in answers.items()}
 
 
 def call_with_limit(function: Callable[[], Any], limit_s: float) -> Any:
-    """Call a function in a forked process and return its result; None if it did not end in time.
+    """Call a function in a forked process and return its result.
 
-    The ranks that the process started end with it (common/follow_parent.py).
+    TimeoutError if it does not end in time: then the process is killed, and the ranks that it started end with it
+    (common/follow_parent.py). ChildProcessError if the process dies.
     """
     context = multiprocessing.get_context("fork")
     results, sender = context.Pipe(duplex=False)
@@ -181,10 +190,12 @@ def call_with_limit(function: Callable[[], Any], limit_s: float) -> Any:
     process.start()
     sender.close()
     try:
-        return results.recv() if results.poll(limit_s) else None
+        if not results.poll(limit_s):
+            raise TimeoutError(f"no end within {limit_s:g} s")
+        return results.recv()
     except EOFError:
         process.join()
-        return 1, f"the process ended with code {process.exitcode}"
+        raise ChildProcessError(f"the process ended with code {process.exitcode}") from None
     finally:
         process.kill()
         process.join()
@@ -203,13 +214,15 @@ def _run_place(model: PublicModel, place: Place, limit_s: float) -> tuple[int | 
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="prove-models-") as folder:
         path = Path(folder) / "trace.json"
-        answer = call_with_limit(partial(_start_ranks, model, place, path), limit_s)
-        seconds = time.monotonic() - began
+        code: int | None
+        try:
+            code, text = call_with_limit(partial(_start_ranks, model, place, path), limit_s)
+        except TimeoutError as error:
+            code, text = None, str(error)
+        except ChildProcessError as error:
+            code, text = EXIT_FAILED, str(error)
         trace = Trace(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-    if answer is None:
-        return None, "", None, seconds
-    code, text = answer
-    return code, text, trace, seconds
+    return code, text, trace, time.monotonic() - began
 
 
 def _start_ranks(model: PublicModel, place: Place, path: Path) -> tuple[int, str]:
@@ -233,10 +246,11 @@ def _be_rank(
     return EXIT_DONE
 
 
-def _judge(code: int | None, text: str, reference: Trace | None, trace: Trace | None, seconds: float) -> Outcome:
+def judge(code: int | None, text: str, reference: Trace | None, trace: Trace | None, seconds: float) -> Outcome:
+    """Return the verdict on a placement by its exit code, None if it did not end, its words and its numbers."""
     took = round(seconds, 2)
     if code is None:
-        return Outcome("hang", f"no end after {seconds:.0f} s", took)
+        return Outcome("hang", text, took)
     if code == EXIT_USAGE:
         return Outcome("refused", text.rpartition("error: ")[2][:LONGEST], took)
     if code != EXIT_DONE or trace is None:
