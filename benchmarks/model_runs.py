@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -154,6 +154,8 @@ def first_difference(reference: Trace, trace: Trace) -> str:
 def run_loop(model: PublicModel, places: Sequence[Place] = PLACES, limit_s: float = LIMIT_S) -> dict[str, Outcome]:
     """Train a model under these placements, and return the verdict on each, one process first."""
     outcomes = {}
+    with suppress(Exception):  # the first rank reports it
+        model.build()  # once, for what the libraries import lazily: forked ranks have it then
     code, text, reference, seconds = _run_place(model, SINGLE, limit_s)
     outcomes[SINGLE.label] = judge(code, text, reference, reference, seconds)
     for place in places:

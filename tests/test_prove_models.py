@@ -104,7 +104,7 @@ def test_a_model_of_the_same_source_is_not_run_again(
 ) -> None:
     runs = []
 
-    def run_loop(model: PublicModel) -> Mapping[str, Outcome]:
+    def run_loop(model: PublicModel, limit_s: float) -> Mapping[str, Outcome]:
         runs.append(model.name)
         return {"single": Outcome("same")}
 
