@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +14,17 @@ from component import script
 from loop_ends import ended
 
 from benchmarks import model_runs
-from benchmarks.model_runs import Outcome, Trace, call_with_limit, first_difference, judge, train_in
+from benchmarks.model_runs import (
+    PLACES,
+    SINGLE,
+    Outcome,
+    Place,
+    Trace,
+    call_with_limit,
+    first_difference,
+    judge,
+    train_in,
+)
 from benchmarks.public_models import LIBRARIES, PublicModel, public_models
 
 REFERENCE = Trace("ab" * 32, ["0x1.0p+1", "0x1.8p+0"], ["0x1.0p+0", "0x1.4p+0"])
@@ -99,23 +109,26 @@ def test_a_planted_difference_is_reported(
     assert {*verdicts.values()} == {"same"}
 
 
-def test_a_model_of_the_same_source_is_not_run_again(
+def test_a_placement_of_the_same_source_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, prove_models: ModuleType, tmp_path: Path
 ) -> None:
-    runs = []
+    runs: list[list[str]] = []
 
-    def run_loop(model: PublicModel, limit_s: float) -> Mapping[str, Outcome]:
-        runs.append(model.name)
-        return {"single": Outcome("same")}
+    def run_loop(model: PublicModel, places: Sequence[Place], limit_s: float) -> Mapping[str, Outcome]:
+        runs.append([place.label for place in places])
+        return {place.label: Outcome("same") for place in (SINGLE, *places)}
 
     monkeypatch.setattr(prove_models, "run_loop", run_loop)
     monkeypatch.setattr(prove_models, "prepare", lambda: None)
     monkeypatch.setattr(prove_models, "_has_source_of", lambda commit: commit is not None)
     words = ["--model", "nn.GRU", "--loops", "--out", str(tmp_path / "models.json")]
+    every = [place.label for place in PLACES]
+    rest = [label for label in every if label != "zero3 2"]
+    assert prove_models.main([*words, "--place", "zero3 2"]) == 0
     assert prove_models.main(words) == prove_models.main(words) == 0
-    assert runs == ["nn.GRU"]
+    assert runs == [["zero3 2"], rest]
     assert prove_models.main([*words, "--again"]) == 0
-    assert runs == ["nn.GRU"] * 2
+    assert runs == [["zero3 2"], rest, every]
 
 
 def test_a_function_that_does_not_end_is_given_up() -> None:
