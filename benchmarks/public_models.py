@@ -76,6 +76,16 @@ def _scenes(size: int) -> TensorDataset:
     return TensorDataset(images, torch.randint(CLASSES, (SAMPLES, size, size), generator=generator))
 
 
+def _annotated_images(size: int) -> TensorDataset:
+    """Return images with two boxes each, and their classes."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.rand(SAMPLES, 3, size, size, generator=generator)
+    corners = torch.rand(SAMPLES, 2, 2, generator=generator) * size / 2
+    sides = (torch.rand(SAMPLES, 2, 2, generator=generator) + 1) * size / 4
+    labels = torch.randint(1, CLASSES, (SAMPLES, 2), generator=generator)
+    return TensorDataset(images, torch.cat([corners, corners + sides], dim=2), labels)
+
+
 def _tokens(length: int = 8) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCABULARY, (SAMPLES, length + 1), generator=generator)
@@ -95,6 +105,13 @@ def _classification(model: nn.Module, batch: Sequence[Tensor]) -> LossTerms:
     inputs, targets = batch
     logits = _tensors_of(model(inputs))
     return [(1.0 if index == 0 else 0.4, _cross_entropy(head, targets)) for index, head in enumerate(logits)]
+
+
+def _detection(model: nn.Module, batch: Sequence[Tensor]) -> LossTerms:
+    """Return the losses of a detector of torchvision, which reduces them itself."""
+    images, boxes, labels = batch
+    targets = [{"boxes": box, "labels": label} for box, label in zip(boxes, labels, strict=True)]
+    return [(1.0, loss) for loss in model(list(images), targets).values()]
 
 
 def _any_output(
@@ -196,7 +213,7 @@ def _torch_models() -> list[PublicModel]:
 def _torchvision_model(name: str, **options: Any) -> nn.Module:
     from torchvision import models
 
-    if "segmentation" in models.get_model_builder(name).__module__:
+    if any(task in models.get_model_builder(name).__module__ for task in ("segmentation", "detection")):
         options["weights_backbone"] = None
     model: nn.Module = models.get_model(name, weights=None, num_classes=CLASSES, **options)
     return model
@@ -230,6 +247,11 @@ _SEGMENTATION: Final[dict[str, dict[str, Any]]] = {
     "deeplabv3_resnet50": {"aux_loss": True},
     "deeplabv3_mobilenet_v3_large": {"aux_loss": True},
     "lraspp_mobilenet_v3_large": {},
+}
+_DETECTION: Final[dict[str, tuple[int, dict[str, Any]]]] = {
+    "ssdlite320_mobilenet_v3_large": (64, {}),
+    "fasterrcnn_mobilenet_v3_large_320_fpn": (64, {"min_size": 64, "max_size": 64}),
+    "retinanet_resnet50_fpn": (64, {"min_size": 64, "max_size": 64}),
 }
 _VIDEO: Final = ("r3d_18", "mc3_18", "r2plus1d_18")
 
@@ -287,6 +309,9 @@ def _torchvision_models() -> list[PublicModel]:
     for name, options in _SEGMENTATION.items():
         build = partial(_torchvision_model, name, **options)
         models.append(PublicModel(name, "torchvision", build, partial(_scenes, 32), _classification))
+    for name, (size, options) in _DETECTION.items():
+        build = partial(_torchvision_model, name, **options)
+        models.append(PublicModel(name, "torchvision", build, partial(_annotated_images, size), _detection))
     for backbone in ("resnet18", "mobilenet_v2"):
         models.append(
             PublicModel(
