@@ -1,0 +1,229 @@
+"""Draws programs by number, tries them in warm processes, and shrinks those that fail."""
+
+import os
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+
+from loops import warm
+from loops.models import Model
+from loops.programs import NAME, Program, productions_of, programs
+from loops.trial import (
+    ONE,
+    PLACEMENTS,
+    STEPS,
+    TENSOR,
+    Outcome,
+    Plan,
+    Result,
+    Resume,
+    draw_plan,
+    try_program,
+    try_source,
+)
+from loops.verdict import Verdict
+
+SHRINK_S: Final = 120.0
+_HANG_S: Final = 20.0  # how long a program that hangs may take while it is shrunk
+_SETTINGS: Final[dict[str, Any]] = {
+    "max_examples": 2,  # the first is always the smallest program
+    "database": None,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "verbosity": Verbosity.quiet,
+    "report_multiple_bugs": False,
+}
+
+Try = Callable[[Program, Plan], Result]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A program by its number, and what came of it."""
+
+    number: int
+    program: Program
+    result: Result
+    smallest: Program | None = None  # of a failure
+    smallest_result: Result | None = None
+
+
+def draw_program(base: str, number: int) -> Program:
+    """Return the program of this number; the same for the same base."""
+    drawn: list[Program] = []
+
+    @seed(f"{base} {number}")
+    @settings(phases=[Phase.generate], **_SETTINGS)
+    @given(programs())
+    def collect(program: Program) -> None:
+        drawn.append(program)
+
+    collect()
+    return drawn[-1]
+
+
+class _StillFailsError(Exception):
+    """The program at hand fails as the first one did."""
+
+
+def shrink(base: str, number: int, failure: Result, plan: Plan, attempt: Try, *, seconds: float) -> tuple[Program, Result]:
+    """Return the smallest program that was found to fail like this one within so many seconds, and its result."""
+    plan = _only(plan, failure.place)
+    first = draw_program(base, number)
+    known: dict[str, Result] = {first.source: failure}
+    failing = [(first, failure)]
+    end = time.monotonic() + seconds
+
+    @seed(f"{base} {number}")
+    @settings(phases=[Phase.generate, Phase.shrink], **_SETTINGS)
+    @given(programs())
+    def check(program: Program) -> None:
+        if program.source not in known:
+            late = time.monotonic() > end
+            known[program.source] = Result(Outcome.SAME) if late else attempt(program, plan)
+        result = known[program.source]
+        if result.outcome is Outcome.FAILED and result.kind == failure.kind:
+            failing.append((program, result))
+            raise _StillFailsError
+
+    try:
+        check()
+    except _StillFailsError:
+        return failing[-1]
+    return failing[0]  # it failed once, and not again
+
+
+def _only(plan: Plan, place: str) -> Plan:
+    """Return the part of a plan that failed; all of it if that is not clear."""
+    placements = tuple(placement for placement in plan.placements if str(placement) == place)
+    resumes = tuple(resume for resume in plan.resumes if str(resume) == place)
+    return Plan(placements, resumes) if placements or resumes else plan
+
+
+def prove(base: str, number: int, *, everywhere: bool = False, shrink_s: float = SHRINK_S) -> Row:
+    """Try the program of this number, and shrink it if it fails."""
+    program = draw_program(base, number)
+    plan = draw_plan(program, f"{base} {number}", everywhere=everywhere)
+    result = try_program(program, plan)
+    if result.outcome is not Outcome.FAILED or not shrink_s:
+        return Row(number, program, result)
+    timeout_s = _HANG_S if result.kind == "hang" else warm.TIMEOUT_S
+
+    def attempt(candidate: Program, part: Plan) -> Result:
+        return try_program(candidate, part, timeout_s=timeout_s)
+
+    smallest, of_smallest = shrink(base, number, result, plan, attempt, seconds=shrink_s)
+    return Row(number, program, result, smallest, of_smallest)
+
+
+@contextmanager
+def provers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes that have imported what programs import, and have no threads."""
+    # Threads that a fork leaves behind would hold locks for ever. Programs begin as under `lockstep launch`.
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_warm_up) as pool:
+        yield pool
+
+
+def _warm_up() -> None:
+    model = Model("linear encoder", "chain", ("residual", "linear"), "list")
+    program = Program(model, "adamw", ("evaluation", "save at step 2"))
+    with tempfile.TemporaryDirectory(prefix="loops-") as name:
+        path = Path(name) / NAME
+        path.write_text(program.source, encoding="utf-8")
+        warm.warm_up(path, Path(name))
+
+
+def prove_all(
+    pool: ProcessPoolExecutor,
+    jobs: int,
+    base: str,
+    numbers: Sequence[int],
+    *,
+    until: float = float("inf"),
+    everywhere: bool = False,
+    shrink_s: float = SHRINK_S,
+) -> Iterator[Row]:
+    """Yield the rows of these numbers as they come; none begins after `until`, by the monotonic clock."""
+    left = iter(numbers)
+    running = set()
+    while True:
+        while len(running) < jobs and time.monotonic() < until and (number := next(left, None)) is not None:
+            running.add(pool.submit(prove, base, number, everywhere=everywhere, shrink_s=shrink_s))
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        yield from (future.result() for future in done)
+
+
+_VARIES: Final = (
+    (re.compile(r"\(?(?:between )?program\.py:\d+(?: and program\.py:\d+|, line \d+)*\)?"), "(line)"),
+    (re.compile(r"\bblocks?\d*(?:\.\d+)?\.[\w.]+|\b[a-z_]+(?:\.\w+)*\.(?:weight|bias)\b"), "NAME"),
+    (re.compile(r"\b\d[\d.,e+-]*\b"), "N"),
+    (re.compile(r"\b(?:zero[123]|hsdp|ddp|tensor)(?= on |:)"), "STRATEGY"),
+)
+
+
+def message_class(message: str) -> str:
+    """Return a message without what differs between programs: lines, names and numbers."""
+    for pattern, word in _VARIES:
+        message = pattern.sub(word, message)
+    return " ".join(message.split())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The counts of a proof."""
+
+    rows: Sequence[Row]
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How many programs had each outcome."""
+        return Counter(row.result.outcome for row in self.rows)
+
+    @property
+    def right(self) -> list[Row]:
+        """The rows of programs that should train alike everywhere."""
+        return [row for row in self.rows if row.program.right and row.result.outcome is not Outcome.INVALID]
+
+    @property
+    def right_and_refused(self) -> list[Row]:
+        """Those of them that were refused, on all placements or on some."""
+        return [row for row in self.right if row.result.outcome in (Outcome.REFUSED, Outcome.IN_PART)]
+
+    def by_production(self) -> dict[str, Counter[str]]:
+        """Return the outcomes of the programs that use each production."""
+        found: dict[str, Counter[str]] = {}
+        for row in self.rows:
+            for name in row.program.productions:
+                found.setdefault(name, Counter())[row.result.outcome] += 1
+        return found
+
+    def classes(self, rows: Sequence[Row]) -> list[tuple[str, int, int]]:
+        """Return the classes of these rows' messages, the most frequent first, with the number of an example."""
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(message_class(row.result.message), []).append(row.number)
+        return sorted(((text, len(numbers), numbers[0]) for text, numbers in found.items()), key=lambda row: -row[1])
+
+
+def prove_source(source: str, verdicts: frozenset[Verdict]) -> Result:
+    """Run the text of a program on all placements, and with a resume from each to the next."""
+    ring = (ONE, *PLACEMENTS)
+    resumes = tuple(
+        Resume(first, second, 1 + number % (STEPS - 1), "SIGTERM")
+        for number, (first, second) in enumerate(zip(ring, (*ring[1:], ONE), strict=True))
+    )
+    more = (TENSOR,) if "tensor slices" in productions_of(source) else ()
+    return try_source(source, verdicts, Plan((*PLACEMENTS, *more), resumes))
