@@ -112,8 +112,7 @@ BLOCKS: Final[dict[str, Block]] = {
         imports=("from functools import lru_cache",),
     ),
     "cross attention": Block(
-        "self.query = nn.Parameter(torch.randn(2, 8))\n"
-        "self.attention = nn.MultiheadAttention(8, 2, batch_first=True)",
+        "self.query = nn.Parameter(torch.randn(2, 8))\nself.attention = nn.MultiheadAttention(8, 2, batch_first=True)",
         """
         h = x.view(-1, 2, 8)
         query = self.query.expand(len(x), 2, 8)
@@ -386,12 +385,8 @@ class Symmetric(nn.Module):
         Verdict.ROWS,
         imports=("from torch.func import functional_call",),
     ),
-    "function of one's own": Block(
-        _LAYER, "return self.layer(Reversal.apply(x)) + x", before=_REVERSAL, imports=()
-    ),
-    "per-sample map": Block(
-        _LAYER, "return torch.vmap(lambda row: self.layer(row).tanh())(x)", Verdict.ROWS
-    ),
+    "function of one's own": Block(_LAYER, "return self.layer(Reversal.apply(x)) + x", before=_REVERSAL, imports=()),
+    "per-sample map": Block(_LAYER, "return torch.vmap(lambda row: self.layer(row).tanh())(x)", Verdict.ROWS),
     "jacobian of a function": Block(
         _LAYER, "return self.layer(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x))"
     ),

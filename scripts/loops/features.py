@@ -41,6 +41,7 @@ class Feature:
     dataset: str = ""  # replaces the line of the dataset
     needs_auxiliary: bool = False  # only for a model of two outputs
     refuses_auxiliary: bool = False  # only for a model of one
+    splits_samples: bool = False  # the model may be called with a single one
     needs_block: str = ""  # only for a model with this block
 
     def __post_init__(self) -> None:
@@ -249,7 +250,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "rate of zero": Feature({_LR: "lr=0.1 if step.number % 3 else 0.0"}, "rate"),
     "step scheduler": _scheduler("StepLR(optimizer, 2, 0.5)"),
     "cosine scheduler": _scheduler("CosineAnnealingLR(optimizer, 6)"),
-    "one-cycle scheduler": _scheduler("OneCycleLR(optimizer, 0.1, total_steps=20)"),
+    "one-cycle scheduler": _scheduler("OneCycleLR(optimizer, 0.1, total_steps=20, cycle_momentum=False)"),
     "exponential scheduler": _scheduler("ExponentialLR(optimizer, 0.7)", each_epoch=True),
     "lambda scheduler": _scheduler("LambdaLR(optimizer, lambda count: 1 / (1 + count))"),
     "scheduler with warm restarts": _scheduler("CosineAnnealingWarmRestarts(optimizer, 2)"),
@@ -288,9 +289,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "label smoothing": Feature(
         loss='loss = F.cross_entropy(out, y, reduction="sum", label_smoothing=0.1)', slot="targets"
     ),
-    "squared error": Feature(
-        loss='loss = F.mse_loss(out, F.one_hot(y, 3).float(), reduction="sum")', slot="targets"
-    ),
+    "squared error": Feature(loss='loss = F.mse_loss(out, F.one_hot(y, 3).float(), reduction="sum")', slot="targets"),
     "weighted classes": Feature(
         {"data": "classes = torch.tensor([1.0, 2.0, 0.5])"},
         loss='loss = F.cross_entropy(out, y, weight=classes, reduction="sum")',
@@ -548,7 +547,7 @@ FEATURES: Final[dict[str, Feature]] = {
         loss='loss = (y * F.cross_entropy(out, y, reduction="none")).sum()',
     ),
     "two batches of a micro-batch": Feature(
-        {}, "call", call="torch.cat([model(part) for part in x.split(2)])", refuses_auxiliary=True
+        {}, "call", call="torch.cat([model(part) for part in x.split(2)])", refuses_auxiliary=True, splits_samples=True
     ),
     "tensor slices": Feature(
         {"place arguments": 'chunks=2, plan={"*.wide": "colwise", "*.narrow": "rowwise"}'}, "slices", needs_block="mlp"
@@ -558,9 +557,7 @@ FEATURES: Final[dict[str, Feature]] = {
         "shard",
         Verdict.WRONG,
     ),
-    "seed on which the rank decides": Feature(
-        {"data": "torch.manual_seed(run.rank)"}, "shard", Verdict.WRONG
-    ),
+    "seed on which the rank decides": Feature({"data": "torch.manual_seed(run.rank)"}, "shard", Verdict.WRONG),
     # Evaluation, state and saves.
     "evaluation": Feature(
         {
@@ -603,7 +600,9 @@ FEATURES: Final[dict[str, Feature]] = {
     ),
     "save at step 2": Feature({"report": "if step.number == 2:\n    run.save()"}, "save"),
     "save after each step": Feature({"report": "run.save()"}, "save"),
-    "save at random": Feature({"imports": "import random", "report": "if random.random() < 0.5:\n    run.save()"}, "save"),
+    "save at random": Feature(
+        {"imports": "import random", "report": "if random.random() < 0.5:\n    run.save()"}, "save"
+    ),
     "save by rank 0 alone": Feature(
         {"report": "if run.rank == 0 and step.number == 2:\n    run.save()"}, "save", Verdict.WRONG
     ),
@@ -657,12 +656,8 @@ FEATURES: Final[dict[str, Feature]] = {
         },
         "exchange",
     ),
-    "dropout switched by a rank": Feature(
-        {"step": "if run.rank == 0:\n    model.eval()"}, "wrong", Verdict.WRONG
-    ),
-    "step left early": Feature(
-        {"backward": "if step.number == 3:\n    break"}, "wrong", Verdict.WRONG
-    ),
+    "dropout switched by a rank": Feature({"step": "if run.rank == 0:\n    model.eval()"}, "wrong", Verdict.WRONG),
+    "step left early": Feature({"backward": "if step.number == 3:\n    break"}, "wrong", Verdict.WRONG),
     "autocast around the loop": Feature(
         {"placed": 'torch.autocast("cpu", torch.bfloat16).__enter__()'}, "autocast", Verdict.WRONG
     ),

@@ -28,6 +28,8 @@ class Topology:
     init: str = ""
     verdict: Verdict = Verdict.RIGHT
     auxiliary: str = ""
+    splits_samples: bool = False  # a block may be given a single one
+    replays: bool = False  # calls blocks in a checkpoint
     all_blocks: bool = False  # whether `forward` goes through self.blocks, which then is a list
 
 
@@ -48,9 +50,7 @@ ENCODERS: Final[dict[str, Encoder]] = {
         "self.encoder = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True))",
         "self.encoder(x)",
     ),
-    "frozen encoder": Encoder(
-        "self.encoder = nn.Linear(12, 16).requires_grad_(False)", "self.encoder(x).tanh()"
-    ),
+    "frozen encoder": Encoder("self.encoder = nn.Linear(12, 16).requires_grad_(False)", "self.encoder(x).tanh()"),
     "encoder of raw parameters": Encoder(
         "self.weight = nn.Parameter(torch.randn(12, 16) * 0.3)\nself.bias = nn.Parameter(torch.zeros(16))",
         "torch.addmm(self.bias, x, self.weight)",
@@ -77,9 +77,7 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
     "residual around a block": Topology(1, "z = z + {0}(z)"),
     "residual around a block, last": Topology(1, "z = {0}(z) + z"),
     "residual around two blocks": Topology(2, "z = z + {1}({0}(z))"),
-    "residuals around each block": Topology(
-        2, "for block in self.blocks:\n    z = z + block(z)", all_blocks=True
-    ),
+    "residuals around each block": Topology(2, "for block in self.blocks:\n    z = z + block(z)", all_blocks=True),
     "block called twice": Topology(1, "z = {0}({0}(z))"),
     "block called on two inputs": Topology(1, "z = {0}(z) + {0}(-z)"),
     "recurrence over blocks": Topology(
@@ -117,7 +115,7 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
         ".flatten(1)) + memory",
         init="self.cross = nn.MultiheadAttention(8, 2, batch_first=True)",
     ),
-    "blocks of a dict": Topology(2, 'z = {0}(z)\nz = {1}(z) + z'),
+    "blocks of a dict": Topology(2, "z = {0}(z)\nz = {1}(z) + z"),
     "block chosen by a sample": Topology(2, "z = {0}(z) if z[0, 0] > 0 else {1}(z)"),
     "experts of a list": Topology(
         2,
@@ -125,6 +123,7 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
         "    rows = (chosen == number).nonzero().flatten()\n    if len(rows):\n"
         "        out = out.index_add(0, rows, block(z[rows]))\nz = out",
         init="self.router = nn.Linear(16, {count}).requires_grad_(False)",
+        splits_samples=True,
         all_blocks=True,
     ),
     "stochastic depth": Topology(
@@ -145,10 +144,10 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
     "block that nobody calls": Topology(2, "z = {0}(z)"),
     "block that evaluation calls": Topology(2, "z = {0}(z) if self.training else {1}({0}(z))"),
     "one block for each half": Topology(2, "z = torch.cat([{0}(z)[:, :8], {1}(z.flip(1))[:, 8:]], 1)"),
-    "block in a checkpoint": Topology(1, "z = z + checkpoint({0}, z, use_reentrant=False)"),
-    "block in a reentrant checkpoint": Topology(1, "z = z + checkpoint({0}, z, use_reentrant=True)"),
+    "block in a checkpoint": Topology(1, "z = z + checkpoint({0}, z, use_reentrant=False)", replays=True),
+    "block in a reentrant checkpoint": Topology(1, "z = z + checkpoint({0}, z, use_reentrant=True)", replays=True),
     "two blocks in a checkpoint": Topology(
-        2, "z = checkpoint(lambda h: {0}(h) + {1}(h), z, use_reentrant=False)"
+        2, "z = checkpoint(lambda h: {0}(h) + {1}(h), z, use_reentrant=False)", replays=True
     ),
     "weights of a block in another": Topology(
         1,

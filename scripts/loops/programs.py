@@ -1,7 +1,7 @@
 """Programs as a hypothesis strategy: complete files that a person can run, made of a model and features of a loop."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from textwrap import dedent, fill, indent
@@ -9,9 +9,9 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from loops.blocks import BLOCKS
+from loops.blocks import BLOCKS, Block
 from loops.features import FEATURES, OPTIMIZERS, PLACES, Feature
-from loops.models import CONTAINERS, ENCODERS, TOPOLOGIES, Model
+from loops.models import CONTAINERS, ENCODERS, TOPOLOGIES, Model, Topology
 from loops.verdict import Verdict
 
 NAME: Final = "program.py"
@@ -19,6 +19,7 @@ EPOCHS: Final = 2
 MOST_FEATURES: Final = 5
 _BATCH: Final = 16
 _WIDTH: Final = 110
+_VERDICTS: Final = (*(Verdict.RIGHT,) * 6, Verdict.ROWS, Verdict.RESUME, Verdict.STATE, Verdict.WRONG, Verdict.WRONG)
 _ALL_PARAMETERS: Final = "model.parameters()"
 _TRAINED: Final = "[p for p in model.parameters() if p.requires_grad]"
 
@@ -114,8 +115,7 @@ class Program:
             *self._lines("placed"),
         ]
         definitions = "\n\n\n".join(
-            dedent(text).strip("\n")
-            for text in [*self._texts("definitions"), self.model.source()]
+            dedent(text).strip("\n") for text in [*self._texts("definitions"), self.model.source()]
         )
         text = _PROGRAM.format(
             productions=fill("; ".join(self.productions), _WIDTH, break_long_words=False, break_on_hyphens=False),
@@ -160,7 +160,9 @@ class Program:
         return "\n".join(sorted(wanted, key=lambda line: (line.startswith("from"), line)))
 
     def _optimizer(self, twice: bool) -> str:
-        freezes = "requires_grad_(False)" in self.model.source() and "frozen parameters in the optimizer" not in self.features
+        freezes = (
+            "requires_grad_(False)" in self.model.source() and "frozen parameters in the optimizer" not in self.features
+        )
         if not twice:
             line = OPTIMIZERS[self.optimizer].optimizer
             if freezes and f"({_ALL_PARAMETERS}" in line:
@@ -222,44 +224,64 @@ def _take_logits(text: str, has_auxiliary: bool) -> str:
 
 
 def _fit(model: Model, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the features that fit the model and one another, in the order of the grammar; the first of a slot stays."""
+    """Return the features that fit the model and one another: of a slot the first, all in the order of the grammar."""
     taken: dict[str, str] = {}
     for name in names:
-        feature = FEATURES[name]
-        if (
-            (feature.needs_auxiliary and not model.has_auxiliary)
-            or (feature.refuses_auxiliary and model.has_auxiliary)
-            or (feature.needs_block and feature.needs_block not in model.blocks)
-        ):
-            continue
-        taken.setdefault(feature.slot, name)
+        if _suits(FEATURES[name], model):
+            taken.setdefault(FEATURES[name].slot, name)
     chosen = set(taken.values())
     return tuple(name for name in FEATURES if name in chosen)
 
 
+def _suits(feature: Feature, model: Model) -> bool:
+    """Say whether plain PyTorch could run a loop with this feature for the model."""
+    source = model.source()
+    return not (
+        (feature.needs_auxiliary and not model.has_auxiliary)
+        or (feature.refuses_auxiliary and model.has_auxiliary)
+        or (feature.needs_block and feature.needs_block not in model.blocks)
+        or (feature.splits_samples and "BatchNorm" in source)
+        or ("autograd.grad" in str(feature.lines) and "use_reentrant=True" in source)
+    )
+
+
+def _with(verdicts: Sequence[Verdict], table: Mapping[str, Block | Topology | Feature]) -> list[str]:
+    """Return the names of the productions that have one of the verdicts."""
+    return [name for name, part in table.items() if part.verdict in verdicts]
+
+
 @st.composite
-def models(draw: st.DrawFn) -> Model:
-    """Draw a model."""
-    topology = draw(st.sampled_from(list(TOPOLOGIES)))
-    least = TOPOLOGIES[topology].blocks
-    most = least + 1 if TOPOLOGIES[topology].all_blocks else least
-    blocks = draw(st.lists(st.sampled_from(list(BLOCKS)), min_size=least, max_size=most))
+def models(draw: st.DrawFn, verdicts: Sequence[Verdict] = tuple(Verdict)) -> Model:
+    """Draw a model of parts with these verdicts."""
+    name = draw(st.sampled_from(_with(verdicts, TOPOLOGIES)))
+    topology = TOPOLOGIES[name]
+    most = topology.blocks + 1 if topology.all_blocks else topology.blocks
+    kinds = [
+        kind
+        for kind in _with(verdicts, BLOCKS)
+        if not (topology.splits_samples and "BatchNorm" in BLOCKS[kind].init)
+        and not (topology.replays and "checkpoint(" in BLOCKS[kind].forward)
+    ]
+    blocks = draw(st.lists(st.sampled_from(kinds), min_size=topology.blocks, max_size=most))
     container = draw(st.sampled_from(CONTAINERS))
-    return Model(draw(st.sampled_from(list(ENCODERS))), topology, tuple(blocks), container)
+    return Model(draw(st.sampled_from(list(ENCODERS))), name, tuple(blocks), container)
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Draw a program. It shrinks towards fewer features, and to the first of each kind."""
-    model = draw(models())
-    count = draw(st.integers(0, MOST_FEATURES))
-    names = [draw(st.sampled_from(list(FEATURES))) for _ in range(count)]
+    """Draw a program, more right ones than others. It shrinks towards fewer features, and to the first of each kind."""
+    other = draw(st.sampled_from(_VERDICTS))
+    verdicts = (Verdict.RIGHT, other)
+    model = draw(models(verdicts))
+    names = [draw(st.sampled_from(_with(verdicts, FEATURES))) for _ in range(draw(st.integers(0, MOST_FEATURES)))]
+    if other is not Verdict.RIGHT and draw(st.booleans()):
+        names = [draw(st.sampled_from(_with([other], FEATURES))), *names]
     return Program(
         model=model,
-        optimizer=draw(st.sampled_from(list(OPTIMIZERS))),
+        optimizer=draw(st.sampled_from(_with(verdicts, OPTIMIZERS))),
         features=_fit(model, names),
-        samples=draw(st.sampled_from((44, 37, 30))),
-        microbatches=draw(st.sampled_from((4, 3, 5))),
+        samples=draw(st.sampled_from((44, 30) if "BatchNorm" in model.source() else (44, 30, 37, 33))),
+        microbatches=draw(st.sampled_from((4, 5, 6))),
         seed=draw(st.integers(0, 3)),
     )
 

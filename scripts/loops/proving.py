@@ -1,5 +1,6 @@
 """Draws programs by number, tries them in warm processes, and shrinks those that fail."""
 
+import atexit
 import os
 import re
 import tempfile
@@ -76,7 +77,9 @@ class _StillFailsError(Exception):
     """The program at hand fails as the first one did."""
 
 
-def shrink(base: str, number: int, failure: Result, plan: Plan, attempt: Try, *, seconds: float) -> tuple[Program, Result]:
+def shrink(
+    base: str, number: int, failure: Result, plan: Plan, attempt: Try, *, seconds: float
+) -> tuple[Program, Result]:
     """Return the smallest program that was found to fail like this one within so many seconds, and its result."""
     plan = _only(plan, failure.place)
     first = draw_program(base, number)
@@ -136,6 +139,7 @@ def provers(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _warm_up() -> None:
+    atexit.register(os._exit, 0)  # first of all that happens at the end, such as reports of leaks
     model = Model("linear encoder", "chain", ("residual", "linear"), "list")
     program = Program(model, "adamw", ("evaluation", "save at step 2"))
     with tempfile.TemporaryDirectory(prefix="loops-") as name:

@@ -54,6 +54,7 @@ _EXIT_STOPPED: Final = 75
 _LINE: Final = re.compile(r"\bprogram\.py:\d+|\bprogram\.py\", line \d+")
 _WAY: Final = re.compile(r";\s+\S")
 _ERROR: Final = re.compile(r"^\w*(Error|Exception): ")  # of the program's own code, or of torch, passed on
+_DIVERGED: Final = re.compile(r"error: (loss|the norm|.*gradient).* is (nan|inf|-inf)")
 _TRACEBACK: Final = re.compile(r"^Traceback ", re.MULTILINE)
 _SHOWN: Final = 400  # characters of a message
 
@@ -132,9 +133,7 @@ def try_program(program: Program, plan: Plan, *, timeout_s: float = warm.TIMEOUT
     return try_source(program.source, program.verdicts, plan, timeout_s=timeout_s)
 
 
-def try_source(
-    source: str, verdicts: frozenset[Verdict], plan: Plan, *, timeout_s: float = warm.TIMEOUT_S
-) -> Result:
+def try_source(source: str, verdicts: frozenset[Verdict], plan: Plan, *, timeout_s: float = warm.TIMEOUT_S) -> Result:
     """Run the text of a program whose productions have these verdicts."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="loops-", dir=_memory()) as name:
@@ -238,10 +237,12 @@ class _Trial:
     def _fault(self, seen: Seen, place: object) -> Result | None:
         """Return the failure of a run that neither trained nor was refused in the right way."""
         if place == ONE and (_ERROR.search(seen.error) or _TRACEBACK.search(seen.ended.err)):
-            return Result(Outcome.INVALID, "invalid", seen.error[-_SHOWN:], str(place))
+            return Result(Outcome.INVALID, "invalid", seen.error[:_SHOWN], str(place))
         if seen.trained or (seen.refused and _LINE.search(seen.error)):
             return None
         code, err = seen.ended.code, seen.ended.err
+        if place == ONE and _DIVERGED.search(err):
+            return Result(Outcome.INVALID, "diverged", seen.error[:_SHOWN], str(place))
         if code is None:
             return self._failed("hang", place, err)
         if seen.refused:

@@ -4,6 +4,7 @@ The process that forks must have no threads. Each program runs as `lockstep laun
 own, and is killed after a while.
 """
 
+import ctypes
 import gc
 import importlib
 import os
@@ -18,12 +19,12 @@ from typing import Final, NoReturn
 
 import torch
 
-from lockstep.common.follow_parent import die_with_parent
 from lockstep.device.precision import fix_kernels
 from lockstep.run.script import start_script
 from lockstep.run.start import import_for_all
 
 TIMEOUT_S: Final = 60.0
+_PR_SET_PDEATHSIG: Final = 1
 _IMPORTED: Final = """
 import sys, torch
 from pathlib import Path
@@ -58,9 +59,7 @@ def warm_up(program: Path, folder: Path) -> None:
     gc.freeze()  # a forked process need not look through what is imported, nor copy its pages
 
 
-def start(
-    program: Path, arguments: Sequence[str], processes: int, folder: Path, timeout_s: float = TIMEOUT_S
-) -> Ended:
+def start(program: Path, arguments: Sequence[str], processes: int, folder: Path, timeout_s: float = TIMEOUT_S) -> Ended:
     """Run a program on so many processes in `folder`, and wait for its end."""
     streams = [folder / "out.txt", folder / "err.txt"]
     pid = os.fork()
@@ -90,7 +89,7 @@ def _be_launcher(
     """Be the process that starts the ranks of a program."""
     code = 1
     try:
-        die_with_parent()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         os.chdir(folder)
         for number, path in enumerate(streams, start=1):
