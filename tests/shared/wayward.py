@@ -92,3 +92,122 @@ class Twice(_Body):
         for block in self.blocks:
             x = block(x)
         return self.blocks[1](x) if self.calls > 3 and images[0, 0, 0, 0] > 0 else x
+
+
+class Residual(nn.Module):
+    """A block that reads its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Branches(_Body):
+    """Residual blocks that read one activation, which a third reader and the head read, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        return last(first(x) + second(x) * third(x)) + 0.3 * x
+
+
+class Repeated(_Body):
+    """A residual block that is called twice, on one activation and on what follows from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        y = first(x)
+        return third(second(y) + first(y) + first(x))
+
+
+class EncoderDecoder(_Body):
+    """nn.Transformer, both halves of which read one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.1, batch_first=True)
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        tokens = torch.stack([x, x * 0.5, x.tanh()], 1)
+        return self.blocks(tokens, tokens).mean(1)
+
+
+class PassedThrough(_Body):
+    """Blocks that return their input as it is, which others read; or a view of it."""
+
+    class Block(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x[0, 0] > 0 else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        x = x.view(-1, WIDTH)
+        for block in self.blocks:
+            x = block(x) + 0.1 * x * block(x)
+        return x
+
+
+class AuxiliaryHead(_Body):
+    """Deep supervision: a head reads an activation that residual blocks read, too; a part of one leads nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.auxiliary = nn.Sequential(Residual(), nn.Linear(WIDTH, toys.CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).relu().mean((2, 3))
+        first, second, third, last = self.blocks
+        x = second(first(x))
+        last(x)
+        return self.head(third(x)) + 0.4 * self.auxiliary(x)
+
+
+class Detached(_Body):
+    """Residual blocks whose weights are read without a gradient besides."""
+
+    class Block(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x @ self.linear.weight.detach()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        return last(first(x) + second(third(x)))
+
+
+class FrozenBase(_Body):
+    """Residual blocks of which most is frozen, as with adapters."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.adapter(self.base(x).tanh()) + self.base(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        return last(first(x) + second(third(x)))

@@ -1,5 +1,6 @@
 """The door to torch's fully_shard (FSDP2), whose reduce-scatter hands gradients to us instead of adding them."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.comm import older_fsdp
 from lockstep.comm.gathers import Gathers
@@ -45,7 +47,15 @@ class Sharded:
     A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
     both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards. Members may call different
     units in the same forward (comm/gathers.py): the gradients of one that is not called are zeros, as in one process.
-    `receive` waits for other members when these are `patience` units behind.
+
+    **When a unit's backward is complete.** fully_shard finds out by an autograd node of its own, which it puts in front
+    of a unit's inputs. That node adds up the unit's own gradients of an input before those of its other readers, so an
+    activation that two units read would get another gradient than in one process. There is no such node here: the graph
+    is the one that plain PyTorch builds. Autograd runs the nodes of one thread's graph from the newest to the oldest.
+    So once the gradient of a unit's output is there, all units that were first called after it are complete, and their
+    gradients are handed on, whichever of their parameters a micro-batch used. The first unit is complete at the end of
+    the backward. If a backward goes through the forwards of several threads, a unit is complete once each of its
+    parameters has a gradient, or at the end.
     """
 
     model: nn.Module
@@ -53,7 +63,6 @@ class Sharded:
     names: Sequence[str]
     mesh: DeviceMesh
     receive: Receive
-    patience: int
     keep_gathered: bool
     offload: InitVar[bool]
     narrow: InitVar[Narrow | None] = None
@@ -62,9 +71,17 @@ class Sharded:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
         self._offloads = offload and mesh.device_type == "cuda"
         self._outputs: dict[int, Tensor] = {}  # of the last backward, with offloading
-        self._calls = [0] * (len(units) + 1)
+        self._first_calls: dict[int, int] = {}  # of each unit since the last backward: the number of its first call
+        self._calls = 0  # since the last backward
+        self._threads: set[int] = set()  # in which these forwards were
+        self._forwards_under_way = 0
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
+        self._complete: set[int] = set()  # units whose backward is over
+        self._handed: set[int] = set()  # units whose gradients are taken
+        self._accumulated = [0] * (len(units) + 1)  # parameters of each unit that have their gradient
+        self._counts_parameters = False  # whether their hooks are there
         self._backward = False  # whether a backward of a step is under way
+        self._graph_task = -1  # autograd's number of it
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         self._gathers = Gathers(self._ask, self._gather, self._scatter, self._hand_on, self._check)
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
@@ -85,11 +102,11 @@ class Sharded:
             self._units[number].set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
             self._units[number].set_gradient_divide_factor(1.0)
             self._units[number].set_force_sum_reduction_for_comms(True)
-            unit.register_forward_pre_hook(partial(self._count, number), with_kwargs=True)
-            # Around fully_shard's own hook, which turns tensors that want a gradient into others.
-            unit.register_forward_pre_hook(_before_fully_shard, prepend=True, with_kwargs=True)
-            unit.register_forward_pre_hook(_after_fully_shard, with_kwargs=True)
-            unit.register_forward_hook(partial(self._own_outputs, number), prepend=True)
+            if (group := _group(self._units[number])) is not None:
+                group._register_post_backward_hook = _leave_inputs
+            if unit is not model:
+                unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
+            unit.register_forward_hook(partial(self._own_outputs, number), prepend=True, with_kwargs=True)
             setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - it is found here before fully_shard's
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
@@ -98,7 +115,6 @@ class Sharded:
         self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # what is in no unit first
         self._whole = False  # all that may be called is gathered
         self._passes = 0  # forwards since the last backward
-        self._late = [0] * len(self._units)  # those whose gradients come at the end of a backward
         self._order: list[int] = []  # in which units hand on their gradients, once it is known
         self._due: deque[int] = deque()
         self._handing = False
@@ -109,35 +125,37 @@ class Sharded:
         """Call before each backward of a step, and say of the last one that it is."""
         self._backward = True
         self._outputs.clear()
-        schedule: Sequence[int] = ()
         if self.keep_gathered:
             self._units[-1].set_reshard_after_backward(last)
         else:
             usual = sorted(self._forwards, reverse=True)
-            schedule = self._gathers.begin(f"backward of {self._passes}", usual)
+            self._gathers.begin(f"backward of {self._passes}", usual)
             self._gather(usual[0])  # what is in no block, even where this member called none of the last blocks
         self._whole = self._whole and not last
-        # What is called several times, and what nobody wants in backward, is complete at its end.
-        self._due.extend(
-            unit
-            for unit in self._order
-            if not self._late[unit] and (schedule.count(unit) == 1 if schedule else self._passes == 1)
-        )
+        if len(self._threads) > 1:
+            self._count_parameters()
+        self._due.extend(self._order)
         self._hand_on()
 
     def end_backward(self) -> None:
-        """Call when a backward is over: what units gave that were called several times in its forward is complete."""
+        """Call when a backward is over: every unit is complete."""
+        self._complete.update(range(len(self._units)))
         if not self.keep_gathered:
-            self._gathers.end(called=[int(calls > 0) for calls in self._calls])
+            called = [int(unit in self._first_calls) for unit in range(len(self._units))]
+            self._gathers.end(called=called)
             self._in_order = self._in_order and not self._gathers.differed
-        for unit in dict.fromkeys((*self._due, *self._order, *sorted(self._waiting))):
-            if unit in self._waiting:
-                self._pass_on(unit, may_wait=True)
-        self._due.clear()
+        self._hand_on()
+        for unit in sorted(self._waiting):  # in the first backward of all there is no order yet
+            self._pass_on(unit, may_wait=True)
         self._kept.clear()
-        self._calls = [0] * len(self._calls)
-        self._passes = 0
+        self._complete.clear()
+        self._handed.clear()
+        self._first_calls.clear()
+        self._threads.clear()
+        self._accumulated = [0] * len(self._units)
+        self._calls = self._passes = 0
         self._backward = False
+        self._graph_task = -1
 
     def end_round(self) -> None:
         """Call after each backward but a step's last one: what reduce-scatter gave out then was no gradient."""
@@ -181,11 +199,20 @@ class Sharded:
         return found
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
-        self._passes += torch.is_grad_enabled()
+        if _in_backward():  # recomputed
+            return
+        self._forwards_under_way += 1
+        if torch.is_grad_enabled():
+            self._passes += 1
+            self._threads.add(threading.get_ident())
+            self._first_calls[len(self._units) - 1] = -1
         if not self._whole:
             self._gathers.begin(f"forward, training={module.training}", self._forwards)
 
     def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if _in_backward():
+            return
+        self._forwards_under_way -= 1
         if self._whole:
             return
         schedule = self._gathers.end(kept=self.keep_gathered)
@@ -194,20 +221,21 @@ class Sharded:
             trained = {
                 unit for unit in self._forwards if any(each.requires_grad for each in _parameters(self._units[unit]))
             }
-            self._order = [unit for unit in dict.fromkeys(reversed(schedule)) if unit in trained]
-            # A unit of a model in chunks is called for each of them, and may be gathered once.
-            several = [schedule.count(unit) > 1 or calls > 1 for unit, calls in enumerate(self._calls)]
-            late = [int(known or more) for known, more in zip(self._late, several, strict=True)]
-            self._late = [max(each) for each in zip(*self._ask(late), strict=True)]
+            self._order = [unit for unit in reversed(list(dict.fromkeys(schedule))) if unit in trained]
 
-    def _count(self, unit: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+    def _before_unit(self, unit: int, module: nn.Module, inputs: Any) -> None:
+        if _in_backward():
             return
-        self._calls[unit] += 1
-        if not self._order and not any(isinstance(e, Tensor) and e.requires_grad for e in tree_leaves((args, kwargs))):
-            self._late[unit] = 1  # fully_shard sees by the gradients of what went in that a unit's backward is over
+        if not self._forwards_under_way:
+            raise refusal(
+                f"{self.names[unit]} is called by itself, and its weights are in rows, which the placed model gathers",
+                "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp "
+                "or zero1",
+            )
+        if torch.is_grad_enabled():
+            self._first_calls.setdefault(unit, self._calls)
 
-    def _own_outputs(self, unit: int, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    def _own_outputs(self, unit: int, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Return outputs that share no memory with what is freed after a unit's forward, or, to autograd, with others.
 
         Parameters that a unit returns, or views of them, would be read when they are no longer there. And fully_shard
@@ -218,33 +246,91 @@ class Sharded:
         if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
             freed = {each._unsharded_param.untyped_storage().data_ptr() for each in group.fsdp_params}
         views = torch.is_grad_enabled()
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))} if views else set()
 
         def alone(output: Tensor) -> Tensor:
+            if id(output) in inputs:  # its other readers are others of the input, too
+                return output
             has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
             if has_memory and output.untyped_storage().data_ptr() in freed:
                 return output.clone()
             return cast(Tensor, _Unchanged.apply(output, output.stride())) if views and output._is_view() else output
 
-        return tree_map_only(Tensor, alone, outputs) if views or freed else outputs
+        outputs = tree_map_only(Tensor, alone, outputs) if views or freed else outputs
+        if views and unit != len(self._units) - 1 and not _in_backward():
+            reached = partial(self._reach, self._calls)
+            self._calls += 1
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(reached)  # type: ignore[no-untyped-call]  # before fully_shard's: it gathers
+        return outputs
+
+    def _reach(self, call: int, gradient: Tensor) -> None:
+        """Complete the units that were first called after this call: its output has its gradient."""
+        self._check_graph_task()
+        if len(self._threads) > 1:
+            return
+        done = [unit for unit, first in self._first_calls.items() if first > call and unit not in self._complete]
+        for unit in sorted(done, key=lambda unit: -self._first_calls[unit]):
+            self._finish(unit)
+
+    def _finish(self, unit: int) -> None:
+        """Take the gradients of a unit, whose backward is over, and free what is gathered for it."""
+        self._complete.add(unit)
+        if (group := _group(self._units[unit])) is not None and group._training_state == TrainingState.PRE_BACKWARD:
+            group.post_backward()
+        self._hand_on(unit)
+
+    def _check_graph_task(self) -> None:
+        """Raise UsageError in a nested backward: at its end fully_shard would take the gradients of all units."""
+        if not self._backward:
+            raise self._foreign_backward()
+        task = torch._C._current_graph_task_id()
+        if self._graph_task == -1:
+            self._graph_task = task
+        if self._graph_task != task:
+            raise refusal(
+                "a backward within the backward goes through the placed model, whose weights are in rows, as "
+                "torch.utils.checkpoint does with use_reentrant=True",
+                "give it use_reentrant=False, let placement.recompute do it, or use strategy ddp or zero1",
+            )
+
+    def _foreign_backward(self) -> UsageError:
+        return refusal(
+            "a backward that is not step.backward goes through the placed model, whose weights are in rows",
+            "give the whole loss to step.backward, once for each micro-batch; for a derivative beside it use strategy "
+            "ddp or zero1",
+        )
+
+    def _count_parameters(self) -> None:
+        """Complete a unit once each of its parameters has its gradient, in backwards through several threads."""
+        if self._counts_parameters:
+            return
+        self._counts_parameters = True
+        for unit, number in zip(self._units[:-1], range(len(self._units)), strict=False):
+            group = _group(unit)
+            parameters = [] if group is None else [each._unsharded_param for each in group.fsdp_params]
+            if parameters and all(parameter.requires_grad for parameter in parameters):
+                for parameter in parameters:
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(self._count_accumulated, number, len(parameters))
+                    )
+
+    def _count_accumulated(self, unit: int, of: int, _parameter: Tensor) -> None:
+        self._accumulated[unit] += 1
+        if self._backward and len(self._threads) > 1 and self._accumulated[unit] == of:
+            self._finish(unit)
 
     def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Take what a unit's backward made, to be passed on once for each unit and backward.
-
-        fully_shard reduces after the backward of each call. Autograd adds the calls of a unit up itself: of each
-        parameter the whole gradient comes after one of them, and zeros after the others.
-        """
+        """Take what a unit's backward made, to be passed on in its turn."""
         if not self._backward:
-            raise refusal(
-                "a backward that is not step.backward goes through the placed model, whose weights are in rows",
-                "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative beside it use "
-                "strategy ddp or zero1",
-            )
+            raise self._foreign_backward()
+        if unit in self._handed:  # what autograd was to do last it did earlier
+            raise UsageError(f"{self.names[unit]} has another gradient after its backward; use strategy ddp or zero1")
+        self._handed.add(unit)
         if self._offloads:
             self._outputs.setdefault(unit, output)
-        if unit not in self._waiting:
-            self._waiting[unit] = gradients, output  # whose views become the gradients: those of later calls are added
-        else:
-            _bits(self._waiting[unit][0]).bitwise_or_(_bits(gradients))  # -0.0 + 0.0 would be 0.0
+        self._waiting[unit] = gradients, output  # the latter's views become the gradients
         self._hand_on(unit)
 
     def _hand_on(self, handed: int | None = None) -> None:
@@ -259,13 +345,12 @@ class Sharded:
         try:
             while self._due:
                 unit = self._due[0]
-                if not self._calls[unit]:
+                if unit in self._first_calls and unit not in self._complete and unit not in self._waiting:
+                    return
+                if unit not in self._waiting:
                     if not self.keep_gathered:
                         self._gathers.reach(unit)
-                    if unit not in self._waiting:
-                        _group(self._units[unit]).post_backward()  # which hands zeros
-                elif unit not in self._waiting or self._calls[unit] > 1:
-                    return
+                    _group(self._units[unit]).post_backward()  # which hands zeros
                 self._due.popleft()
                 if unit != handed:  # fully_shard keeps only what it has handed last
                     self._kept.append(self._waiting[unit][0])
@@ -293,23 +378,12 @@ class Sharded:
         return [each.tolist() for each in answers]
 
     def _check(self, unit: int, left: Sequence[int]) -> None:
-        """Raise UsageError for a unit that others do not gather, or may not before they wait for this member."""
+        """Raise UsageError for a unit that others do not gather."""
         if unit not in left:
             raise UsageError(
                 f"{self.names[unit]} is called more often than in the first forward, and other processes would have "
                 f"to gather it for that; call it equally often in each forward, or use strategy zero2, zero1 or ddp"
             )
-        if self._too_far(unit, left):
-            raise UsageError(
-                f"{self.names[unit]} is called in another order than in the first forward, or what comes of "
-                f"{self.names[self._due[0]]} is not in the loss; call what is in the model's containers in one order, "
-                f"or use strategy zero2, zero1 or ddp"
-            )
-
-    def _too_far(self, unit: int, left: Sequence[int]) -> bool:
-        """Whether others may wait for what is due of this member before they gather `unit`."""
-        later = left[left.index(unit) :]
-        return self._in_order and sum(each not in later for each in self._due) > self.patience
 
     def _gather(self, unit: int) -> None:
         self._units[unit].unshard()
@@ -318,7 +392,7 @@ class Sharded:
         self._units[unit].reshard()
 
     def _prefetch(self) -> None:
-        if (left := self._gathers.remaining()) and not self._too_far(left[0], left):
+        if left := self._gathers.remaining():
             group = _group(self._units[left[0]])
             group._prefetch_unshard(group, "backward")
 
@@ -412,49 +486,13 @@ class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
         return None
 
 
-@final
-class _ArgumentLayout:
-    """What fully_shard's hook would lose of a unit's arguments, where it makes views of tensors that want a gradient.
-
-    - That several arguments are one tensor: attention, for one, goes another way where key is query. It gets one.
-    - The strides of dims of one element, such as the samples of a micro-batch of one, which tell kernels in which
-      memory format it is: torch makes strides anew when it makes a view.
-    """
-
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        first: dict[int, int] = {}
-        self._first = [
-            first.setdefault(id(each), n) if isinstance(each, Tensor) else n for n, each in enumerate(leaves)
-        ]
-        self._strides = [_stride(leaf) for leaf in leaves]
-
-    def once(self, leaves: Sequence[Any]) -> list[Any]:
-        return [leaf if self._first[number] == number else None for number, leaf in enumerate(leaves)]
-
-    def restore(self, leaves: Sequence[Any]) -> list[Any]:
-        alike = [
-            leaf if leaf is None or _stride(leaf) == stride else _Unchanged.apply(leaf, stride)
-            for leaf, stride in zip(leaves, self._strides, strict=True)
-        ]
-        return [alike[number] for number in self._first]
+def _leave_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Stand in for what puts an autograd node before a unit's inputs (see Sharded)."""
+    return args, kwargs
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _before_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Give a unit its arguments without repeated tensors, and at their end what is to be known of them."""
-    leaves, tree = tree_flatten((args, kwargs))
-    noted = _ArgumentLayout(leaves)
-    args, kwargs = cast(Arguments, tree_unflatten(noted.once(leaves), tree))
-    return (*args, noted), kwargs
-
-
-def _after_fully_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Give a unit its arguments as they were."""
-    *given, noted = args
-    leaves, tree = tree_flatten((tuple(given), kwargs))
-    return cast(Arguments, tree_unflatten(noted.restore(leaves), tree))
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @final
@@ -469,11 +507,3 @@ class _Unchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _stride(value: Any) -> tuple[int, ...] | None:
-    return value.stride() if isinstance(value, Tensor) and value.layout == torch.strided else None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -12,12 +12,19 @@ from typing import Protocol, TypeVar, final
 import torch
 
 T = TypeVar("T")
+Result = TypeVar("Result", covariant=True)
+
+
+class Pending(Protocol[Result]):
+    """Waits for a result: on the CPU for at most `timeout_s`, after which it raises TimeoutError."""
+
+    def __call__(self, timeout_s: float | None = None) -> Result: ...
 
 
 class CommStream(Protocol):
     """Runs functions in the order of submission; calling what `submit` returns waits for the result."""
 
-    def submit(self, function: Callable[[], T]) -> Callable[[], T]: ...
+    def submit(self, function: Callable[[], T]) -> Pending[T]: ...
 
     def close(self) -> None: ...
 
@@ -26,9 +33,9 @@ class CommStream(Protocol):
 class InlineStream:
     """No stream at all: for a world of one."""
 
-    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+    def submit(self, function: Callable[[], T]) -> Pending[T]:
         result = function()
-        return lambda: result
+        return lambda timeout_s=None: result
 
     def close(self) -> None:
         pass
@@ -47,11 +54,11 @@ class ThreadStream:
         self._executor = ThreadPoolExecutor(1, "stream")
         self._failed: BaseException | None = None
 
-    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+    def submit(self, function: Callable[[], T]) -> Pending[T]:
         future = self._executor.submit(self._run, function)
 
-        def wait() -> T:  # a place of its own, so that who looks at the stack sees what is waited for
-            return future.result()
+        def wait(timeout_s: float | None = None) -> T:  # a frame of its own: a stack shows what is waited for
+            return future.result(timeout_s)
 
         return wait
 
@@ -86,7 +93,7 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._kept: deque[tuple[torch.cuda.Event, Callable[[], object]]] = deque()
 
-    def submit(self, function: Callable[[], T]) -> Callable[[], T]:
+    def submit(self, function: Callable[[], T]) -> Pending[T]:
         while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
             self._kept.popleft()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -94,7 +101,7 @@ class CudaStream:
             result = function()
         self._kept.append((self._stream.record_event(), function))
 
-        def wait() -> T:
+        def wait(timeout_s: float | None = None) -> T:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._kept.clear()
             return result

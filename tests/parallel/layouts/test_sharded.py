@@ -68,6 +68,24 @@ def test_blocks_need_not_be_called_in_each_micro_batch(model):
         assert_same_bits(case, placed)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        wayward.Branches,
+        wayward.Repeated,
+        wayward.EncoderDecoder,
+        wayward.PassedThrough,
+        wayward.AuxiliaryHead,
+        wayward.Detached,
+        wayward.FrozenBase,
+    ],
+)
+def test_gradients_of_shared_activations_are_added_in_the_order_of_one_process(model):
+    case = Case(4, clip=0.5, model=model)
+    for placed in PLACED[2:]:
+        assert_same_bits(case, placed)
+
+
 def test_a_block_that_others_cannot_gather_is_refused():
     """Not a deadlock: the rank that calls it sees it before any exchange."""
     case = Case(6, model=wayward.Twice, strategy="zero3")

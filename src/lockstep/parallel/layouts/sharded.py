@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
 from lockstep.comm.fsdp import Narrow, Sharded, own_gradient
-from lockstep.comm.stream import CommStream, InlineStream
+from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, shard_like
@@ -35,6 +35,9 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
 # Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
 _UNDER_WAY: Final = 4
+# A member that calls its units in another order may hand on its gradients only after gathers in which this one takes
+# part. So a member that waited for so long waits no more, and keeps more gradients instead.
+_PATIENCE_S: Final = 10.0
 
 
 def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
@@ -85,8 +88,7 @@ class ShardedLayout:
                 parameter.data = parameter.data.contiguous()
         narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
-        patience = _UNDER_WAY // 2  # a unit has up to two exchanges in a row, among members and among replicas
-        self._sharded = Sharded(model, units, names, members, sums.receive, patience, keep_gathered, offload, narrow)
+        self._sharded = Sharded(model, units, names, members, sums.receive, keep_gathered, offload, narrow)
         sums.model = self._sharded
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
@@ -140,7 +142,8 @@ class _ShardSums:
     _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
     _round: tuple[int, int] = field(default=(0, 0), init=False)  # of no holders
     _remaining: int = field(default=0, init=False)
-    _under_way: deque[Callable[[], None]] = field(default_factory=deque, init=False)
+    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False)
+    _patient: bool = field(default=True, init=False)
     _outputs: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -175,8 +178,12 @@ class _ShardSums:
         """Take what a unit's backward made, [M * N] (comm/fsdp.py); after the last round `output`, [N], is the sum."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
-        while may_wait and len(self._under_way) >= _UNDER_WAY:
-            self._under_way.popleft()()
+        while may_wait and self._patient and len(self._under_way) >= _UNDER_WAY:
+            try:
+                self._under_way[0](_PATIENCE_S)
+                self._under_way.popleft()
+            except TimeoutError:
+                self._patient = False
         self._under_way.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
         if self._remaining == 1:
             self._outputs[unit] = output
