@@ -99,7 +99,7 @@ def main(folder, device, strategy):
     model, optimizer = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2), strategy=strategy)
     for step in run.steps(TensorDataset(inputs, inputs[:, :4].argmax(1)), batch=32, microbatches=4, epochs=2):
         for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"))
+            step.backward(sum=F.cross_entropy(model(x), y, reduction="sum"))
         step.update(lr=1e-2 * (1 - step.samples_seen / 960), clip=1.0)
 
 

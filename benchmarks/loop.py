@@ -187,7 +187,7 @@ def _own_loop(steps: int, _: World) -> Turn:
         began = time.perf_counter()
         for step in run.steps(dataset, batch=BATCH, microbatches=1, steps=done):
             for inputs, targets in step:
-                step.backward(F.cross_entropy(model(inputs), targets, reduction="sum"))
+                step.backward(sum=F.cross_entropy(model(inputs), targets, reduction="sum"))
             step.update(lr=LR)
         return time.perf_counter() - began
 

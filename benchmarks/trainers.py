@@ -438,6 +438,6 @@ class Own:
                 if not step.duplicate:
                     report.samples(numbers, outputs)
                 factor = {SCALE: run.size, GRADIENT: 1 + run.rank}.get(self.fault, 1)
-                step.backward(factor * F.cross_entropy(outputs, y, reduction="sum"))
+                step.backward(sum=factor * F.cross_entropy(outputs, y, reduction="sum"))
             step.update(lr=LR * run.size if self.fault == WEIGHTS else LR, clip=clip)
             report.updated(model, step.norm * run.size if self.fault == NORM else step.norm)

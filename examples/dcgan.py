@@ -44,10 +44,10 @@ def main(folder: str | None = None) -> None:
     for step in run.steps(digits, batch=BATCH, microbatches=4, epochs=EPOCHS):
         for (real,) in step:
             fake = nets["G"](torch.randn(len(real), NOISE)).detach()
-            step.backward(loss(nets["D"](real), 1.0) + loss(nets["D"](fake), 0.0))
+            step.backward(sum=loss(nets["D"](real), 1.0) + loss(nets["D"](fake), 0.0))
         step.update(of="D")
         for (real,) in step:
-            step.backward(loss(nets["D"](nets["G"](torch.randn(len(real), NOISE))), 1.0))
+            step.backward(sum=loss(nets["D"](nets["G"](torch.randn(len(real), NOISE))), 1.0))
         step.update(of="G")
         if step.every(epochs=1):
             scheduler.step()

@@ -26,7 +26,7 @@ def main(folder, sinks, precision="fp32"):
     model, _ = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for step in run.steps(data, batch=8, microbatches=4, epochs=2):
         for x, y in step:
-            step.backward(F.cross_entropy(model(x), y, reduction="sum"))
+            step.backward(sum=F.cross_entropy(model(x), y, reduction="sum"))
         step.update()
         if step.every(steps=4):
             right = run.sum((model(x).argmax(1) == y).sum() for x, y in run.each(data))

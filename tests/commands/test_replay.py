@@ -126,7 +126,7 @@ model, optimizer = run.place(model, optimizer)
 inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 for step in run.steps([(each, number % 3) for number, each in enumerate(inputs)], batch=8, microbatches=4, epochs=4):
     for x, y in step:
-        step.backward(functional.cross_entropy(model(x), y, reduction="sum"))
+        step.backward(sum=functional.cross_entropy(model(x), y, reduction="sum"))
     step.update()
     if step.every(epochs=1):
         run.save()

@@ -121,7 +121,7 @@ def test_a_run_has_one_dataset_and_one_batch(other):
         model, _ = loops.placed(run)
         for step in run.steps(**given):
             for batch in step:
-                step.backward(loops.loss(model, batch))
+                step.backward(sum=loops.loss(model, batch))
             step.update()
         assert [*run.steps(**given | {"dataset": loops.data()})] == []  # which is the same
         with pytest.raises(
@@ -166,7 +166,7 @@ def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkey
             for batch in step:
                 if first and ends == "within a step":
                     raise KeyError
-                step.backward(loops.loss(model, batch))
+                step.backward(sum=loops.loss(model, batch))
             step.update()
             if first and ends == "interrupt":
                 signal.raise_signal(signal.SIGINT)
@@ -256,7 +256,7 @@ def test_an_average_of_the_weights_is_kept_and_evaluated_with(tmp_path):
         for step in run.steps(loops.data(), batch=16, microbatches=4, steps=6):
             average = average or {name: each.clone() for name, each in live.items()}
             for batch in step:
-                step.backward(loops.loss(model, batch))
+                step.backward(sum=loops.loss(model, batch))
             step.update()
             average.update({name: torch.lerp(each, live[name], 0.25) for name, each in average.items()})
             if step.number == last:
@@ -377,7 +377,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_whole_batch():
         model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=1.0))
         for step in run.steps(loops.data(), batch=40, microbatches=3, steps=1):
             for batch in step:
-                step.backward(loops.loss(model, batch))
+                step.backward(sum=loops.loss(model, batch))
             step.update(lr=0.5)
         torch.testing.assert_close(model.weight.detach(), before - 0.5 * expected.weight.grad)
         assert step.loss.item() == pytest.approx(F.cross_entropy(expected(inputs), targets).item(), abs=1e-6)
@@ -397,7 +397,7 @@ Body = Callable[[Any, nn.Module, torch.optim.Optimizer], None]
 def without_update(run: Any, model: nn.Module, _: object) -> None:
     for step in loops.steps(run):
         for batch in step:
-            step.backward(loops.loss(model, batch))
+            step.backward(sum=loops.loss(model, batch))
 
 
 def optimizer_step(run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -523,7 +523,7 @@ def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
     def train(run: Any, factor: float) -> None:
         model, _ = loops.placed(run)
         for step, *batch in loops.micro_batches(loops.steps(run)):
-            step.backward(loops.loss(model, batch) * factor)
+            step.backward(sum=loops.loss(model, batch) * factor)
 
     for factor, warned in ((0.1, 0), (0.25, 1)):
         with joined() as run:

@@ -29,7 +29,7 @@ def train(run: Any, fault: Callable[[nn.Module, int], None] | None = None, place
         own = 0.0
         for batch in step:
             value = loops.loss(model, batch)
-            step.backward(value)
+            step.backward(sum=value)
             own += 0.0 if step.duplicate else float(value)
         step.update(clip=1.0)
         table.append((own, float(step.loss) * step.weight))
@@ -122,7 +122,7 @@ def leaving_early(run: Any) -> None:
     model, _ = loops.placed(run)
     for step in loops.steps(run):
         for number, batch in enumerate(step):
-            step.backward(loops.loss(model, batch))
+            step.backward(sum=loops.loss(model, batch))
             if number == 4:
                 break
         step.update()

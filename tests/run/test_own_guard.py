@@ -40,7 +40,7 @@ def whole(
             forward(step)
             loss = loops.loss(model, batch)
             backward(step)
-            step.backward(loss)
+            step.backward(sum=loss)
             each(step)
         last(step)
         step.update(**update)
@@ -92,7 +92,7 @@ def own_backward_later(run, model, optimizer):
             loss = loops.loss(model, batch)
             if step.number == 2:
                 loss.backward(retain_graph=True)  # <-
-            step.backward(loss)
+            step.backward(sum=loss)
         step.update()
 
 
@@ -275,7 +275,7 @@ def called_as_samples_say(run, model, optimizer):
             outputs = model(inputs)
             if inputs[0, 0] > 0:
                 outputs = outputs + model(-inputs)
-            step.backward(F.cross_entropy(outputs, targets, reduction="sum"))
+            step.backward(sum=F.cross_entropy(outputs, targets, reduction="sum"))
         step.update()
 
 
@@ -285,7 +285,7 @@ def called_without_gradients_first(run, model, optimizer):
             if inputs[0, 0] > 0:
                 with torch.no_grad():
                     model(-inputs)
-            step.backward(F.cross_entropy(model(inputs), targets, reduction="sum"))
+            step.backward(sum=F.cross_entropy(model(inputs), targets, reduction="sum"))
         step.update()
 
 

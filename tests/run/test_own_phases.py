@@ -58,10 +58,10 @@ def not_finite(run: Any) -> None:
     model = adversaries.placed(run)
     for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=2):
         for (real,) in step:
-            step.backward(judged_twice(model, real) / (3 if step.number == 1 else 0))
+            step.backward(sum=judged_twice(model, real) / (3 if step.number == 1 else 0))
         step.update(of="critic")
         for (real,) in step:
-            step.backward(judged_twice(model, real) / 5)  # another divisor than before, as each has its own
+            step.backward(sum=judged_twice(model, real) / 5)  # another divisor than before, as each has its own
         step.update(of="generator")
 
 
@@ -77,7 +77,7 @@ def outside(run: Any) -> None:
         once(step, model)
         step.update(of="critic")
         for (real,) in step:
-            step.backward(judged_twice(model, other(real)))
+            step.backward(sum=judged_twice(model, other(real)))
         step.update(of="generator")
 
 
@@ -99,10 +99,10 @@ def test_it_is_what_two_optimizers_do() -> None:
         for step in run.steps(adversaries.data(), batch=16, microbatches=1, steps=4, drop_last=True):
             noise = noises[step.number]
             for (real,) in step:
-                step.backward(critic_loss(model, real, noise))
+                step.backward(sum=critic_loss(model, real, noise))
             step.update(of="critic")
             for _ in step:
-                step.backward(adversaries.judged(model, model["generator"](noise), real=True))
+                step.backward(sum=adversaries.judged(model, model["generator"](noise), real=True))
             step.update(of="generator")
             for optimizer, loss in ((of_critic, critic_loss), (of_generator, generator_loss)):
                 other.zero_grad()
@@ -123,7 +123,7 @@ def generator_loss(model: nn.ModuleDict, _: torch.Tensor, noise: torch.Tensor) -
 
 def once(step: Any, model: nn.ModuleDict) -> None:
     for (real,) in step:
-        step.backward(judged_twice(model, real))
+        step.backward(sum=judged_twice(model, real))
 
 
 def judged_twice(model: nn.ModuleDict, real: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def trained(run: Any, after: Callable[[Any, Any], object] = lambda step, hits: N
         hits = 0
         for inputs, targets in step:
             hits += int((model(inputs).argmax(1) == targets).sum())
-            step.backward(loops.loss(model, (inputs, targets)))
+            step.backward(sum=loops.loss(model, (inputs, targets)))
         step.update(clip=given.get("clip"))
         after(step, hits)
     return model

@@ -158,7 +158,7 @@ def test_what_would_not_be_heeded_is_refused(text: str, tmp_path: Path) -> None:
         model, optimizer = run.place(model, optimizer, scheduler=scheduler)
         for each in run.steps(loops.data(), batch=16, microbatches=4, steps=2):
             for batch in each:
-                each.backward(loops.loss(model, batch))
+                each.backward(sum=loops.loss(model, batch))
             each.update(**given)
             body(run, scheduler)
 

@@ -45,10 +45,10 @@ def gan(run: Any, epochs: int = 2, last: int = 0) -> nn.ModuleDict:
     for step in run.steps(data(), batch=16, microbatches=4, epochs=epochs):
         for (real,) in step:
             fake = model["generator"](torch.randn(len(real), NOISE)).detach()
-            step.backward(0.5 * judged(model, real, real=True) + 0.5 * judged(model, fake, real=False))
+            step.backward(sum=0.5 * judged(model, real, real=True) + 0.5 * judged(model, fake, real=False))
         step.update(of="critic")
         for (real,) in step:
-            step.backward(judged(model, model["generator"](torch.randn(len(real), NOISE)), real=True))
+            step.backward(sum=judged(model, model["generator"](torch.randn(len(real), NOISE)), real=True))
         step.update(of="generator", clip=1.0)
         if step.number == last:
             break
@@ -76,11 +76,11 @@ def in_one_module(run: Any) -> None:
     for step in run.steps(data(), batch=16, microbatches=4, epochs=2):
         for (real,) in step:
             scores = model(torch.randn(len(real), NOISE), real)
-            step.backward(sum(lost(each, 1.0 - number) for number, each in enumerate(scores)))
+            step.backward(sum=sum(lost(each, 1.0 - number) for number, each in enumerate(scores)))
         step.update(of="critic")
         for (real,) in step:
             (score,) = model(torch.randn(len(real), NOISE))
-            step.backward(lost(score, 1.0))
+            step.backward(sum=lost(score, 1.0))
         step.update(of="generator")
 
 
@@ -94,10 +94,10 @@ def wasserstein(run: Any, epochs: int = 2) -> nn.ModuleDict:
             between = torch.lerp(real, fake, torch.rand(len(real), 1)).requires_grad_()
             [slope] = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
             penalty = (slope.norm(dim=1) - 1).square().sum()
-            step.backward(critic(fake).sum() - critic(real).sum() + 10 * penalty)
+            step.backward(sum=critic(fake).sum() - critic(real).sum() + 10 * penalty)
         step.update(of="critic")
         if step.number % 2 == 0:
             for (real,) in step:
-                step.backward(-critic(model["generator"](torch.randn(len(real), NOISE))).sum())
+                step.backward(sum=-critic(model["generator"](torch.randn(len(real), NOISE))).sum())
             step.update(of="generator")
     return model

@@ -50,7 +50,7 @@ def computed(run: Any, model: nn.Module, dataset: Any = None, **given: Any) -> I
     """Yield steps of 16, 16 and 8 samples once their micro-batches are computed."""
     for step in run.steps(dataset or data(), batch=16, microbatches=4, **given):
         for batch in step:
-            step.backward(loss(model, batch))
+            step.backward(sum=loss(model, batch))
         yield step
 
 
@@ -151,7 +151,7 @@ def tokens() -> None:
         for batch in step:
             logits = model(batch["ids"])
             step.backward(
-                F.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), ignore_index=0, reduction="sum")
+                sum=F.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), ignore_index=0, reduction="sum")
             )
         step.update(lr=0.5)
 
@@ -184,7 +184,7 @@ def in_bf16(epochs: int = 1) -> None:
 
     for step in steps(run, epochs):
         for inputs, targets in step:
-            step.backward(F.cross_entropy(logits(inputs, targets), targets, reduction="sum"))
+            step.backward(sum=F.cross_entropy(logits(inputs, targets), targets, reduction="sum"))
         step.update(clip=1.0)
         if step.every(epochs=1):
             total = run.sum(F.cross_entropy(logits(*batch), batch[1], reduction="sum") for batch in run.each(data()))
@@ -200,7 +200,7 @@ def of_two() -> None:
     for step, inputs, targets in micro_batches(steps(run)):
         outputs = model["second"](model["first"](inputs).relu())  # type: ignore[index]
         assert outputs.dtype == torch.float32
-        step.backward(F.cross_entropy(outputs, targets, reduction="sum"))
+        step.backward(sum=F.cross_entropy(outputs, targets, reduction="sum"))
 
 
 def exchanging() -> None:
@@ -211,7 +211,7 @@ def exchanging() -> None:
         total = loss(model, batch)
         if run.size > 1:
             torch.distributed.all_reduce(total.detach())
-        step.backward(total)
+        step.backward(sum=total)
 
 
 def by_rank() -> None:
@@ -219,7 +219,7 @@ def by_rank() -> None:
     run = lockstep.join(seed=3)
     model, _ = placed(run)
     for step, *batch in micro_batches(steps(run)):
-        step.backward(loss(model, batch) * (1 + (run.rank and step.number > 1)))
+        step.backward(sum=loss(model, batch) * (1 + (run.rank and step.number > 1)))
 
 
 def joined(body: Callable[[Any], None], folder: Path | None = None) -> None:
@@ -245,4 +245,4 @@ def in_order_of_names() -> None:
     model = OfNames()
     run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step, *batch in micro_batches(run.steps(data(), batch=16, microbatches=2, steps=2)):
-        step.backward(loss(model, batch))
+        step.backward(sum=loss(model, batch))

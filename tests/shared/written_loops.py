@@ -52,7 +52,7 @@ def computed(steps: Iterator[Any], model: Any) -> Iterator[Any]:
     """Yield each step once its micro-batches are computed."""
     for step in steps:
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         yield step
 
 
@@ -82,7 +82,7 @@ def trained(run: Any, model: nn.Module, loss: Callable[[Any, Any, Any], Tensor] 
     """Train by steps that are as they should be, by a loss of the model, inputs and targets."""
     model, _ = placed(run, model)
     for step, x, y in micro_batches(steps(run), **update):
-        step.backward(loss(model, x, y))
+        step.backward(sum=loss(model, x, y))
 
 
 # The usual loop of PyTorch, and what is left of it by mistake.
@@ -103,7 +103,7 @@ def zero_grad_first(run):
     model, optimizer = placed(run)
     for step, x, y in micro_batches(even(run)):
         optimizer.zero_grad()  # <-
-        step.backward(summed(model(x), y))
+        step.backward(sum=summed(model(x), y))
 
 
 @refused("optimizer.step() is not this loop's to call")
@@ -124,7 +124,7 @@ def own_loader(run):
 def mean(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
-        step.backward(F.cross_entropy(model(x), y))  # <-
+        step.backward(sum=F.cross_entropy(model(x), y))  # <-
 
 
 @refused("the loss is divided by 6, the number of micro-batches of the step")
@@ -132,7 +132,7 @@ def accumulation_of_sums(run):
     accumulate = 6
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
-        step.backward(summed(model(x), y) / accumulate)  # <-
+        step.backward(sum=summed(model(x), y) / accumulate)  # <-
 
 
 @alike
@@ -161,7 +161,7 @@ def left_early(run):
     model, _ = placed(run)
     for step in even(run):
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
             break  # <-
         step.update()
 
@@ -171,8 +171,8 @@ def backward_twice(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
         outputs = model(x)
-        step.backward(summed(outputs, y))
-        step.backward(0.1 * outputs.square().sum())  # <-
+        step.backward(sum=summed(outputs, y))
+        step.backward(sum=0.1 * outputs.square().sum())  # <-
 
 
 @alike
@@ -205,7 +205,7 @@ def moments_forgotten(run):
     """Adam's moments halved when an epoch is over."""
     model, optimizer = placed(run)
     for step, x, y in micro_batches(even(run)):
-        step.backward(summed(model(x), y))
+        step.backward(sum=summed(model(x), y))
     for state in optimizer.state.values():  # <-
         state["exp_avg"].mul_(0.5)
 
@@ -214,7 +214,7 @@ def moments_forgotten(run):
 def optimizer_saved(run):
     model, optimizer = placed(run)
     for step, x, y in micro_batches(even(run)):
-        step.backward(summed(model(x), y))
+        step.backward(sum=summed(model(x), y))
     optimizer.state_dict()  # <-
 
 
@@ -241,7 +241,7 @@ def dcgan_discriminator(run):
     model, _ = run.place(model, torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.5, 0.999)))
     for step, real, _ in micro_batches(steps(run)):
         fake = faker(torch.randn(len(real), 4))
-        step.backward(binary(model(real), 1.0) + binary(model(fake.detach()), 0.0))
+        step.backward(sum=binary(model(real), 1.0) + binary(model(fake.detach()), 0.0))
 
 
 @refused("a Linear outside the placed model has parameters that want a gradient")
@@ -250,7 +250,7 @@ def dcgan_generator_outside(run):
     model, _ = placed(run, discriminator())
     for step, real, _ in micro_batches(even(run)):
         fake = faker(torch.randn(len(real), 4))  # <-
-        step.backward(binary(model(real), 1.0) + binary(model(fake), 0.0))
+        step.backward(sum=binary(model(real), 1.0) + binary(model(fake), 0.0))
 
 
 @refused("run.place: a second model")
@@ -277,7 +277,7 @@ def dcgan_both(run):
     model, _ = placed(run, Gan(generator=generator(), discriminator=discriminator()))
     for step, real, _ in micro_batches(steps(run)):
         of_d, of_g = model(real, torch.randn(len(real), 4))
-        step.backward(of_d + of_g)
+        step.backward(sum=of_d + of_g)
 
 
 @refused("a ModuleDict has no forward", IN_ROWS)
@@ -293,9 +293,9 @@ def dcgan_in_turns(run):
         for real, _ in step:
             fake = model["g"](torch.randn(len(real), 4))
             if of_d:
-                step.backward(binary(model["d"](real), 1.0) + binary(model["d"](fake.detach()), 0.0))
+                step.backward(sum=binary(model["d"](real), 1.0) + binary(model["d"](fake.detach()), 0.0))
             else:
-                step.backward(binary(model["d"](fake), 1.0))
+                step.backward(sum=binary(model["d"](fake), 1.0))
         step.update()
 
 
@@ -304,7 +304,7 @@ def wgan_clipping(run):
     model, _ = placed(run, discriminator())
     for step in even(run):
         for real, _ in step:
-            step.backward(model(torch.randn_like(real)).sum() - model(real).sum())
+            step.backward(sum=model(torch.randn_like(real)).sum() - model(real).sum())
         step.update()
         for each in model.parameters():
             each.data.clamp_(-0.01, 0.01)  # <-
@@ -321,7 +321,7 @@ def wgan_gradient_penalty(run):
         scores = model(between)
         [gradient] = torch.autograd.grad(scores.sum(), between, create_graph=True)  # <-
         penalty = ((gradient.norm(2, dim=1) - 1) ** 2).sum()
-        step.backward(model(fake).sum() - model(real).sum() + 10.0 * penalty)
+        step.backward(sum=model(fake).sum() - model(real).sum() + 10.0 * penalty)
 
 
 @refused("a backward that is not step.backward goes through the placed model, whose weights are in rows", IN_ROWS)
@@ -336,7 +336,7 @@ def r1_penalty(run):
         if step.number % 2:
             [gradient] = torch.autograd.grad(logits.sum(), real, create_graph=True)  # <-
             loss = loss + 5.0 * gradient.square().sum()
-        step.backward(loss)
+        step.backward(sum=loss)
 
 
 # Spectral norm.
@@ -346,14 +346,14 @@ def r1_penalty(run):
 def spectral_norm_by_hook(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], spectral_norm(nn.Linear(12, 1))))
     for step, real, _ in micro_batches(even(run)):
-        step.backward(binary(model(real), 1.0))  # <-
+        step.backward(sum=binary(model(real), 1.0))  # <-
 
 
 @refused("the forward moves buffer 3.parametrizations.weight.0._u of _SpectralNorm")
 def spectral_norm_by_parametrization(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], parametrizations.spectral_norm(nn.Linear(12, 1))))
     for step, real, _ in micro_batches(even(run)):
-        step.backward(binary(model(real), 1.0))  # <-
+        step.backward(sum=binary(model(real), 1.0))  # <-
 
 
 @alike
@@ -403,7 +403,7 @@ def dino(run):
             views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
             targets = [teacher(view) for view in views]
             outputs = model(torch.cat(views)).chunk(2)
-            step.backward((dino_loss(outputs[0], targets[1]) + dino_loss(outputs[1], targets[0])) / 2)
+            step.backward(sum=(dino_loss(outputs[0], targets[1]) + dino_loss(outputs[1], targets[0])) / 2)
         step.update(lr=cosine(1e-2, 1e-4, share), clip=3.0)
         momentum = cosine(0.9, 1.0, share)
         with torch.no_grad():
@@ -422,7 +422,7 @@ def dino_last_layer_cancelled(run):
     model, _ = placed(run, Head())
     for step in even(run):
         for x, _ in step:
-            step.backward(dino_loss(model(x), model(x).detach()))
+            step.backward(sum=dino_loss(model(x), model(x).detach()))
         for name, each in model.named_parameters():
             if "last_layer" in name:
                 each.grad = None  # <-
@@ -437,7 +437,7 @@ def dino_rate_in_groups(run):
         for group in optimizer.param_groups:
             group["lr"] = cosine(1e-2, 1e-4, step.samples_seen / 36)  # <-
         for x, _ in step:
-            step.backward(dino_loss(model(x), model(x).detach()))
+            step.backward(sum=dino_loss(model(x), model(x).detach()))
         step.update()
 
 
@@ -456,7 +456,7 @@ def byol(run):
         for x, _ in step:
             one, other = x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x)
             goal = F.normalize(target(other), dim=1)
-            step.backward((2 - 2 * (F.normalize(model(one), dim=1) * goal).sum(1)).sum())
+            step.backward(sum=(2 - 2 * (F.normalize(model(one), dim=1) * goal).sum(1)).sum())
         step.update()
         with torch.no_grad():
             for mine, its in zip(target.parameters(), online["encoder"].parameters(), strict=True):
@@ -534,7 +534,7 @@ def distillation_in_training(run):
     for step, x, _ in micro_batches(even(run)):
         with torch.no_grad():
             soft = teacher(x).softmax(1)  # <-
-        step.backward(summed(model(x), soft))
+        step.backward(sum=summed(model(x), soft))
 
 
 # Augmentation and regularisation.
@@ -547,7 +547,7 @@ def mixup(run):
     for step, x, y in micro_batches(steps(run)):
         share, other = float(beta.sample()), torch.randperm(len(x))
         outputs = model(share * x + (1 - share) * x[other])
-        step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y[other]))
+        step.backward(sum=share * summed(outputs, y) + (1 - share) * summed(outputs, y[other]))
 
 
 @alike
@@ -654,7 +654,7 @@ def dropout_scheduled(run):
     for step in steps(run, epochs=2):
         model[3].p = 0.1 * (1 + step.epoch)
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         step.update()
 
 
@@ -665,7 +665,7 @@ def adversarial(run):
     for step, x, y in micro_batches(steps(run)):
         moved = x.clone().requires_grad_()
         [gradient] = torch.autograd.grad(summed(model(moved), y), moved)  # <-
-        step.backward(summed(model(x + 0.1 * gradient.sign()), y))
+        step.backward(sum=summed(model(x + 0.1 * gradient.sign()), y))
 
 
 @alike
@@ -673,7 +673,7 @@ def inputs_with_gradients(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(steps(run)):
         noisy = x.clone().requires_grad_()
-        step.backward(summed(model(noisy), y))
+        step.backward(sum=summed(model(noisy), y))
         assert noisy.grad is not None
 
 
@@ -760,7 +760,7 @@ def sam(run):
             moves = [0.05 * each.grad / each.grad.norm() for each in model.parameters()]
             for each, move in zip(model.parameters(), moves, strict=True):
                 each.add_(move)
-        step.backward(summed(model(x), y))
+        step.backward(sum=summed(model(x), y))
 
 
 @refused("a gradient of the placed model was written")
@@ -779,7 +779,7 @@ def manual_sgd_of_plain_weights(run):
     model, _ = placed(run)
     for step in even(run):
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         with torch.no_grad():
             for each in model.parameters():
                 each -= 0.1 * each.grad  # <-
@@ -794,7 +794,7 @@ def grad_scaler(run):
         for x, y in step:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = summed(model(x), y)
-            step.backward(scaler.scale(loss))
+            step.backward(sum=scaler.scale(loss))
         scaler.step(optimizer)  # <-
         scaler.update()
 
@@ -875,7 +875,7 @@ def frozen_after_an_epoch(run):
             for each in model[0].parameters():
                 each.requires_grad_(False)  # <-
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         step.update()
 
 
@@ -889,7 +889,7 @@ def unfrozen_after_an_epoch(run):
         if step.epoch == 1:
             model[0].requires_grad_(True)  # <-
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         step.update()
 
 
@@ -922,7 +922,7 @@ def batchnorm_frozen_in_each_epoch(run):
             if isinstance(each, nn.BatchNorm1d):
                 each.eval()
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         step.update()
 
 
@@ -931,7 +931,7 @@ def batchnorm_frozen_in_a_microbatch(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
         model[1].eval()
-        step.backward(summed(model(x), y))  # <-
+        step.backward(sum=summed(model(x), y))  # <-
 
 
 # Several tasks, other batches, hooks and figures.
@@ -945,7 +945,7 @@ def learned_weights_outside(run):
     for step, x, y in micro_batches(even(run)):
         outputs = model(x)
         losses = torch.stack([summed(outputs, y), outputs.square().sum()])
-        step.backward((torch.exp(-uncertainty) * losses + uncertainty).sum())  # <-
+        step.backward(sum=(torch.exp(-uncertainty) * losses + uncertainty).sum())  # <-
 
 
 @alike
@@ -979,7 +979,7 @@ def dict_batches(run):
     for step in run.steps(Records(40), batch=16, microbatches=4, epochs=1):
         for batch in step:
             assert len(batch["name"]) == len(batch["label"])
-            step.backward(summed(model(batch["image"]), batch["label"]))
+            step.backward(sum=summed(model(batch["image"]), batch["label"]))
         step.update()
 
 
@@ -1011,7 +1011,7 @@ def gradients_logged(run):
     for step in steps(run):
         model.zero_grad()
         for x, y in step:
-            step.backward(summed(model(x), y))
+            step.backward(sum=summed(model(x), y))
         norms = {name: each.grad.norm().item() for name, each in model.named_parameters() if each.grad is not None}
         total = torch.stack([each.grad.detach().square().sum() for each in model.parameters()]).sum().sqrt()
         seen.append((norms, float(total)))
@@ -1029,7 +1029,7 @@ def figures_of_training(run):
         for x, y in step:
             outputs = model(x)
             loss = summed(outputs, y)
-            step.backward(loss)
+            step.backward(sum=loss)
             running += loss.detach()
             correct += int((outputs.argmax(1) == y).sum())
             seen += len(y)
@@ -1073,7 +1073,7 @@ def forward_hook(run):
     features: dict[str, Tensor] = {}
     model[0].register_forward_hook(lambda module, inputs, outputs: features.update(hidden=outputs))
     for step, x, y in micro_batches(steps(run)):
-        step.backward(summed(model(x), y) + 0.01 * features["hidden"].square().sum())
+        step.backward(sum=summed(model(x), y) + 0.01 * features["hidden"].square().sum())
 
 
 @alike
@@ -1082,7 +1082,7 @@ def full_backward_hook(run):
     model, _ = placed(run)
     model[4].register_full_backward_hook(lambda module, inner, outer: tuple(0.5 * each for each in inner))
     for step, x, y in micro_batches(steps(run)):
-        step.backward(summed(model(x), y))
+        step.backward(sum=summed(model(x), y))
 
 
 @alike
@@ -1121,7 +1121,7 @@ def language_model(run):
     for step in own:
         for batch in step:
             logits = model(batch["ids"][:, :-1]).flatten(0, 1)
-            step.backward(summed(logits, batch["ids"][:, 1:].flatten(), ignore_index=0))
+            step.backward(sum=summed(logits, batch["ids"][:, 1:].flatten(), ignore_index=0))
         step.update()
 
 
@@ -1145,7 +1145,7 @@ def drawn_between(run):
         share = np.random.beta(0.2, 0.2)
         for x, y in step:
             outputs = model(share * x + (1 - share) * x.flip(0))
-            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
+            step.backward(sum=share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
         step.update(lr=rate)
         rate = 1e-2 * (0.5 + random.random() + float(torch.rand(())))
 
@@ -1198,7 +1198,7 @@ def weight_penalty(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(steps(run)):
         l2 = sum(each.square().sum() for each in model.parameters())  # <-
-        step.backward(summed(model(x), y) + 1e-4 * len(x) * l2)
+        step.backward(sum=summed(model(x), y) + 1e-4 * len(x) * l2)
 
 
 @alike
@@ -1228,4 +1228,4 @@ def weight_penalty_of_rows(run):
     for step, x, y in micro_batches(even(run)):
         weight = model[0].weight
         own = weight.to_local() if hasattr(weight, "to_local") else weight
-        step.backward(summed(model(x), y) + own.square().sum())  # <-
+        step.backward(sum=summed(model(x), y) + own.square().sum())  # <-

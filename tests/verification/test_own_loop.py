@@ -152,7 +152,7 @@ def train(after_backwards=None, after_update=None, model=None, on_batch=None, ev
         for batch in step:
             if on_batch is not None:
                 on_batch(model)
-            step.backward(loops.loss(model, batch))
+            step.backward(sum=loops.loss(model, batch))
         if after_backwards is not None:
             after_backwards(model, optimizer)
         step.update()
@@ -246,7 +246,7 @@ def divided():
     run = lockstep.join(seed=3)
     model, _ = loops.placed(run)
     for step, *batch in loops.micro_batches(loops.steps(run)):
-        step.backward(loops.loss(model, batch) / 4)
+        step.backward(sum=loops.loss(model, batch) / 4)
 
 
 def test_a_loss_that_is_divided_is_alike_on_all_placements_and_refused_without_a_guard_too():

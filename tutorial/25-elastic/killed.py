@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     first = run.step
     for step in run.steps(data, batch=BATCH, microbatches=4, epochs=EPOCHS):
         for x, y in step:
-            step.backward(cross_entropy(model(x), y, reduction="sum"))
+            step.backward(sum=cross_entropy(model(x), y, reduction="sum"))
         if (first, step.number, run.rank) == (0, 36, 1):  # in the second epoch
             os.kill(os.getpid(), signal.SIGKILL)
         step.update()

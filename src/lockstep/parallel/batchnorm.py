@@ -56,10 +56,14 @@ class RunningStatistics:
         """Return what the last forward observed, times its number of samples: float64 of shape [size]."""
         return self._scratch.double().mul_(samples)
 
-    def with_loss(self, loss: Tensor, samples: int) -> Tensor:
-        """Return a micro-batch's loss and what its forward observed, for the tree: float64 of shape [1 + size]."""
+    def with_loss(self, loss: Tensor, samples: int, *beside: Tensor) -> Tensor:
+        """Return a micro-batch's loss, the float64 vectors `beside` it and the batch statistics, as one vector.
+
+        The vector is a leaf of the tree: float64, of shape [1 + beside + size].
+        """
         value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
-        return torch.cat([value, self.observations(samples)]) if self.size else value
+        parts = [value, *beside, self.observations(samples)] if self.size else [value, *beside]
+        return torch.cat(parts) if len(parts) > 1 else value
 
     def settle(self, applied: bool, mean: Tensor) -> None:
         """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample.

@@ -19,12 +19,14 @@ Predict = Callable[[Inputs], Any]  # gives the model's outputs
 class Sums(NamedTuple):
     """The losses of a step, 0-dim: `total` over all its samples, the same on every rank, and `own_losses` over each
     of this rank's micro-batches, as the task gave them. `weight` is the step's. `of_task` are the sums of the task
-    over all micro-batches, on the CPU, where they were asked for."""
+    over all micro-batches, on the CPU, where they were asked for. `counts` is the float64 vector that an own loop adds
+    up beside its loss."""
 
     total: Tensor
     weight: int
     own_losses: Sequence[Tensor]
     of_task: Mapping[str, Tensor] = MappingProxyType({})
+    counts: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:

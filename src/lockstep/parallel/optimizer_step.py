@@ -124,9 +124,13 @@ def keep_ratios(optimizer: Optimizer) -> None:
             group[SCALE] = scale
 
 
-def share(weight: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what a backward starts from in a step of such a weight: nothing, where there is nothing to learn from."""
-    return torch.full((), 1.0 / weight if weight else 0.0, dtype=dtype, device=device)
+def share(weight: int, dtype: torch.dtype, device: torch.device, part: int = 1) -> Tensor:
+    """Return the seed of a backward in a step of this `weight`, rounded once to `dtype`; 0 if the step weighs nothing.
+
+    A loss that is a sum has 1 / weight. A loss that is a mean has `part` / weight, with `part` the weight of its
+    micro-batch: exactly 1 if the step has one micro-batch.
+    """
+    return torch.full((), part / weight if weight else 0.0, dtype=dtype, device=device)
 
 
 def gradient(parameter: Tensor) -> Tensor:

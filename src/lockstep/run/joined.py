@@ -48,6 +48,7 @@ from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import Step, seed_all
+from lockstep.run.own_step_sums import StepSums
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
@@ -95,6 +96,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None  # where there is a folder
         self._gate = Gate()
         self._losses: list[LossCheck] = []  # of the first update of each step, of the second ...
+        self._sums = StepSums(self._world)  # of the step under way
         self._steps: Generator[Step] | None = None
         self._step: Step | None = None
         self._report: Callable[[], Sequence[Event]]  # of that step
@@ -465,7 +467,7 @@ class Run:
         self._compare_figures()
         self._end_pass()
         self._report = turn.report
-        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, audit)
+        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
         placed.guard.mark()
         return self._step
 

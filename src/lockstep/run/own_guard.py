@@ -252,8 +252,8 @@ class Guard:
         if by_backward:
             return refusal(
                 f"{self._at}a backward that is not step.backward adds to the gradients of the placed model",
-                "give the whole loss to step.backward(loss), once for each micro-batch; for a derivative alone call "
-                "torch.autograd.grad",
+                "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative alone "
+                "call torch.autograd.grad",
             )
         return refusal(f"{self._at}a gradient of the placed model was written", _GRADIENT)
 

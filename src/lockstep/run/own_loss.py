@@ -82,7 +82,16 @@ class LossCheck:
     _warned: bool = False
     _warned_of_function: bool = False
 
-    def check(self, step: int, loss: Any, microbatch: MicroBatch, others: Counts, returned: Collection[Node]) -> None:
+    def check(
+        self,
+        step: int,
+        loss: Any,
+        microbatch: MicroBatch,
+        others: Counts,
+        returned: Collection[Node],
+        *,
+        mean: bool = False,
+    ) -> None:
         """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or no sum.
 
         `others` gives counts that it must not be divided by, besides those of the micro-batch, and what they count;
@@ -96,6 +105,8 @@ class LossCheck:
                 f"step {step}: the loss has no graph that leads to the model",
                 "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
             )
+        if mean:
+            return
         every = _parts(loss.grad_fn, microbatch.samples, returned)
         parts = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
         parts = [each._replace(mean=False, scales=()) if _is_sum_again(each, microbatch) else each for each in parts]

@@ -92,7 +92,7 @@ class Gate:
         if not self.open and self.step:
             raise refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
-                "call it before step.backward, and give that the sum of all losses of the micro-batch, once",
+                "call it before step.backward, and give that all losses of the micro-batch added up, once",
             )
         if not self.open:
             raise refusal(

@@ -119,12 +119,26 @@ class Placed:
         """Return a digest of each of these. All ranks call it."""
         return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
-    def agree(self, step: int, rate: float, clip: float | None, of: str | None) -> None:
-        """Hand the optimizer's settings on, and see that they, modes, rate, `clip` and `of` are alike on all ranks."""
+    def some_idle(self, microbatches: int) -> bool:
+        """Return whether some ranks have no micro-batch in a step of so many."""
+        mesh = self.chosen.mesh(self.world.size)
+        return mesh.shard == mesh.expert == 1 and microbatches < mesh.replicate
+
+    def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
+        """Hand the optimizer's settings on, and check that all ranks agree on them, modes, rate, `clip` and `of`.
+
+        `sums` are the names of `step.sum`.
+        """
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
             evaluating = sum(not module.training for module in self._modules)
-            given = {"of": of, "lr": rate, "clip": clip, "modules in evaluation mode": evaluating}
+            given = {
+                "of": of,
+                "lr": rate,
+                "clip": clip,
+                "modules in evaluation mode": evaluating,
+                "names of step.sum": ", ".join(sums),
+            }
             self.world.note(self.groups.facts(step, given))
 
     def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:

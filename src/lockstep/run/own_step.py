@@ -5,11 +5,11 @@ one that this rank repeats, and where the ranks do not agree some to find out wh
 loop over micro-batches ends, and not by the update.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Never, final
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from lockstep.parallel.audited import Part
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import Gate, StrayModuleCheck
 from lockstep.run.own_placed import Placed
+from lockstep.run.own_step_sums import ROOM, StepSums
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Interval, Turn
 
@@ -48,6 +49,7 @@ class Step:
     _placed: Placed
     _make_stray_check: Callable[[int], StrayModuleCheck | None]
     _losses: Callable[[int], LossCheck]
+    _sums: StepSums
     _audit: Callable[[], Iterator[Part]] | None
 
     def __post_init__(self) -> None:
@@ -87,7 +89,10 @@ class Step:
 
     @property
     def weight(self) -> int:
-        """What the step's loss is divided by, over all ranks: its samples, or what `weight` of `run.steps` counts."""
+        """The weight of the step over all ranks: its samples, or the sum of `weight` of `run.steps`.
+
+        A loss that is given as `sum` is divided by it.
+        """
         return self._turn.step.weight
 
     @property
@@ -97,10 +102,20 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the whole step by its weight, 0-dim and float64, the same on every rank; after `update`."""
+        """The mean loss of the whole step, 0-dim and float64, the same on every rank; after `update`."""
         if self._turn.sums is None:
             raise refusal(f"step {self.number}: step.loss is known after step.update", "ask for it then")
         return self._turn.sums.loss
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """The totals of `sum` over the whole step, by name: 0-dim and float64, the same on every rank; after `update`.
+
+        Whole numbers are exact up to 2**53. After `update(of=...)` they are those of the iteration before it.
+        """
+        if not self._updated:
+            raise refusal(f"step {self.number}: step.sums is known after step.update", "ask for it then")
+        return self._sums.totals
 
     @property
     def norm(self) -> Tensor | None:
@@ -135,6 +150,7 @@ class Step:
                 "save after the last update of a step: a resumed run begins with the next step",
             )
         self._begun, self._updated = True, False
+        self._sums.begin()
         self._gate.step = self._guard.step = self.number
         try:
             for microbatch in self._microbatches():
@@ -153,38 +169,66 @@ class Step:
                 if self._current is not None:
                     raise refusal(
                         f"step {self.number}: no backward for micro-batch {self._done + 1} of {self._of}",
-                        "call step.backward(loss), not loss.backward(), for each",
+                        "call step.backward(mean=loss), not loss.backward(), for each",
                     )
         finally:
             if not self._complete:
                 self._where = calling()
                 self._leave(early=True)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch to that of the step; called once for each.
+    def sum(self, **numbers: Tensor | float) -> None:
+        """Add numbers over the micro-batches of the step and over ranks: `step.sum(correct=(z.argmax(1) == y).sum())`.
 
-        `loss` is 0-dim: the sum over the micro-batch, not its mean, which raises UsageError.
+        Call it before the `backward` of the micro-batch, with the same names in each. Numbers are 0-dim tensors, ints
+        or floats. After `update`, `sums` has the totals: whole numbers exactly, others in one order in float64.
         """
+        if self._current is None:
+            raise refusal(
+                f"step {self.number}: step.sum {self._outside}",
+                "call it before the step.backward of its micro-batch, whose loss and sums are added up together",
+            )
+        self._sums.add(self.number, numbers)
+
+    def backward(self, *unnamed: Never, mean: Tensor | None = None, sum: Tensor | None = None) -> None:
+        """Add the gradient of a micro-batch to the gradient of the step; call it once for each micro-batch.
+
+        Name the loss by the way your script reduces it. `mean` is the mean over the micro-batch, as
+        `F.cross_entropy(model(x), y)` is: over its samples, or over what `weight` of `run.steps` counts. `sum` is the
+        sum, as with `reduction="sum"`. Either way the step's gradient is that of the mean over the whole step, and on
+        one process with one micro-batch `mean` gives the gradient of `loss.backward()`, bit for bit. The loss is 0-dim.
+
+        UsageError if a loss is given without a name, if both are given, or if the loss is evidently the other one.
+        """
+        if unnamed or (mean is None) == (sum is None):
+            found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without its name"
+            raise refusal(
+                f"step {self.number}: step.backward was given {found if unnamed or mean is not None else 'no loss'}",
+                "name it: step.backward(mean=loss) if it is a mean, as most losses of torch are by default, or "
+                'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
+            )
+        loss, is_mean = (sum, False) if mean is None else (mean, True)
+        assert loss is not None
         microbatch = self._current
         if microbatch is None:
             what = f"a second backward: {self._gate.ended}" if self._done else "a backward outside of a micro-batch"
             raise refusal(
                 f"step {self.number}: {what}",
-                "call step.backward once for each, within `for batch in step`, with the sum of its losses",
+                "call step.backward once for each micro-batch, within `for batch in step`, with all losses added up",
             )
-        self._losses(self._phase).check(self.number, loss, microbatch, self._counts, self._gate.returned)
+        self._losses(self._phase).check(self.number, loss, microbatch, self._counts, self._gate.returned, mean=is_mean)
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
+        counts = self._sums.end_microbatch(self.number)
         self._guard.give_back()
         self._current = None
         self._done += 1
         if self._part.beside:
-            self._engine.backward_beside(microbatch, loss, self._turn.step)
+            self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
         else:
-            self._engine.backward(microbatch, loss)
+            self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
         self._guard.withhold()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
@@ -212,9 +256,11 @@ class Step:
         shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
         only = None if of is None else self._groups_of(of)
         clip = None if clip is None else float(clip)
-        self._placed.agree(self.number, rate, clip, of)
+        self._sums.end(some_idle=self._placed.some_idle(self._leaves))
+        self._placed.agree(self.number, rate, clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
         sums = self._part.sums or self._engine.end()
+        self._sums.take(sums.counts)
         if self._turn.sums is None:
             self._turn.digest()
             self._turn.done(shown, sums, self._engine.update(rate, clip, only))
@@ -270,7 +316,7 @@ class Step:
         for part in [self._part] if self._audit is None else self._audit():
             self._part = part
             if not part.beside:
-                self._engine.begin(part.microbatches, self._turn.step, self._leaves)
+                self._engine.begin(part.microbatches, self._turn.step, self._leaves, ROOM)
             if self._done:
                 self._guard.withhold()
             yield from part.microbatches
@@ -281,6 +327,11 @@ class Step:
         if self._audit is not None:
             self._guard.withhold()
             self._guard.mark()
+
+    @property
+    def _outside(self) -> str:
+        """What is wrong with a call between two micro-batches."""
+        return f"after {self._gate.ended}" if self._done else "outside of a micro-batch"
 
     @property
     def _of(self) -> int:

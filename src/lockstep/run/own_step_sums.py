@@ -1,0 +1,90 @@
+"""`step.sum`: numbers that a loop of the user's own adds up over the micro-batches of a step and over ranks.
+
+They travel in the vector of the step's loss, which all ranks add up in the order of the tree anyway: float64, in which
+whole numbers are exact up to 2**53. So that ranks always send vectors of one length, it has room for ROOM numbers. The
+names are compared with the settings of the update, one step later and without an exchange of their own.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.world import World
+from lockstep.common.own_code import refusal
+
+ROOM: Final = 16  # numbers of a step
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class StepSums:
+    """The numbers of the step under way, and the names that the steps before had."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.names: tuple[str, ...] = ()
+        self.totals: Mapping[str, Tensor] = MappingProxyType({})
+        self._first: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
+        self._values: dict[str, Tensor | float] = {}
+
+    def begin(self) -> None:
+        """Call before each iteration over the micro-batches of a step."""
+        self._first = None
+        self._values = {}
+
+    def add(self, step: int, values: Mapping[str, Tensor | float]) -> None:
+        """Take numbers of the micro-batch at hand; UsageError for anything else."""
+        for name, value in values.items():
+            if name in self._values:
+                raise refusal(f"step {step}: step.sum was given {name} twice in a micro-batch", "add them up before")
+            numeric = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.is_complex())
+            if not numeric or (isinstance(value, Tensor) and value.ndim):
+                shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+                raise refusal(
+                    f"step {step}: step.sum was given {name}, a {type(value).__name__}{shape}",
+                    "give numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
+                )
+            self._values[name] = value.detach() if isinstance(value, Tensor) else value
+        if len(self._values) > ROOM:
+            raise refusal(
+                f"step {step}: step.sum was given {len(self._values)} names", f"add up at most {ROOM} numbers a step"
+            )
+
+    def end_microbatch(self, step: int) -> Tensor | None:
+        """Return the numbers of the micro-batch that ends, as the engine adds them up; None without any."""
+        values, self._values = self._values, {}
+        names = tuple(sorted(values))
+        first = self._first = names if self._first is None else self._first
+        if names != first:
+            raise refusal(
+                f"step {step}: step.sum was given {_list(names)} in a micro-batch, and {_list(first)} in the first one",
+                "give it the same names in each micro-batch of a step, 0 if there is nothing to add",
+            )
+        if not names:
+            return None
+        vector = torch.zeros(ROOM, dtype=torch.float64, device=self._world.device)
+        for place, name in enumerate(names):
+            vector[place] = values[name]
+        return vector
+
+    def end(self, *, some_idle: bool) -> None:
+        """Call after each iteration, on all ranks.
+
+        If `some_idle`, there are ranks without a micro-batch, which learn the names from the others.
+        """
+        self.names = self._first or ()
+        if some_idle:
+            self.names = next((tuple(names) for names in self._world.told_by_all(self.names) if names), ())
+
+    def take(self, counts: Tensor | None) -> None:
+        """Take the numbers of the iteration, added up over all ranks."""
+        sums = {} if counts is None else {name: counts[place] for place, name in enumerate(self.names)}
+        self.totals = MappingProxyType(sums)
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "nothing"
