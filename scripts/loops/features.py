@@ -41,6 +41,7 @@ class Feature:
     dataset: str = ""  # replaces the line of the dataset
     needs_auxiliary: bool = False  # only for a model of two outputs
     refuses_auxiliary: bool = False  # only for a model of one
+    adds_up: bool = False  # only for a loss that is a sum
     splits_samples: bool = False  # the model may be called with a single one
     needs_block: str = ""  # only for a model with this block
 
@@ -304,8 +305,9 @@ FEATURES: Final[dict[str, Feature]] = {
         {"steps arguments": "weight=lambda batch: int((batch[1] > 0).sum()) + 1"},
         loss='loss = F.cross_entropy(out, y, reduction="sum", ignore_index=0)',
         slot="targets",
+        adds_up=True,  # a micro-batch may have none that counts, and no mean
     ),
-    "mean of a micro-batch": Feature(loss="loss = F.cross_entropy(out, y)", slot="targets", verdict=Verdict.WRONG),
+    "mean whatever its name": Feature(loss="loss = F.cross_entropy(out, y)", slot="targets", verdict=Verdict.WRONG),
     "mixup": Feature(
         {"inputs": _PAIRS + "lam = float(torch.rand(()))\nx = lam * x + (1 - lam) * x[order]"},
         loss='loss = lam * F.cross_entropy(out, y, reduction="sum")\n'
@@ -372,7 +374,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "inputs that want gradients": Feature({"inputs": "x = x.detach().clone().requires_grad_()"}, "want"),
     # More than one call of the model.
     "consistency of two calls": Feature(
-        {"loss": "again = logits(model(x + 0.1))\nloss = loss + 0.1 * F.mse_loss(again, out, reduction='sum')"},
+        {"loss": 'again = logits(model(x + 0.1))\nloss = loss + 0.1 * F.mse_loss(again, out, reduction="sum")'},
         "calls",
     ),
     "two views in one call": Feature(
@@ -474,6 +476,13 @@ FEATURES: Final[dict[str, Feature]] = {
         "queue",
         Verdict.STATE,
     ),
+    "numbers added up": Feature(
+        {
+            "loss": "step.sum(correct=(out.argmax(1) == y).sum(), error=loss.detach())",
+            "report": 'print("step", step.number, "sums", int(step.sums["correct"]), float(step.sums["error"]).hex())',
+        },
+        "sums",
+    ),
     "count of micro-batches": Feature(
         {"placed": "count = 0", "inputs": "count += 1\nx = x * (1 + 0.01 * count)"}, "count", Verdict.STATE
     ),
@@ -563,16 +572,16 @@ FEATURES: Final[dict[str, Feature]] = {
         {
             "report": "if step.every(epochs=1):\n"
             "    right = run.sum((logits(model(x)).argmax(1) == y).sum() for x, y in run.each(dataset))\n"
-            '    print("right", int(right))'
+            '    print("step", step.number, "right", int(right))'
         },
         "evaluation",
     ),
     "evaluation of a loss": Feature(
         {
             "report": "if step.every(steps=2):\n"
-            "    error = run.sum(F.cross_entropy(logits(model(x)), y, reduction='sum')"
+            '    error = run.sum(F.cross_entropy(logits(model(x)), y, reduction="sum")'
             " for x, y in run.each(dataset, batch=7))\n"
-            '    print("error", float(error).hex())\n    run.log(error=error)'
+            '    print("step", step.number, "error", float(error).hex())\n    run.log(error=error)'
         },
         "evaluation",
     ),
@@ -581,7 +590,7 @@ FEATURES: Final[dict[str, Feature]] = {
             "report": "if step.every(epochs=1):\n"
             "    error = run.sum(logits(model(x + torch.randn_like(x))).float().square().sum()"
             " for x, y in run.each(dataset))\n"
-            '    print("error", float(error).hex())'
+            '    print("step", step.number, "error", float(error).hex())'
         },
         "evaluation",
     ),
@@ -606,7 +615,7 @@ FEATURES: Final[dict[str, Feature]] = {
     "save by rank 0 alone": Feature(
         {"report": "if run.rank == 0 and step.number == 2:\n    run.save()"}, "save", Verdict.WRONG
     ),
-    "print by rank 0 alone": Feature({"report": 'if run.rank == 0:\n    print("step", step.number, "is done")'}, "log"),
+    "print by rank 0 alone": Feature({"report": 'if run.rank == 0:\n    print("this is rank 0")'}, "log"),
     "log": Feature({"report": "run.log(twice=2 * step.loss)"}, "log"),
     "frozen parameters in the optimizer": Feature({}, "frozen"),
     # What a loop must not do.

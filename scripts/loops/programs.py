@@ -24,7 +24,13 @@ _ALL_PARAMETERS: Final = "model.parameters()"
 _TRAINED: Final = "[p for p in model.parameters() if p.requires_grad]"
 
 # The one place that says how a loss is handed over.
-BACKWARD: Final = "step.backward(loss)"
+_BACKWARD: Final = {"mean": "step.backward(mean=loss)", "sum": "step.backward(sum=loss)"}
+# Losses are written as sums in the grammar.
+_MEANS: Final = (
+    (', reduction="sum"', ""),
+    (".square().sum()", ".square().mean()"),
+    ("losses).sum()", "losses).mean()"),
+)
 
 _PROGRAM: Final = '''"""Written by scripts/prove-loops, of:
 {productions}
@@ -72,12 +78,14 @@ class Program:
     samples: int = 44
     microbatches: int = 4
     seed: int = 0
+    reduction: str = "mean"  # of the loss
 
     @property
     def productions(self) -> tuple[str, ...]:
         """The names of all that the program is made of."""
         container = () if self.model.container == "list" else (f"blocks in {_ARTICLES[self.model.container]}",)
-        return (*self.model.productions, *container, self.optimizer, *self.features)
+        loss = () if self.reduction == "mean" else (_SUM,)
+        return (*self.model.productions, *container, self.optimizer, *loss, *self.features)
 
     @property
     def verdicts(self) -> frozenset[Verdict]:
@@ -99,7 +107,7 @@ class Program:
         """The text of the file."""
         twice = "two updates of a step" in self.features
         step = [*self._lines("step"), *(self._updates() if twice else self._update("")), *self._lines("report")]
-        numbers = "float(step.loss).hex(), step.norm is not None and float(step.norm).hex()"
+        numbers = '"loss", float(step.loss).hex(), step.norm is not None and float(step.norm).hex()'
         marker = step.index(_REPORT)
         step[marker : marker + 1] = [f'print("step", step.number, {numbers}, flush=True)']
         step += ["if step.number == asked.stop:", "    os.kill(os.getpid(), getattr(signal, asked.signal))"]
@@ -187,9 +195,8 @@ class Program:
         microbatch = [
             *self._lines("inputs"),
             f"{'out, auxiliary' if self.model.has_auxiliary else 'out'} = {call}",
-            *loss.splitlines(),
-            *self._lines("loss"),
-            BACKWARD,
+            *(self._reduced(line) for line in (*loss.splitlines(), *self._lines("loss"))),
+            _BACKWARD[self.reduction],
             *self._lines("backward"),
         ]
         arguments = ", ".join([*self._texts("update arguments"), *filter(None, [of])])
@@ -202,8 +209,14 @@ class Program:
             *self._lines("updated"),
         ]
 
+    def _reduced(self, line: str) -> str:
+        for total, mean in _MEANS if self.reduction == "mean" else ():
+            line = line.replace(total, mean)
+        return line
+
 
 _REPORT: Final = "report"
+_SUM: Final = "loss that is a sum"
 _ARTICLES: Final = {"attributes": "attributes", "dict": "a dict", "sequential": "a sequential"}
 
 
@@ -276,20 +289,23 @@ def programs(draw: st.DrawFn) -> Program:
     names = [draw(st.sampled_from(_with(verdicts, FEATURES))) for _ in range(draw(st.integers(0, MOST_FEATURES)))]
     if other is not Verdict.RIGHT and draw(st.booleans()):
         names = [draw(st.sampled_from(_with([other], FEATURES))), *names]
+    features = _fit(model, names)
+    reductions = ["sum"] if any(FEATURES[name].adds_up for name in features) else list(_BACKWARD)
     return Program(
         model=model,
         optimizer=draw(st.sampled_from(_with(verdicts, OPTIMIZERS))),
-        features=_fit(model, names),
+        features=features,
         samples=draw(st.sampled_from((44, 30) if "BatchNorm" in model.source() else (44, 30, 37, 33))),
         microbatches=draw(st.sampled_from((4, 5, 6))),
         seed=draw(st.integers(0, 3)),
+        reduction=draw(st.sampled_from(reductions)),
     )
 
 
 def all_productions() -> list[str]:
     """Return the names of all productions."""
     containers = [f"blocks in {article}" for article in _ARTICLES.values()]
-    return [*ENCODERS, *TOPOLOGIES, *BLOCKS, *containers, *OPTIMIZERS, *FEATURES]
+    return [*ENCODERS, *TOPOLOGIES, *BLOCKS, *containers, *OPTIMIZERS, _SUM, *FEATURES]
 
 
 assert set(_ARTICLES) | {"list"} == set(CONTAINERS)

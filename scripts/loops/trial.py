@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -92,7 +93,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run of a program showed: `lines` are those of its steps by their numbers, `weights` its hash."""
+    """What a run of a program showed: `lines` are its figures by step and name, `weights` its hash."""
 
     ended: Ended
     lines: Mapping[str, str] = field(default_factory=dict)
@@ -228,9 +229,13 @@ class _Trial:
     def _start(self, placement: Placement, folder: Path | None = None, more: Sequence[str] = ()) -> Seen:
         runs = folder or self._folder / f"{placement.strategy}-{placement.processes}"
         words = [placement.strategy, "--dir", str(runs), *more]
-        ended = warm.start(self._folder / NAME, words, placement.processes, self._folder, self._timeout_s)
+        begin = partial(warm.start, self._folder / NAME, words, placement.processes, self._folder)
+        ended = begin(self._timeout_s)
+        if ended.code is None and folder is None:  # a hang repeats, and a slow machine need not
+            shutil.rmtree(runs, ignore_errors=True)
+            ended = begin(2 * self._timeout_s)
         found = [line for line in ended.out.splitlines() if line.startswith(("step ", "weights "))]
-        lines = {line.split()[1]: line for line in found if line.startswith("step ")}
+        lines = {" ".join(line.split()[1:3]): line for line in found if line.startswith("step ")}
         weights = next((line.split()[1] for line in found if _is_hash(line)), "")
         return Seen(ended, lines, weights)
 
@@ -266,11 +271,11 @@ def _is_hash(line: str) -> bool:
 
 def _departure(reference: Seen, seen: Seen) -> str:
     """Say what differs first from the run on one process, or nothing."""
-    for number, line in reference.lines.items():
-        if seen.lines.get(number) != line:
-            return f"step {number}: {seen.lines.get(number, 'missing')}, not {line}"
+    for key, line in reference.lines.items():
+        if seen.lines.get(key) != line:
+            return f"{seen.lines.get(key, 'missing')}, not {line}"
     if len(seen.lines) != len(reference.lines):
-        return f"{len(seen.lines)} steps, not {len(reference.lines)}"
+        return f"{len(seen.lines)} figures, not {len(reference.lines)}"
     if seen.weights != reference.weights:
         return f"weights {seen.weights[:12]}, not {reference.weights[:12]}"
     return ""
