@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from loops import warm
-from loops.programs import NAME, Program
-from loops.verdict import Verdict
-from loops.warm import Ended
+from grammar import warm
+from grammar.programs import NAME, Program
+from grammar.verdict import Verdict
+from grammar.warm import Ended
 
 
 @dataclass(frozen=True)

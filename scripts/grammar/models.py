@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from textwrap import dedent, indent
 from typing import Final
 
-from loops.blocks import BLOCKS, Block
-from loops.verdict import Verdict
+from grammar.blocks import BLOCKS, Block
+from grammar.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from loops.verdict import Verdict
+from grammar.verdict import Verdict
 
 # Where lines may be added, in the order of the program; the last four stand in arguments of calls.
 PLACES: Final = (

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
-from loops import warm
-from loops.models import Model
-from loops.programs import NAME, Program, productions_of, programs
-from loops.trial import (
+from grammar import warm
+from grammar.models import Model
+from grammar.programs import NAME, Program, productions_of, programs
+from grammar.trial import (
     ONE,
     PLACEMENTS,
     STEPS,
@@ -32,7 +32,7 @@ from loops.trial import (
     try_program,
     try_source,
 )
-from loops.verdict import Verdict
+from grammar.verdict import Verdict
 
 SHRINK_S: Final = 120.0
 _HANG_S: Final = 20.0  # how long a program that hangs may take while it is shrunk

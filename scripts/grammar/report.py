@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from loops.programs import all_productions
-from loops.proving import Row, Summary
-from loops.trial import Outcome
+from grammar.programs import all_productions
+from grammar.proving import Row, Summary
+from grammar.trial import Outcome
 
 
 def as_json(summary: Summary) -> dict[str, Any]:

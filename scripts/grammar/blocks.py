@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from textwrap import dedent, indent
 from typing import Final
 
-from loops.verdict import Verdict
+from grammar.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from loops.blocks import BLOCKS, Block
-from loops.features import FEATURES, OPTIMIZERS, PLACES, Feature
-from loops.models import CONTAINERS, ENCODERS, TOPOLOGIES, Model, Topology
-from loops.verdict import Verdict
+from grammar.blocks import BLOCKS, Block
+from grammar.features import FEATURES, OPTIMIZERS, PLACES, Feature
+from grammar.models import CONTAINERS, ENCODERS, TOPOLOGIES, Model, Topology
+from grammar.verdict import Verdict
 
 NAME: Final = "program.py"
 EPOCHS: Final = 2
