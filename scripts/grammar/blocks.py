@@ -55,7 +55,7 @@ BLOCKS: Final[dict[str, Block]] = {
     ),
     "residual": Block(_LAYER, "return x + self.layer(x).tanh()"),
     "residual last": Block(_LAYER, "return self.layer(x).tanh() + x"),
-    "residual in place": Block(_LAYER, "h = self.layer(x).tanh()\nh += x\nreturn h"),
+    "residual in place": Block(_LAYER, "h = self.layer(x)\nh += x\nreturn h.tanh()"),
     "residual outside of a norm": Block(
         "self.norm = nn.LayerNorm(16)\nself.layer = nn.Linear(16, 16)", "return self.norm(x + F.gelu(self.layer(x)))"
     ),

@@ -1,11 +1,11 @@
 """Programs as a hypothesis strategy: complete files that a person can run, made of a model and features of a loop."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from textwrap import dedent, fill, indent
-from typing import Final
+from typing import Any, Final
 
 from hypothesis import strategies as st
 
@@ -300,6 +300,37 @@ def programs(draw: st.DrawFn) -> Program:
         seed=draw(st.integers(0, 3)),
         reduction=draw(st.sampled_from(reductions)),
     )
+
+
+def simpler(program: Program) -> Iterator[Program]:
+    """Yield programs that are simpler by one part, what takes most away first."""
+    model = program.model
+    for block in dict.fromkeys(model.blocks):
+        if model.topology != "one block":
+            yield _of_model(program, replace(model, topology="one block", blocks=(block,)))
+    for number in range(len(program.features)):
+        yield replace(program, features=(*program.features[:number], *program.features[number + 1 :]))
+    for number, block in enumerate(model.blocks):
+        if len(model.blocks) > TOPOLOGIES[model.topology].blocks:
+            yield _of_model(program, replace(model, blocks=(*model.blocks[:number], *model.blocks[number + 1 :])))
+        for simple in ("linear", "residual"):
+            if block not in ("linear", simple):
+                blocks = (*model.blocks[:number], simple, *model.blocks[number + 1 :])
+                yield _of_model(program, replace(model, blocks=blocks))
+    yield _of_model(program, replace(model, encoder="linear encoder"))
+    yield _of_model(program, replace(model, container="list"))
+    for topology in ("chain", "two branches"):
+        if len(model.blocks) >= 2 and model.topology not in ("one block", "chain", topology):
+            yield _of_model(program, replace(model, topology=topology, blocks=model.blocks[:2]))
+    plain: dict[str, Any] = {"optimizer": "sgd", "samples": 44, "microbatches": 4, "seed": 0}
+    if not any(FEATURES[name].adds_up for name in program.features):
+        plain["reduction"] = "mean"
+    for name, value in plain.items():
+        yield replace(program, **{name: value})
+
+
+def _of_model(program: Program, model: Model) -> Program:
+    return replace(program, model=model, features=_fit(model, program.features))
 
 
 def all_productions() -> list[str]:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from grammar import warm
 from grammar.models import Model
-from grammar.programs import NAME, Program, productions_of, programs
+from grammar.programs import NAME, Program, productions_of, programs, simpler
 from grammar.trial import (
     ONE,
     PLACEMENTS,
@@ -38,11 +38,11 @@ SHRINK_S: Final = 120.0
 _HANG_S: Final = 20.0  # how long a program that hangs may take while it is shrunk
 _SETTINGS: Final[dict[str, Any]] = {
     "max_examples": 2,  # the first is always the smallest program
+    "phases": [Phase.generate],
     "database": None,
     "deadline": None,
     "suppress_health_check": list(HealthCheck),
     "verbosity": Verbosity.quiet,
-    "report_multiple_bugs": False,
 }
 
 Try = Callable[[Program, Plan], Result]
@@ -64,7 +64,7 @@ def draw_program(base: str, number: int) -> Program:
     drawn: list[Program] = []
 
     @seed(f"{base} {number}")
-    @settings(phases=[Phase.generate], **_SETTINGS)
+    @settings(**_SETTINGS)
     @given(programs())
     def collect(program: Program) -> None:
         drawn.append(program)
@@ -73,37 +73,25 @@ def draw_program(base: str, number: int) -> Program:
     return drawn[-1]
 
 
-class _StillFailsError(Exception):
-    """The program at hand fails as the first one did."""
+def shrink(program: Program, failure: Result, plan: Plan, attempt: Try, *, seconds: float) -> tuple[Program, Result]:
+    """Return the smallest program that was found to fail in the same way within so many seconds, and its result.
 
-
-def shrink(
-    base: str, number: int, failure: Result, plan: Plan, attempt: Try, *, seconds: float
-) -> tuple[Program, Result]:
-    """Return the smallest program that was found to fail like this one within so many seconds, and its result."""
+    It takes part after part away, which needs a dozen attempts; hypothesis shrinks choices and needs hundreds.
+    """
     plan = _only(plan, failure.place)
-    first = draw_program(base, number)
-    known: dict[str, Result] = {first.source: failure}
-    failing = [(first, failure)]
     end = time.monotonic() + seconds
-
-    @seed(f"{base} {number}")
-    @settings(phases=[Phase.generate, Phase.shrink], **_SETTINGS)
-    @given(programs())
-    def check(program: Program) -> None:
-        if program.source not in known:
-            late = time.monotonic() > end
-            known[program.source] = Result(Outcome.SAME) if late else attempt(program, plan)
-        result = known[program.source]
-        if result.outcome is Outcome.FAILED and result.kind == failure.kind:
-            failing.append((program, result))
-            raise _StillFailsError
-
-    try:
-        check()
-    except _StillFailsError:
-        return failing[-1]
-    return failing[0]  # it failed once, and not again
+    smallest, result = program, failure
+    tried = {program.source}
+    candidates = simpler(program)
+    while time.monotonic() < end and (candidate := next(candidates, None)) is not None:
+        if candidate.source in tried:
+            continue
+        tried.add(candidate.source)
+        found = attempt(candidate, plan)
+        if found.outcome is Outcome.FAILED and found.kind == failure.kind:
+            smallest, result = candidate, found
+            candidates = simpler(smallest)
+    return smallest, result
 
 
 def _only(plan: Plan, place: str) -> Plan:
@@ -125,7 +113,7 @@ def prove(base: str, number: int, *, everywhere: bool = False, shrink_s: float =
     def attempt(candidate: Program, part: Plan) -> Result:
         return try_program(candidate, part, timeout_s=timeout_s)
 
-    smallest, of_smallest = shrink(base, number, result, plan, attempt, seconds=shrink_s)
+    smallest, of_smallest = shrink(program, result, plan, attempt, seconds=shrink_s)
     return Row(number, program, result, smallest, of_smallest)
 
 

@@ -54,7 +54,9 @@ _EXIT_REFUSED: Final = 2
 _EXIT_STOPPED: Final = 75
 _LINE: Final = re.compile(r"\bprogram\.py:\d+|\bprogram\.py\", line \d+")
 _WAY: Final = re.compile(r";\s+\S")
-_ERROR: Final = re.compile(r"^\w*(Error|Exception): ")  # of the program's own code, or of torch, passed on
+_ERROR: Final = re.compile(
+    r"^(model \w+: )?\w*(Error|Exception): "
+)  # of the program's own code, or of torch, passed on
 _DIVERGED: Final = re.compile(r"error: (loss|the norm|.*gradient).* is (nan|inf|-inf)")
 _TRACEBACK: Final = re.compile(r"^Traceback ", re.MULTILINE)
 _SHOWN: Final = 400  # characters of a message

@@ -125,7 +125,7 @@ def test_a_failure_shrinks_to_the_smallest_program() -> None:
     zero2 = Placement("zero2", 2)
     plan = Plan((Placement("ddp", 2), zero2), (Resume(ONE, zero2, 1, "SIGTERM"),))
     number = failing_number("clipping")
-    smallest, result = proving.shrink("shrink", number, failure, plan, attempt, seconds=60)
+    smallest, result = proving.shrink(proving.draw_program("shrink", number), failure, plan, attempt, seconds=60)
     assert smallest == Program(PLAIN.model, "sgd", ("clipping",))
     assert result == failure
     assert set(tried) == {Plan((zero2,))}  # no more than where it failed
@@ -138,7 +138,9 @@ def test_a_failure_of_another_kind_is_no_smaller_one() -> None:
         return failure if len(program.features) > 1 else Result(Outcome.FAILED, "hang", place="zero2 on 2")
 
     number = failing_number("clipping")
-    smallest, _ = proving.shrink("shrink", number, failure, Plan((Placement("zero2", 2),)), attempt, seconds=60)
+    smallest, _ = proving.shrink(
+        proving.draw_program("shrink", number), failure, Plan((Placement("zero2", 2),)), attempt, seconds=60
+    )
     assert len(smallest.features) == 2
 
 
@@ -149,7 +151,9 @@ def test_without_time_a_failure_keeps_its_program() -> None:
     def attempt(_: Program, __: Plan) -> Result:
         raise AssertionError("there is no time")
 
-    smallest, _ = proving.shrink("shrink", number, failure, Plan((Placement("zero2", 2),)), attempt, seconds=0)
+    smallest, _ = proving.shrink(
+        proving.draw_program("shrink", number), failure, Plan((Placement("zero2", 2),)), attempt, seconds=0
+    )
     assert smallest == proving.draw_program("shrink", number)
 
 
