@@ -3,6 +3,7 @@
 import torch
 import toys
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 
@@ -211,3 +212,44 @@ class FrozenBase(_Body):
     def through(self, x: Tensor, images: Tensor) -> Tensor:
         first, second, third, last = self.blocks
         return last(first(x) + second(third(x)))
+
+
+class Teacher(_Body):
+    """A pass without a gradient comes before the one that is trained, as pseudo-labels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            label = self.blocks[1](self.blocks[0](x))
+        return self.blocks[1](self.blocks[0](x)) + label
+
+
+class SkippedOrRepeated(_Body):
+    """Each block is called not at all, once or twice, at random."""
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        for block in self.blocks:
+            for _ in range(int(torch.randint(3, ())) if self.training else 1):
+                x = block(x)
+        return x
+
+
+class Reentrant(_Body):
+    """Blocks under torch's reentrant checkpoint."""
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class NotReentrant(_Body):
+    """Two blocks at a time under torch's checkpoint, and a block of its own."""
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        x = checkpoint(lambda x: second(first(x)) + x, x, use_reentrant=False)
+        return checkpoint(last, third(x) + x, use_reentrant=False)

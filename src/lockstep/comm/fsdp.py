@@ -121,6 +121,10 @@ class Sharded:
         self._kept: list[Tensor] = []  # what was passed on late, in a backward
         self._in_order = True  # so far members wanted the same units in backward, one after the other
 
+    def begin_step(self) -> None:
+        """Call before the first forward of a step: what was called since the last backward has no part in the next."""
+        self._first_calls.clear()
+
     def begin_round(self, last: bool) -> None:
         """Call before each backward of a step, and say of the last one that it is."""
         self._backward = True
@@ -147,6 +151,7 @@ class Sharded:
         self._hand_on()
         for unit in sorted(self._waiting):  # in the first backward of all there is no order yet
             self._pass_on(unit, may_wait=True)
+        self._check_gradients()
         self._kept.clear()
         self._complete.clear()
         self._handed.clear()
@@ -232,7 +237,9 @@ class Sharded:
                 "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp "
                 "or zero1",
             )
-        if torch.is_grad_enabled():
+        # autocast keeps the casts of weights that a call without a gradient makes first, and the nodes of these casts:
+        # they are older than those of the later call, and autograd comes to them after all units in between.
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):
             self._first_calls.setdefault(unit, self._calls)
 
     def _own_outputs(self, unit: int, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -294,6 +301,18 @@ class Sharded:
                 "torch.utils.checkpoint does with use_reentrant=True",
                 "give it use_reentrant=False, let placement.recompute do it, or use strategy ddp or zero1",
             )
+
+    def _check_gradients(self) -> None:
+        """Raise UsageError if a parameter got a gradient after the gradients of its unit were taken."""
+        for unit, name in zip(self._units, self.names, strict=True):
+            group = _group(unit)
+            for parameter in () if group is None else group.fsdp_params:
+                tensor = getattr(parameter, "_unsharded_param", None)
+                if tensor is not None and tensor.grad is not None:
+                    raise UsageError(
+                        f"a weight of {name} is used before {name} is called, so its gradient is not complete after "
+                        "it: use it in its module alone, or use strategy ddp or zero1"
+                    )
 
     def _foreign_backward(self) -> UsageError:
         return refusal(

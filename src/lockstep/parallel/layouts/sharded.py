@@ -153,6 +153,7 @@ class _ShardSums:
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
+        self.model.begin_step()
         self._last = microbatches[-1]
         of_all = leaves // self.chunks
         rounds, self._first = self.rank.rounds(of_all), self.rank.seat * of_all
