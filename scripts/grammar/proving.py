@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from grammar.trial import (
     PLACEMENTS,
     STEPS,
     TENSOR,
+    Extent,
     Outcome,
     Plan,
     Result,
@@ -35,6 +36,8 @@ from grammar.trial import (
 from grammar.verdict import Verdict
 
 SHRINK_S: Final = 120.0
+_SHRUNK: Final = 2  # of failures with one message
+_ALL_SHRUNK: Final = ("other numbers", "other numbers after a resume", "hang")  # no message tells them apart
 _HANG_S: Final = 20.0  # how long a program that hangs may take while it is shrunk
 _SETTINGS: Final[dict[str, Any]] = {
     "max_examples": 2,  # the first is always the smallest program
@@ -101,12 +104,19 @@ def _only(plan: Plan, place: str) -> Plan:
     return Plan(placements, resumes) if placements or resumes else plan
 
 
-def prove(base: str, number: int, *, everywhere: bool = False, shrink_s: float = SHRINK_S) -> Row:
-    """Try the program of this number, and shrink it if it fails."""
+def prove(
+    base: str,
+    number: int,
+    *,
+    extent: Extent = Extent.USUAL,
+    shrink_s: float = SHRINK_S,
+    known: frozenset[str] = frozenset(),
+) -> Row:
+    """Try the program of this number, and shrink it if it fails in a way that is not `known`."""
     program = draw_program(base, number)
-    plan = draw_plan(program, f"{base} {number}", everywhere=everywhere)
+    plan = draw_plan(program, f"{base} {number}", extent)
     result = try_program(program, plan)
-    if result.outcome is not Outcome.FAILED or not shrink_s:
+    if result.outcome is not Outcome.FAILED or not shrink_s or failure_class(result) in known:
         return Row(number, program, result)
     timeout_s = _HANG_S if result.kind == "hang" else warm.TIMEOUT_S
 
@@ -143,19 +153,27 @@ def prove_all(
     numbers: Sequence[int],
     *,
     until: float = float("inf"),
-    everywhere: bool = False,
+    extent: Extent = Extent.USUAL,
     shrink_s: float = SHRINK_S,
 ) -> Iterator[Row]:
-    """Yield the rows of these numbers as they come; none begins after `until`, by the monotonic clock."""
+    """Yield the rows of these numbers as they come; none begins after `until`, by the monotonic clock.
+
+    Of failures with one message the first few are shrunk.
+    """
+    classes: Counter[str] = Counter()
     left = iter(numbers)
     running = set()
     while True:
         while len(running) < jobs and time.monotonic() < until and (number := next(left, None)) is not None:
-            running.add(pool.submit(prove, base, number, everywhere=everywhere, shrink_s=shrink_s))
+            known = frozenset(name for name, count in classes.items() if count >= _SHRUNK)
+            running.add(pool.submit(prove, base, number, extent=extent, shrink_s=shrink_s, known=known))
         if not running:
             return
         done, running = wait(running, return_when=FIRST_COMPLETED)
-        yield from (future.result() for future in done)
+        for row in (future.result() for future in done):
+            if row.result.outcome is Outcome.FAILED and row.result.kind not in _ALL_SHRUNK:
+                classes[failure_class(row.result)] += 1
+            yield row
 
 
 _VARIES: Final = (
@@ -171,6 +189,14 @@ def message_class(message: str) -> str:
     for pattern, word in _VARIES:
         message = pattern.sub(word, message)
     return " ".join(message.split())
+
+
+def failure_class(result: Result) -> str:
+    """Return the kind of a failure and its message, without what differs between programs."""
+    if result.kind in _ALL_SHRUNK:
+        return result.kind
+    lines = [line for line in result.detail.splitlines() if line.strip()] or [""]
+    return f"{result.kind}: {message_class(lines[-1] if 'Traceback' in result.detail else lines[0])}"
 
 
 @dataclass(frozen=True)
@@ -204,10 +230,19 @@ class Summary:
 
     def classes(self, rows: Sequence[Row]) -> list[tuple[str, int, int]]:
         """Return the classes of these rows' messages, the most frequent first, with the number of an example."""
-        found: dict[str, list[int]] = {}
-        for row in rows:
-            found.setdefault(message_class(row.result.message), []).append(row.number)
-        return sorted(((text, len(numbers), numbers[0]) for text, numbers in found.items()), key=lambda row: -row[1])
+        return _grouped((message_class(row.result.message), row.number) for row in rows)
+
+    def failure_classes(self) -> list[tuple[str, int, int]]:
+        """Return the classes of failures in the same way."""
+        failed = (row for row in self.rows if row.result.outcome is Outcome.FAILED)
+        return _grouped((failure_class(row.result), row.number) for row in failed)
+
+
+def _grouped(named: Iterable[tuple[str, int]]) -> list[tuple[str, int, int]]:
+    found: dict[str, list[int]] = {}
+    for text, number in named:
+        found.setdefault(text, []).append(number)
+    return sorted(((text, len(numbers), numbers[0]) for text, numbers in found.items()), key=lambda row: -row[1])
 
 
 def prove_source(source: str, verdicts: frozenset[Verdict]) -> Result:

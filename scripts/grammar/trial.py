@@ -60,6 +60,7 @@ _ERROR: Final = re.compile(
 _DIVERGED: Final = re.compile(r"error: (loss|the norm|.*gradient).* is (nan|inf|-inf)")
 _TRACEBACK: Final = re.compile(r"^Traceback ", re.MULTILINE)
 _SHOWN: Final = 400  # characters of a message
+_LONGEST: Final = 2000  # of that of a failure, whose end says most
 
 
 class Outcome(StrEnum):
@@ -71,6 +72,14 @@ class Outcome(StrEnum):
     DOCUMENTED = "documented"  # the script keeps state of its own
     INVALID = "invalid"  # plain PyTorch cannot run it either
     FAILED = "failed"
+
+
+class Extent(StrEnum):
+    """On how many placements a program is run, besides one process and those of a resume."""
+
+    BRIEF = "brief"  # one that keeps gradients or weights in rows
+    USUAL = "usual"  # one of each kind
+    FULL = "full"  # all
 
 
 @dataclass(frozen=True)
@@ -118,11 +127,13 @@ class Seen:
         return message.partition("\n  its log: ")[0]
 
 
-def draw_plan(program: Program, seed: str, *, everywhere: bool = False) -> Plan:
-    """Draw where a program is run: a placement of each kind, and a resume from one to another."""
+def draw_plan(program: Program, seed: str, extent: Extent = Extent.USUAL) -> Plan:
+    """Draw where a program is run, and from where to where it resumes."""
     chance = random.Random(seed)
     placements = [chance.choice(_REPLICATED), chance.choice(_PARTED), chance.choice(_GATHERED)]
-    if everywhere:
+    if extent is Extent.BRIEF:
+        placements = [chance.choice(placements[1:])]
+    elif extent is Extent.FULL:
         placements = list(PLACEMENTS)
     if program.slices:
         placements.append(TENSOR)
@@ -263,7 +274,8 @@ class _Trial:
         return self._failed(f"exit code {code}", place, err)
 
     def _failed(self, kind: str, place: object, text: str) -> Result:
-        return Result(Outcome.FAILED, kind, text.strip()[-3000:], str(place))
+        text = text.partition("\n  its log: ")[0].strip()
+        return Result(Outcome.FAILED, kind, text[-_LONGEST:], str(place))
 
 
 def _is_hash(line: str) -> bool:

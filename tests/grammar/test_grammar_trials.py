@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from grammar import proving
 from grammar.models import Model
 from grammar.programs import Program
-from grammar.trial import ONE, Outcome, Placement, Plan, Resume, try_program, try_source
+from grammar.trial import ONE, Extent, Outcome, Placement, Plan, Resume, try_program, try_source
 from grammar.verdict import Verdict
 
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -55,7 +55,7 @@ def plant() -> None:
 
 @pytest.mark.thorough
 def test_forty_programs_keep_their_bits(pool: ProcessPoolExecutor) -> None:
-    rows = list(proving.prove_all(pool, 2, "gate", range(PROGRAMS), shrink_s=0))
+    rows = list(proving.prove_all(pool, 2, "gate", range(PROGRAMS), extent=Extent.BRIEF, shrink_s=0))
     failed = [
         f"scripts/prove-loops --seed gate --only {row.number}: {row.result.kind}: {row.result.place}\n"
         f"    {'; '.join(row.program.productions)}\n    {row.result.detail}"
