@@ -117,6 +117,16 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
         log(path)
 
 
+def test_a_log_that_a_folder_replaced_is_not_written_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = JsonLines(path)
+    path.rename(tmp_path / "aside")
+    path.mkdir()
+    with pytest.raises(TrainingError, match=r"events\.jsonl: was replaced while the run writes to it"):
+        sink.write(stepped(1), 1.5)
+    sink.close()
+
+
 def test_a_log_that_was_removed_is_not_written_on(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     sink = JsonLines(path)

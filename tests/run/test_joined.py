@@ -2,6 +2,7 @@
 
 import gc
 import json
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import loops
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,6 +235,21 @@ def test_a_setting_that_was_set_back_before_a_save_goes_on_as_it_is(tmp_path):
             optimizer.param_groups[0]["weight_decay"] = 0.01  # what it was made with
             if step.number == last:
                 break
+
+    assert_resumes(trained, tmp_path)
+
+
+def test_numbers_drawn_between_two_loops_are_the_same_after_a_resume_in_the_second(tmp_path):
+    def trained(run: Any, last: int) -> None:
+        model, _ = loops.placed(run)
+        share = 1.0
+        for epochs in (1, 2):
+            for step in loops.computed(run, model, epochs=epochs):
+                step.update(lr=share * 1e-2)
+                torch.rand(step.number)
+                if step.number == last:
+                    return
+            share = (np.random.random() + random.random() + float(torch.rand(()))) / 3
 
     assert_resumes(trained, tmp_path)
 
@@ -519,16 +536,30 @@ def test_a_model_that_is_compiled_in_place_is_refused():
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_factor_that_may_divide_by_a_count_is_warned_of_once(capsys):
-    def train(run: Any, factor: float) -> None:
-        model, _ = loops.placed(run)
-        for step, *batch in loops.micro_batches(loops.steps(run)):
-            step.backward(sum=loops.loss(model, batch) * factor)
+def test_a_figure_that_is_no_number_is_refused_with_its_line():
+    with (
+        pytest.raises(lockstep.UsageError, match=r"run\.log: could not convert .*test_joined\.py:\d+\)"),
+        joined() as run,
+    ):
+        run.log(a="x")
 
-    for factor, warned in ((0.1, 0), (0.25, 1)):
-        with joined() as run:
-            train(run, factor)
-        assert capsys.readouterr().err.count("warning: step 1: the loss is multiplied by 0.25 (") == warned
+
+def weighed_too_much(run: Any) -> None:
+    loops.placed(run)
+    next(run.steps(loops.data(), batch=16, microbatches=4, steps=1, weight=lambda _: 2**62))
+
+
+def test_a_weight_that_float64_has_not_is_refused():
+    with (
+        pytest.raises(lockstep.UsageError, match=r"weight: it gave 4611686018427387904; .* below 2\*\*53"),
+        joined() as run,
+    ):
+        weighed_too_much(run)
+
+
+def test_weights_of_two_dtypes_in_a_block_that_is_gathered_are_explained():
+    error = AssertionError("FSDP expects uniform original parameter dtype but got {torch.float32, torch.float64}")
+    assert "give them one dtype, or use strategy ddp or zero1" in str(explain_error(error, loops.net()))
 
 
 def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):

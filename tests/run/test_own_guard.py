@@ -1,6 +1,7 @@
 """What a loop does to what is placed: under all strategies alike refused with its line."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import loops
@@ -307,6 +308,37 @@ def test_ranks_that_call_a_model_differently_end_where_calls_exchange_parts_of_i
         for text in worlds.run(2, guarded, strategy, loop):
             assert "ranks call the placed model differently" in text
     assert len({*worlds.run(1, guarded, "single", loop), *worlds.run(2, guarded, "ddp", loop)}) == 1
+
+
+def evaluation_left(run: Any, ranks: Collection[int], then: Callable[[Any], object]) -> None:
+    model, _ = loops.placed(run)
+    for number, (inputs, _) in enumerate(run.each(loops.data(), batch=4)):
+        model(inputs)
+        if number == 1 and run.rank in ranks:
+            break  # <-
+    then(run)
+
+
+def left(world: World, strategy: str, ranks: Collection[int], what: str) -> str:
+    calls: dict[str, Callable[[Any], object]] = {
+        "fingerprint": lambda run: run.fingerprint(),
+        "nothing": lambda run: run.close(),
+        "steps": lambda run: [*run.steps(loops.data(), batch=16, steps=1)],
+    }
+    return ended(world, strategy, partial(evaluation_left, ranks=ranks, then=calls[what]))
+
+
+@pytest.mark.parametrize("then", ["fingerprint", "nothing", "steps"])
+def test_an_evaluation_that_one_rank_leaves_is_refused_on_all_ranks_where_calls_exchange_parts(then: str) -> None:
+    for strategy in ("zero2", "zero3"):
+        for text in worlds.run(2, left, strategy, {1}, then):
+            assert "run.each: rank 1 left the loop before its last batch, and rank 0 did not (tests/run" in text
+        assert names(text, evaluation_left)  # of rank 1
+
+
+def test_an_evaluation_that_all_ranks_leave_is_as_good_as_one_that_ends() -> None:
+    alone = worlds.run(1, left, "single", {0}, "fingerprint")
+    assert worlds.run(2, left, "zero3", {0, 1}, "fingerprint") == alone * 2
 
 
 def named(text: str, loop: Loop) -> bool:

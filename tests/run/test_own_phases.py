@@ -58,10 +58,10 @@ def not_finite(run: Any) -> None:
     model = adversaries.placed(run)
     for step in run.steps(adversaries.data(), batch=16, microbatches=4, epochs=2):
         for (real,) in step:
-            step.backward(sum=judged_twice(model, real) / (3 if step.number == 1 else 0))
+            step.backward(sum=judged_twice(model, real) / (1.5 if step.number == 1 else 0))
         step.update(of="critic")
         for (real,) in step:
-            step.backward(sum=judged_twice(model, real) / 5)  # another divisor than before, as each has its own
+            step.backward(sum=judged_twice(model, real) / 2.5)  # another divisor than before, as each has its own
         step.update(of="generator")
 
 

@@ -1,4 +1,4 @@
-"""A loss that is no sum over samples is refused, wherever in its graph the mean stands; factors are the user's own."""
+"""A loss that is evidently no mean, or no sum, is refused under that name; factors are the user's own."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from lockstep.tasks.base import MicroBatch
 TARGETS = torch.tensor([0, 1, 2, -100])
 WEIGHT = nn.Parameter(torch.ones(4, 6))
 SCALE = nn.Parameter(torch.zeros(()))
-OTHERS = {32: "the number of samples of the step", 8: "the number of micro-batches of the step"}
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -25,13 +24,38 @@ def no_warning(line: str) -> None:
     pytest.fail(line)
 
 
-def check(loss: Loss, samples: int = 4, seen: LossCheck | None = None, step: int = 1, known: bool = True) -> None:
-    """Check a loss of what a model returns for a micro-batch of so many samples, which is one of eight."""
+def check(
+    loss: Loss,
+    samples: int = 4,
+    seen: LossCheck | None = None,
+    step: int = 1,
+    known: bool = True,
+    mean: bool = False,
+    microbatches: int = 8,
+    weight: int | None = None,
+    batch: Any = None,
+) -> None:
+    """Check a loss of what a model returns for a micro-batch of so many samples."""
     outputs = nn.Linear(3, 5)(torch.ones(samples, 3))
-    microbatch = MicroBatch(0, None, samples, samples)
+    microbatch = MicroBatch(0, batch, samples, samples if weight is None else weight)
     (seen or LossCheck(warn=no_warning)).check(
-        step, loss(outputs), microbatch, lambda: OTHERS, {outputs.grad_fn} if known else set()
+        step,
+        loss(outputs),
+        microbatch,
+        microbatches,
+        {outputs.grad_fn} if known else set(),
+        mean=mean,
+        weighs=weight is not None,
     )
+
+
+def warnings_of(loss: Loss, **given: Any) -> list[str]:
+    """Return what two steps with a loss are warned of."""
+    lines: list[str] = []
+    seen = LossCheck(warn=lines.append)
+    for step in (1, 2):
+        check(loss, seen=seen, step=step, **given)
+    return lines
 
 
 def entropy(x: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -47,55 +71,64 @@ def each_of(x: Tensor, reduction: str = "mean") -> list[Tensor]:
     return [F.cross_entropy(each[None], target[None], reduction=reduction) for each, target in pairs]
 
 
+def squares(x: Tensor) -> Tensor:
+    return (x - 1).square().sum(1)
+
+
 def penalty() -> Tensor:
     return WEIGHT.square().mean() / 4 + WEIGHT.abs().sum() / 8
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        entropy,
-        lambda x: entropy(x, 0.1),
-        lambda x: F.mse_loss(x, x.detach(), reduction="sum") / 2,
-        lambda x: ((x - 1) ** 2).sum() / x.shape[1],
-        lambda x: x.square().sum() / 2 + x.sum(),
-        lambda x: 0.25 * entropy(x) + 0.1 * x.sum(),
-        lambda x: entropy(x) + 0.125 * (x - 1).abs().sum(),
-        lambda x: entropy(x) * 0.1,
-        lambda x: entropy(x, 5 / 32),  # over five classes: 1/32 of each, beside 27/32
-        lambda x: entropy(x, 0.75) * 3,  # of which a quarter stays
-        lambda x: (entropy(x) + entropy(-x)) * 0.5,
-        lambda x: 0.5 * (x - 1).square().sum(),
-        lambda x: 0.5 * F.mse_loss(x, x.detach(), reduction="sum"),
-        lambda x: (x * torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])).sum() / 3,
-        lambda x: entropy(x) / 7 + entropy(x) / 0.5,
-        lambda x: (entropy(x) + entropy(-x)) / 2,
-        lambda x: torch.stack([entropy(x), entropy(2 * x)]).mean(),
-        lambda x: sum(entropy(number * x) for number in range(8)) / 8,
-        lambda x: sum(entropy(number * x) for number in range(4)) / 4,  # and there are four samples
-        lambda x: entropy(x).mean().squeeze(),
-        lambda x: entropy(x) + penalty(),
-        lambda x: torch.exp(-SCALE) * entropy(x) + SCALE / 4,
-        lambda x: entropy(x) / torch.exp(SCALE),
-        lambda x: x.mean(1).sum() + x.square().mean(-1).sum(),
-        lambda x: (x.sum(1) / torch.tensor([1.0, 2.0, 4.0, 4.0])).sum(),
-        lambda x: sum(F.cross_entropy(each, target) for each, target in zip(x, TARGETS.clamp(0), strict=True)),
-        lambda x: x.repeat(3, 1, 1).mean(0).sum(),
-        lambda x: (x.exp() / 4).log().sum(),
-        lambda x: (x.mean(0) * x.softmax(1).mean(0)).sum(),
-        # As papers have them: weighed classes, focal, entropy, SimSiam, triplets, a masked autoencoder.
-        lambda x: F.cross_entropy(x, TARGETS, weight=torch.tensor([0.2, 0.3, 0.5, 0.1, 0.1]), reduction="sum"),
-        lambda x: ((1 - torch.exp(-each_entropy(x))) ** 2 * each_entropy(x)).sum(),
-        lambda x: entropy(x) + 0.1 * (x.softmax(1) * x.log_softmax(1)).sum(),
-        lambda x: -F.cosine_similarity(x, x.detach().flip(0)).sum(),
-        lambda x: F.triplet_margin_loss(x, 1.1 * x, x.flip(0), reduction="sum"),
-        lambda x: ((x - 1).square().mean(-1, keepdim=True) * (x.detach() < 0).float()).sum(),
-        lambda x: F.cross_entropy(x, TARGETS) * (TARGETS >= 0).sum(),
-        lambda x: F.mse_loss(x, x.detach() + 1) * len(x),
-        lambda x: each_entropy(x).mean() * len(x),
-        lambda x: F.mse_loss(x, x.detach() + 1) * x.numel(),
-    ],
-)
+MASK = torch.tensor([1.0, 1.0, 1.0, 0.0])
+
+SUMS: list[Loss] = [
+    entropy,
+    lambda x: entropy(x, 0.1),
+    lambda x: squares(x).sum() / 2,
+    lambda x: ((x - 1) ** 2).sum() / x.shape[1],
+    lambda x: (x - 1).square().mean(1).sum(),
+    lambda x: squares(x).sum() / 2 + x.sum(1).sum(),
+    lambda x: 0.25 * entropy(x) + 0.1 * x.sum(),
+    lambda x: entropy(x) + 0.125 * (x - 1).abs().sum(),
+    lambda x: entropy(x) * 0.1,
+    lambda x: entropy(x) * (1 / 8),  # a product is a factor of the user's own, whatever its value
+    lambda x: entropy(x, 0.75) * 3,
+    lambda x: (entropy(x) + entropy(-x)) * 0.5,
+    lambda x: entropy(x) / 7 + entropy(x) / 0.5,
+    lambda x: entropy(x) / 2.5,
+    lambda x: (entropy(x) + entropy(-x)) / 2,
+    lambda x: torch.stack([entropy(x), entropy(2 * x)]).mean(),
+    lambda x: sum(entropy(number * x) for number in range(8)) / 8,
+    lambda x: sum(entropy(number * x) for number in range(4)) / 4,  # and there are four samples
+    lambda x: entropy(x).mean().squeeze(),
+    lambda x: entropy(x) + penalty(),
+    lambda x: torch.exp(-SCALE) * entropy(x) + SCALE / 4,
+    lambda x: entropy(x) / torch.exp(SCALE),
+    lambda x: x.mean(1).sum() + x.square().mean(-1).sum(),
+    lambda x: (x.sum(1) / torch.tensor([1.0, 2.0, 4.0, 4.0])).sum(),
+    lambda x: sum(F.cross_entropy(each, target) for each, target in zip(x, TARGETS.clamp(0), strict=True)),
+    lambda x: sum(each_of(x)),
+    lambda x: x.repeat(3, 1, 1).mean(0).sum(1).sum(),
+    lambda x: (x.exp() / 4).log().sum(1).sum(),
+    # As papers have them: weighed classes, focal, entropy, SimSiam, triplets, a masked autoencoder.
+    lambda x: F.cross_entropy(x, TARGETS, weight=torch.tensor([0.2, 0.3, 0.5, 0.1, 0.1]), reduction="sum"),
+    lambda x: ((1 - torch.exp(-each_entropy(x))) ** 2 * each_entropy(x)).sum(),
+    lambda x: entropy(x) + 0.1 * (x.softmax(1) * x.log_softmax(1)).sum(),
+    lambda x: -F.cosine_similarity(x, x.detach().flip(0)).sum(),
+    lambda x: F.triplet_margin_loss(x, 1.1 * x, x.flip(0), reduction="sum"),
+    lambda x: ((x - 1).square().mean(-1, keepdim=True) * (x.detach()[:, :1] < 0).float()).sum(),
+    # Means that were made sums again.
+    lambda x: F.cross_entropy(x, TARGETS) * (TARGETS >= 0).sum(),
+    lambda x: F.mse_loss(x, x.detach() + 1) * len(x),
+    lambda x: each_entropy(x).mean() * len(x),
+    lambda x: 0.1 * F.mse_loss(x, x.detach() + 1) * len(x),
+    lambda x: (0.1 * F.mse_loss(x, x.detach() + 1) + 0.7 * F.l1_loss(x, x.detach() + 1)) * len(x),
+    lambda x: (each_entropy(x) * MASK).sum() / MASK.sum() * MASK.sum(),
+    lambda x: F.cross_entropy(x, TARGETS) * len(x),  # the mean over three tokens of four samples
+]
+
+
+@pytest.mark.parametrize("loss", SUMS)
 def test_a_sum_is_taken(loss: Loss) -> None:
     check(loss)
 
@@ -108,49 +141,220 @@ def test_a_sum_is_taken(loss: Loss) -> None:
         (lambda x: x.square().mean((0, 1)), "the loss is a mean"),
         (lambda x: x.square().mean(0).sum(), "the loss is a mean"),
         (lambda x: x.square().mean().view(1).squeeze().double(), "the loss is a mean"),
-        (lambda x: F.cross_entropy(x, TARGETS) / 8, "the loss is a mean"),
-        (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), "a part of the loss is a mean"),
-        (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1) / 8, "a part of the loss is a mean"),
-        (lambda x: F.cross_entropy(x, x.detach().softmax(1)), "the loss is divided by 4, the number of samples of the"),
-        (lambda x: F.cross_entropy(x, TARGETS) * 4, "the loss is a mean"),
-        (lambda x: each_entropy(x)[TARGETS >= 0].mean() * len(x), "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), "the loss is a mean"),
+        (lambda x: F.cross_entropy(x, x.detach().softmax(1)), "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: 0.3 * F.cross_entropy(x, TARGETS), "the loss is a mean"),
         (lambda x: each_entropy(x).mean() * 3, "the loss is a mean"),
         (lambda x: 1 - F.cosine_similarity(x, x.detach()).mean(), "the loss is a mean"),
         (lambda x: F.cross_entropy(x, TARGETS) + penalty(), "the loss is a mean"),
-        (lambda x: -F.mse_loss(x, x.detach()) + entropy(x), "a part of the loss is a mean"),
+        (lambda x: -F.mse_loss(x, x.detach()) + entropy(x), "a part of the loss is a mean, and another part is a sum"),
         (lambda x: torch.exp(-SCALE) * F.l1_loss(x, x.detach()) + SCALE, "the loss is a mean"),
-        (lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()) / 3, "the loss is a mean"),
         (lambda x: F.smooth_l1_loss(x, x.detach()), "the loss is a mean"),
-        (lambda x: F.cross_entropy(x, TARGETS, reduction="none")[TARGETS >= 0].mean(), "the loss is a mean"),
-        (lambda x: F.kl_div(x, x.detach(), reduction="batchmean"), "the loss is divided by 4, the number of samples"),
-        (lambda x: entropy(x) / len(x), "the loss is divided by 4, the number of samples of the micro-batch"),
-        (lambda x: (F.cross_entropy(x, TARGETS, reduction="none") / 4).sum(), "the loss is divided by 4, the number"),
-        (lambda x: entropy(x, 0.1) / 8, "the loss is divided by 8, the number of micro-batches of the step"),
-        (lambda x: (entropy(x) + penalty()) / 8, "the loss is divided by 8, the number of micro-batches of the step"),
-        (lambda x: 0.5 * (entropy(x).div_(32)), "the loss is divided by 32, the number of samples of the step"),
-        (lambda x: entropy(x) / (TARGETS >= 0).sum(), "the loss is divided by 3, as many as were added up"),
-        (lambda x: F.mse_loss(x, x.detach(), reduction="sum") / x.numel(), "the loss is divided by 20, as many as"),
-        (lambda x: x.square().sum() / x.numel(), "the loss is divided by 20, as many as were added up"),
-        (lambda x: (x * (TARGETS >= 0)[:, None]).sum() / 3, "the loss is divided by 3, as many as were added up"),
-        (lambda x: sum(each_of(x)) / 4, "the loss is divided by 4, the number of samples of the micro-batch"),
-        (lambda x: sum(each_of(x, "sum")) / 4, "the loss is divided by 4, the number of samples of the micro-batch"),
-        (
-            lambda x: torch.stack(each_of(x)).mean(),
-            "the loss is divided by 4, the number of samples of the micro-batch",
-        ),
+        (lambda x: each_entropy(x)[TARGETS >= 0].mean(), "the loss is a mean"),
+        (lambda x: F.kl_div(x, x.detach(), reduction="batchmean"), "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: entropy(x) / len(x), "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: (each_entropy(x) / 4).sum(), "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: entropy(x) / (TARGETS >= 0).sum(), "the loss is a mean: a sum that is divided by 3"),
+        (lambda x: x.square().sum() / x.numel(), "the loss is a mean: a sum that is divided by 20"),
+        (lambda x: (x * (TARGETS >= 0)[:, None]).sum() / 3, "the loss is a mean: a sum that is divided by 3"),
+        (lambda x: (each_entropy(x) * MASK / 2.5).sum() / MASK.sum(), "the loss is a mean: a sum that is divided by 3"),
+        (lambda x: sum(each_of(x)) / 4, "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: sum(each_of(x, "sum")) / 4, "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: torch.stack(each_of(x)).mean(), "the loss is a mean: a sum that is divided by 4"),
+    ],
+)
+def test_a_mean_that_is_given_as_a_sum_is_refused(loss: Loss, said: str) -> None:
+    with pytest.raises(UsageError, match=f"step 1: {said}"):
+        check(loss)
+    if "part" not in said:
+        with pytest.raises(UsageError, match=r"pass it as step\.backward\(mean=loss\)"):
+            check(loss)
+        check(loss, mean=True, microbatches=1)
+
+
+MEANS: list[Loss] = [
+    lambda x: F.cross_entropy(x, TARGETS.clamp(0)),
+    lambda x: 4 * F.cross_entropy(x, TARGETS.clamp(0)),
+    lambda x: F.cross_entropy(x, TARGETS.clamp(0), label_smoothing=0.1),
+    lambda x: F.cross_entropy(x, x.detach().softmax(1)),
+    lambda x: F.mse_loss(x, x.detach()),  # over five outputs of each sample
+    lambda x: 0.3 * F.mse_loss(x, x.detach()) + 0.7 * F.l1_loss(x, x.detach()),
+    lambda x: F.mse_loss(x, x.detach()) / 2,
+    lambda x: (F.l1_loss(x, x.detach()) + F.l1_loss(-x, x.detach())) / 2,
+    lambda x: squares(x).mean(),
+    lambda x: squares(x).sum() / len(x),
+    lambda x: (x - 1).square().sum() / x.numel(),
+    lambda x: each_entropy(x).view(2, 2).mean(1).mean(),
+    lambda x: F.kl_div(x, x.detach(), reduction="batchmean"),
+    lambda x: F.mse_loss(x, x.detach()) + penalty(),
+    lambda x: 1 - F.cosine_similarity(x, x.detach()).mean(),
+    lambda x: sum(each_of(x)) / 4,
+]
+
+
+@pytest.mark.parametrize("loss", MEANS)
+@pytest.mark.parametrize("microbatches", [1, 8])
+def test_a_mean_is_taken(loss: Loss, microbatches: int) -> None:
+    check(loss, mean=True, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        entropy,
+        lambda x: 0.3 * entropy(x) + 2 * squares(x).sum(),
+        lambda x: squares(x).sum() / 2,
+        lambda x: (entropy(x) + entropy(-x)) / 2,
+        lambda x: each_entropy(x).sum(),
+        lambda x: sum(each_of(x)),
+        lambda x: F.mse_loss(x, x.detach(), reduction="sum"),
+    ],
+)
+def test_a_sum_that_is_given_as_a_mean_is_refused(loss: Loss) -> None:
+    for microbatches in (1, 8):
+        with pytest.raises(
+            UsageError, match=r"the loss is a sum over \d+ values.*pass it as step\.backward\(sum=loss\)"
+        ):
+            check(loss, mean=True, microbatches=microbatches)
+
+
+def test_a_function_over_features_is_no_sum_over_samples() -> None:
+    def decorrelated(x: Tensor) -> Tensor:
+        return (x.T @ x - torch.eye(5)).square().sum()  # as Barlow Twins has it
+
+    check(decorrelated, mean=True, microbatches=1)
+    [line] = warnings_of(decorrelated, mean=True)
+    assert "the loss is a sum over 25 values" in line
+    assert "in one of 8 micro-batches" in line
+
+
+def test_a_part_that_is_a_sum_beside_a_mean_is_asked_about_once_in_several_microbatches() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return F.mse_loss(x, x.detach()) + 0.1 * x.abs().sum(1).sum()
+
+    check(loss, mean=True, microbatches=1)
+    [line] = warnings_of(loss, mean=True)
+    assert re.match(r"step 1: a part of the loss is a sum over 4 values \(\S*test_run_own_loss\.py:\d+\), in one", line)
+
+
+def test_a_sum_that_is_divided_by_the_batch_of_all_is_no_mean_over_the_microbatch() -> None:
+    [line] = warnings_of(lambda x: entropy(x) / 32.5, mean=True)
+    assert "the loss is a sum over 3 values, divided by 32.5" in line
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [
+        (lambda x: F.mse_loss(x, x.detach(), reduction="sum"), 20),
+        (lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), reduction="sum"), 20),
+        (lambda x: F.cross_entropy(x[:, :, None].expand(4, 5, 64), torch.zeros(4, 64).long(), reduction="sum"), 256),
+    ],
+)
+def test_a_sum_over_more_values_than_samples_is_asked_about_once(loss: Loss, count: int) -> None:
+    [line] = warnings_of(loss)
+    assert f"step 1: the loss adds up {count} values of a micro-batch that has 4 samples" in line
+    assert "step.backward(mean=loss)" in line
+    check(loss, weight=4)  # whoever counts samples by weight= has said what the sum is divided by
+    [line] = warnings_of(loss, weight=3)
+    assert "of a micro-batch that weighs 3" in line
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("divisor", [2, 3, 8])
+def test_a_division_that_looks_like_gradient_accumulation_is_refused_and_has_a_way(divisor: int, mean: bool) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, TARGETS.clamp(0), reduction="mean" if mean else "sum")
+
+    with pytest.raises(
+        UsageError, match=rf"the loss is divided by {divisor} .*microbatches=.*own as {1 / divisor:.6g} \* loss"
+    ):
+        check(lambda x: (loss(x) + penalty()) / divisor, mean=mean)
+    check(lambda x: 1 / divisor * loss(x), mean=mean)
+
+
+def test_a_division_is_only_warned_of_in_a_later_step_as_after_a_resume() -> None:
+    lines: list[str] = []
+    seen = LossCheck(warn=lines.append)
+    for step in (7, 8):
+        check(lambda x, step=step: F.cross_entropy(x, TARGETS.clamp(0)) / (step - 5), seen=seen, step=step, mean=True)
+    [line] = lines
+    assert line.startswith("step 7: the loss is divided by 2 (")
+
+
+def test_factors_may_change_with_the_step_and_the_microbatch_as_those_of_mixup_do() -> None:
+    for mean, reduction in ((True, "mean"), (False, "sum")):
+        seen = LossCheck(warn=no_warning)
+        for step in range(1, 5):
+            for size in (4, 2):
+                share = 1 / (step * size)  # inverse to the size of the micro-batch, by chance
+
+                def loss(x: Tensor, share: float = share, step: int = step, reduction: str = reduction) -> Tensor:
+                    targets = TARGETS.clamp(0)[: len(x)]
+                    both = [F.cross_entropy(x, each, reduction=reduction) for each in (targets, targets.flip(0))]
+                    return (share * both[0] + (1 - share) * both[1]) * (0.5 / step)
+
+                check(loss, size, seen, step, mean=mean)
+
+
+def test_a_mean_over_other_counts_than_samples_is_asked_for_a_weight_once() -> None:
+    targets = torch.tensor([0, 1, 2, -100])
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, targets)
+
+    check(loss, mean=True, microbatches=1)
+    check(loss, mean=True, weight=3)
+    [line] = warnings_of(loss, mean=True, batch=(torch.ones(4, 3), targets))
+    assert re.match(
+        r"step 1: the loss is a mean over 3 values of a micro-batch that has 4 samples \(\S+\); .* give run\.steps the "
+        r"count: weight=lambda batch: int\(\(batch\[1\] != -100\)\.sum\(\)\)",
+        line,
+    )
+    [line] = warnings_of(loss, mean=True, batch={"labels": targets})
+    assert "int((batch['labels'] != -100).sum())" in line
+    [line] = warnings_of(lambda x: (each_entropy(x) * MASK).sum() / MASK.sum(), mean=True)
+    assert "a mean over 3 values" in line
+
+
+def test_means_over_counts_that_are_not_proportional_to_the_samples_are_asked_for_a_weight() -> None:
+    lines: list[str] = []
+    seen = LossCheck(warn=lines.append)
+    for samples, length in ((4, 2), (2, 2), (4, 3)):
+        check(lambda x, length=length: x[:, None].repeat(1, length, 1).mean(), samples, seen, mean=True)
+    [line] = lines
+    assert "a mean over 60 values" in line
+    assert "and over 20 in the micro-batch before" in line
+
+
+def test_a_loss_of_another_form_is_looked_at_in_any_step() -> None:
+    seen = LossCheck(warn=no_warning)
+    check(entropy, seen=seen)
+    check(entropy, seen=seen, step=2)
+    with pytest.raises(UsageError, match="step 3: the loss is a mean"):
+        check(lambda x: F.mse_loss(x, x.detach()), seen=seen, step=3)
+    with pytest.raises(UsageError, match="step 4: the loss is a sum"):
+        check(entropy, seen=seen, step=4, mean=True)
+
+
+def test_a_loss_of_a_known_form_is_not_taken_apart_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = LossCheck(warn=no_warning)
+    check(entropy, seen=seen)
+    monkeypatch.setattr("lockstep.run.own_loss._terms", lambda *_: pytest.fail("a walk through the graph"))
+    check(entropy, seen=seen, step=2)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
         (lambda x: x.sum().detach(), "the loss has no graph that leads to the model"),
         (lambda x: x.sum(0), r"step.backward was given a tensor of shape \[5\]"),
         (lambda x: x.sum().item(), "step.backward was given a float"),
     ],
 )
-def test_what_is_no_sum_is_refused(loss: Loss, said: str) -> None:
+def test_what_is_no_loss_is_refused(loss: Loss, said: str, mean: bool) -> None:
     with pytest.raises(UsageError, match=f"step 1: {said}"):
-        check(loss)
-
-
-def test_a_factor_of_the_users_own_has_a_way() -> None:
-    with pytest.raises(UsageError, match=r"divided by 8, .*; write a factor of your own as 0\.125 \* loss"):
-        check(lambda x: entropy(x) / 8)
+        check(loss, mean=mean)
 
 
 def test_a_mean_over_what_only_follows_from_the_model_is_taken_where_it_is_known() -> None:
@@ -168,9 +372,9 @@ def test_a_mean_over_what_the_forward_computed_is_refused_though_it_was_not_retu
     (gradients,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
     part = {"gradients": (gradients.norm(2, 1) - 1) ** 2, "activations": activations.square()}[of]
     microbatch, returned = MicroBatch(0, None, 4, 4), {outputs.grad_fn}
-    LossCheck(warn=no_warning).check(1, entropy(outputs) + part.sum(), microbatch, dict, returned)
+    LossCheck(warn=no_warning).check(1, entropy(outputs) + part.sum(), microbatch, 8, returned, mean=False)
     with pytest.raises(UsageError, match="a part of the loss is a mean"):
-        LossCheck().check(1, entropy(outputs) + part.mean(), microbatch, dict, returned)
+        LossCheck().check(1, entropy(outputs) + part.mean(), microbatch, 8, returned, mean=False)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +387,8 @@ def test_a_mean_over_what_the_forward_computed_is_refused_though_it_was_not_retu
     ],
 )
 def test_a_function_of_what_all_samples_give_is_taken_and_warned_of_once(loss: Loss, name: str) -> None:
-    lines: list[str] = []
-    seen = LossCheck(warn=lines.append)
-    for step in (1, 2):
-        check(loss, seen=seen, step=step)
-    [line] = lines
+    check(loss, mean=True, microbatches=1)
+    [line] = warnings_of(loss)
     assert f"step 1: the loss has a part that is no sum over samples, but the {name} of what all samples" in line
 
 
@@ -205,67 +406,19 @@ def test_a_mean_over_the_only_sample_is_a_sum() -> None:
     check(lambda x: x.mean(), samples=1)
 
 
-def test_a_factor_that_follows_the_size_of_the_microbatch_is_found_once_there_are_two() -> None:
-    seen = LossCheck()
-    check(lambda x: x.sum() * (1 / len(x)), 3, seen)
-    check(lambda x: x.sum() * (1 / len(x)), 3, seen)
-    with pytest.raises(UsageError, match=r"step 2: the loss is multiplied by 0\.5 in a micro-batch of 2, by 0\.333333"):
-        check(lambda x: x.sum() * (1 / len(x)), 2, seen, step=2)
-
-
-def test_factors_may_change_with_the_step_and_the_microbatch_as_those_of_mixup_do() -> None:
-    seen = LossCheck()
-    for step, size in ((1, 4), (1, 3), (2, 4), (2, 2)):
-        share = 0.3 + 0.1 * step / size
-        check(lambda x, share=share: share * x.square().sum() + (1 - share) * x.sum(), size, seen, step)
-        check(lambda x, step=step: x.square().sum() / (1.5 * step), size, seen, step + 10)
-
-
-def test_a_divisor_that_changes_within_a_step_makes_a_mean_of_means() -> None:
-    seen = LossCheck()
-    check(lambda x: x.sum() / torch.tensor(2.5), 4, seen)
-    with pytest.raises(UsageError, match=r"divided by 3\.5, and in the micro-batch before by 2\.5.*weight="):
-        check(lambda x: x.sum() / torch.tensor(3.5), 4, seen)
-
-
-@pytest.mark.parametrize(
-    ("loss", "factor", "what"),
-    [
-        (lambda x: entropy(x) * (1 / 8), "0.125", "the number of micro-batches of the step"),
-        (lambda x: 0.25 * entropy(x) + 0.1 * (0.25 * x).sum(), "0.25", "the number of samples of the micro-batch"),
-        (lambda x: -(1 / 32) * x.log_softmax(1)[:, 0].sum(), "-0.03125", "the number of samples of the step"),
-        (lambda x: entropy(x, 0.1) * torch.tensor(1 / 8), "0.125", "the number of micro-batches of the step"),
-        (lambda x: x.exp().sum() * (1 / 20), "0.05", "as many as were added up"),
-    ],
-)
-def test_a_product_with_the_inverse_of_a_count_is_taken_and_warned_of_once(loss: Loss, factor: str, what: str) -> None:
-    lines: list[str] = []
-    seen = LossCheck(warn=lines.append)
-    for step in (3, 3, 4):
-        check(loss, seen=seen, step=step)
-    [line] = lines
-    place = r"\(\S*test_run_own_loss\.py:\d+\)"
-    assert re.match(rf"step 3: the loss is multiplied by {factor} {place}: if that divides by {what}, drop", line), line
-
-
-def test_what_a_product_is_warned_of_says_by_how_much_the_gradient_is_too_small() -> None:
-    lines: list[str] = []
-    check(lambda x: entropy(x) * (1 / 8), seen=LossCheck(warn=lines.append))
-    assert "the gradient is 8 times too small" in lines[0]
-
-
 def test_a_factor_of_as_many_processes_is_taken_and_warned_of_once() -> None:
     lines: list[str] = []
-    seen = LossCheck(processes=3, warn=lines.append)
-    for factor in (2.5, 3, 3):
+    seen = LossCheck(processes=7, warn=lines.append)
+    for factor in (2.5, 7, 7):
         check(lambda x, factor=factor: factor * entropy(x), seen=seen)
     [line] = lines
-    assert "the loss is multiplied by 3 " in line
+    assert "the loss is multiplied by 7 " in line
     assert "if that is the number of processes" in line
 
 
 def test_the_factor_of_a_scaler_is_refused_and_one_like_it_is_the_users() -> None:
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(UsageError, match=r"multiplied by 65536, as torch\.amp\.GradScaler does.*precision="):
-        check(lambda x: scaler.scale(entropy(x)))
+    for mean in (True, False):
+        with pytest.raises(UsageError, match=r"multiplied by 65536, as torch\.amp\.GradScaler does.*precision="):
+            check(lambda x, mean=mean: scaler.scale(F.l1_loss(x, 2 * x.detach()) if mean else entropy(x)), mean=mean)
     check(lambda x: 65536.0 * entropy(x) + 512 * x.sum() + torch.tensor(300.0) * x.sum())

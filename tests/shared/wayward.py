@@ -237,15 +237,6 @@ class SkippedOrRepeated(_Body):
         return x
 
 
-class Reentrant(_Body):
-    """Blocks under torch's reentrant checkpoint."""
-
-    def through(self, x: Tensor, images: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x
-
-
 class NotReentrant(_Body):
     """Two blocks at a time under torch's checkpoint, and a block of its own."""
 
@@ -253,3 +244,69 @@ class NotReentrant(_Body):
         first, second, third, last = self.blocks
         x = checkpoint(lambda x: second(first(x)) + x, x, use_reentrant=False)
         return checkpoint(last, third(x) + x, use_reentrant=False)
+
+
+class Transposed(_Body):
+    """A weight that is a view of its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+        self.blocks[1].linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+class ChannelsLast(_Body):
+    """Weights of another memory format than the images."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.stem.to(memory_format=torch.channels_last)
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+class Writes(_Body):
+    """Blocks whose forward clamps a weight in place."""
+
+    class Block(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.weight.clamp_(-0.3, 0.3)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+class PenaltyFirst(_Body):
+    """Weights of a block are used before the block is called, once they are whole in zero2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+        self.calls = 0
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            x = x * (1 + self.blocks[2].linear.weight.pow(2).sum())
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Reentrant(_Body):
+    """Blocks under torch's reentrant checkpoint in training."""
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.training else block(x)
+        return x

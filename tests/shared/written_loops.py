@@ -127,7 +127,7 @@ def mean(run):
         step.backward(sum=F.cross_entropy(model(x), y))  # <-
 
 
-@refused("the loss is divided by 6, the number of micro-batches of the step")
+@refused("the loss is divided by 6")
 def accumulation_of_sums(run):
     accumulate = 6
     model, _ = placed(run)
@@ -1151,6 +1151,40 @@ def drawn_between(run):
 
 
 @alike
+def drawn_after_the_micro_batches(run):
+    """Numbers for the next step, drawn before the update. In the last step a rank of three has no micro-batch."""
+    model, _ = placed(run, nn.Sequential(nn.Linear(6, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 3)))
+    share = 0.5
+    for step in run.steps(data(33), batch=16, microbatches=4, epochs=2):
+        for x, y in step:
+            outputs = model(share * x + (1 - share) * x.flip(0))
+            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
+        share = (np.random.random() + random.random() + float(torch.rand(()))) / 3
+        step.update()
+
+
+@refused("run.steps: torch.autocast is on")
+def autocast_around_the_loop(run):
+    model, _ = placed(run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in run.steps(data(36), batch=18, microbatches=6, epochs=1):  # <-
+            for x, y in step:
+                step.backward(summed(model(x), y))
+            step.update()
+
+
+@refused("step 1: torch.autocast is on")
+def autocast_around_the_iteration(run):
+    model, _ = placed(run)
+    iterator = even(run)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in iterator:  # <-
+            for x, y in step:
+                step.backward(summed(model(x), y))
+            step.update()
+
+
+@alike
 def noisy_evaluation_that_sets_the_rate(run):
     """A validation loss as of a VAE, whose noise is drawn from three generators; and numbers drawn after it."""
     model, _ = placed(run)
@@ -1229,3 +1263,82 @@ def weight_penalty_of_rows(run):
         weight = model[0].weight
         own = weight.to_local() if hasattr(weight, "to_local") else weight
         step.backward(sum=summed(model(x), y) + own.square().sum())  # <-
+
+
+# What torch has for less memory, for evaluation and for parts that rest.
+
+
+def recomputed_whole_model(run, model=None, **options):
+    model, _ = placed(run, model or nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3)))
+    for step, x, y in micro_batches(steps(run, epochs=2), clip=1.0):
+        step.backward(sum=summed(checkpoint(model, x, use_reentrant=False, **options), y))
+
+
+@alike
+def recomputed_by_the_loop(run):
+    recomputed_whole_model(run)
+
+
+@alike
+def evaluated_in_inference_mode(run):
+    model, _ = placed(run)
+    rate = 1e-2
+    for step in computed(steps(run, epochs=2), model):
+        step.update(lr=rate)
+        if step.every(epochs=1):
+            with torch.inference_mode():
+                rate = 1e-2 / (1 + run.sum(summed(model(x), y) for x, y in run.each(data())) / 40)
+
+
+class Resting(nn.Sequential):
+    """Stays in evaluation, as a frozen backbone does."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return super().train(False)
+
+
+@alike
+def frozen_part_that_overrides_train(run):
+    resting = Resting(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)).requires_grad_(False)
+    head = nn.Sequential(nn.Linear(6, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 3))
+    model = nn.Sequential(resting.train(), head)
+    trained = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    model, _ = run.place(model, trained)
+    for step in steps(run, epochs=2):
+        model.train()
+        for x, y in step:
+            step.backward(sum=summed(model(x), y))
+        step.update()
+        if step.every(epochs=1):
+            run.sum(summed(model(x), y) for x, y in run.each(data()))
+
+
+@alike
+def frozen_for_a_forward(run):
+    """As the discriminator is in the turn of a GAN's generator."""
+    model, _ = placed(run)
+    for step, x, y in micro_batches(steps(run, epochs=2)):
+        model[0].requires_grad_(False)
+        outputs = model(x)
+        model[0].requires_grad_(True)
+        step.backward(sum=summed(outputs, y))
+
+
+@alike
+def frozen_between_steps_and_back(run):
+    model, _ = placed(run)
+    for step in computed(steps(run, epochs=2), model):
+        step.update()
+        model[0].requires_grad_(False)
+        run.sum(summed(model(x), y) for x, y in run.each(data()))
+        model[0].requires_grad_(True)
+
+
+@alike
+def frozen_after_a_forward_and_back(run):
+    model, _ = placed(run)
+    for step, x, y in micro_batches(steps(run, epochs=2)):
+        outputs = model(x)
+        model[0].requires_grad_(False)
+        model[0].requires_grad_(True)
+        step.backward(sum=summed(outputs, y))

@@ -108,6 +108,9 @@ class Sharded:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
             unit.register_forward_hook(partial(self._own_outputs, number), prepend=True, with_kwargs=True)
             setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - it is found here before fully_shard's
+        if keep_gathered:
+            self._units[-1].set_reshard_after_backward(False)
+        self._frees = False  # whether weights that stay gathered for a step are freed after this backward
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
@@ -129,9 +132,8 @@ class Sharded:
         """Call before each backward of a step, and say of the last one that it is."""
         self._backward = True
         self._outputs.clear()
-        if self.keep_gathered:
-            self._units[-1].set_reshard_after_backward(last)
-        else:
+        self._frees = self.keep_gathered and last
+        if not self.keep_gathered:
             usual = sorted(self._forwards, reverse=True)
             self._gathers.begin(f"backward of {self._passes}", usual)
             self._gather(usual[0])  # what is in no block, even where this member called none of the last blocks
@@ -152,6 +154,9 @@ class Sharded:
         for unit in sorted(self._waiting):  # in the first backward of all there is no order yet
             self._pass_on(unit, may_wait=True)
         self._check_gradients()
+        if self._frees:  # not unit by unit: nodes of a weight that is used outside of its unit would read freed memory
+            for module in self._units:
+                module.reshard()
         self._kept.clear()
         self._complete.clear()
         self._handed.clear()
@@ -264,17 +269,19 @@ class Sharded:
             return cast(Tensor, _Unchanged.apply(output, output.stride())) if views and output._is_view() else output
 
         outputs = tree_map_only(Tensor, alone, outputs) if views or freed else outputs
-        if views and unit != len(self._units) - 1 and not _in_backward():
-            reached = partial(self._reach, self._calls)
-            self._calls += 1
+        if views:
+            notify: Callable[[Tensor], None] = self._check_graph_task
+            if unit != len(self._units) - 1 and not _in_backward():
+                notify = partial(self._reach, self._calls)
+                self._calls += 1
             for output in tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(reached)  # type: ignore[no-untyped-call]  # before fully_shard's: it gathers
+                    output.register_hook(notify)  # type: ignore[no-untyped-call]  # before fully_shard's: it gathers
         return outputs
 
     def _reach(self, call: int, gradient: Tensor) -> None:
         """Complete the units that were first called after this call: its output has its gradient."""
-        self._check_graph_task()
+        self._check_graph_task(gradient)
         if len(self._threads) > 1:
             return
         done = [unit for unit, first in self._first_calls.items() if first > call and unit not in self._complete]
@@ -288,7 +295,7 @@ class Sharded:
             group.post_backward()
         self._hand_on(unit)
 
-    def _check_graph_task(self) -> None:
+    def _check_graph_task(self, _gradient: Tensor) -> None:
         """Raise UsageError in a nested backward: at its end fully_shard would take the gradients of all units."""
         if not self._backward:
             raise self._foreign_backward()

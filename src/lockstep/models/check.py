@@ -1,5 +1,6 @@
 """Whether a model fits the data: found with a few samples of it, before any process is started."""
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -172,6 +173,11 @@ def check_layers(name: str, model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
             raise UsageError(f"model {name}: elements of {path} share memory, as expand() makes them; clone it")
+    if path := hooked_parameter(model):
+        raise UsageError(
+            f"model {name}: {path} has a hook of its gradient, which strategies keep in other tensors; take it away, "
+            f"compute in the model what changes gradients, and log step.norm"
+        )
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -185,6 +191,19 @@ def check_layers(name: str, model: nn.Module) -> None:
                 f"model {name}: {path} has sparse=True, and sparse gradients cannot be added in the one order that "
                 f"gives the same bits everywhere; leave sparse out"
             )
+
+
+def hooked_parameter(model: nn.Module) -> str:
+    """Return the name of a parameter that has a hook of its gradient or of its AccumulateGrad node, "" if none has."""
+    parameters = {parameter: path for path, parameter in model.named_parameters()}
+    for parameter, path in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return path
+    # torch does not list the hooks of a node. Whoever adds one keeps the node alive, or the hook is gone with it.
+    for item in gc.get_objects():
+        if type(item).__name__ == "AccumulateGrad" and item.variable in parameters:
+            return parameters[item.variable]
+    return ""
 
 
 def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:

@@ -1,11 +1,12 @@
-"""The buffers of a model that no engine keeps alike on all ranks: no forward may move them.
+"""The weights of a model, and the buffers that no engine keeps alike on all ranks: no forward may write them.
 
 BatchNorm's running statistics have a rule of their own (parallel/batchnorm.py). Any other buffer that a training
 forward writes or replaces, as spectral_norm, a counter or a mean by hand does, each rank would move by its own
-micro-batches, once for each of them: so there is no model that is that of the recipe alone.
+micro-batches, once for each of them: so there is no model that is that of the recipe alone. The same holds for a write
+to a weight, as clamp_() under no_grad does, which sharded strategies would lose besides.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, final
 
@@ -17,13 +18,31 @@ _ADVICE: Final = (
     "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "
     "weight by torch.linalg.matrix_norm(weight, 2), or use torch's weight_norm"
 )
+_WEIGHT_ADVICE: Final = (
+    "compute with a changed copy, such as weight.clamp(min=0), or leave weights to the optimizer; outside of a forward "
+    "nothing may write them either"
+)
+# Weights are looked at in each of the first forwards, and in some of the later ones.
+_FIRST_FORWARDS: Final = 8
+_EVERY: Final = 16
 
 
 @final
 class BufferGuard:
-    """Watches the buffers of a model but for those that are `kept`."""
+    """Watches the weights of a model, and its buffers but for those that are `kept`.
 
-    def __init__(self, model: nn.Module, kept: Collection[Tensor]) -> None:
+    `gathered` returns the tensors that the model computes with in place of its parameters, with these parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: Collection[Tensor],
+        gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
+    ) -> None:
+        self._parameters: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._gathered = gathered
+        self._forwards = 0
         own = {id(each) for each in kept}
         self._modules = dict(model.named_modules())
         self._places = [
@@ -36,9 +55,17 @@ class BufferGuard:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise UsageError where a training forward, the block, moves one, or has one that was not there at first."""
+        """Raise UsageError if a training forward, the block, writes a weight or a buffer, or adds a buffer."""
         noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
+        self._forwards += 1
+        versions: dict[Tensor, int] = {}
+        if self._forwards <= _FIRST_FORWARDS or not self._forwards % _EVERY:
+            versions = {tensor: tensor._version for tensor in (*self._parameters, *self._gathered())}
         yield
+        for tensor, version in versions.items():
+            if tensor._version != version:
+                parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
+                raise refusal(f"the forward writes the weight {self._parameters[parameter]}", _WEIGHT_ADVICE)
         if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)

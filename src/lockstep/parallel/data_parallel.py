@@ -108,7 +108,8 @@ class DataParallelEngine:
         self._stream = world.stream()
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
-        self._guarded = BufferGuard(self._model, self._running.buffers).watch if numerics.guarded else nullcontext
+        guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
+        self._guarded = guard.watch if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)

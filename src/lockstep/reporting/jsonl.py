@@ -37,8 +37,9 @@ class JsonLines:
 
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
-        if not os.fstat(self._descriptor).st_nlink:
-            raise HostError(f"{self._path}: was removed while the run writes to it; start again")
+        if not self._is_in_place():
+            done = "replaced" if os.path.lexists(self._path) else "removed"
+            raise HostError(f"{self._path}: was {done} while the run writes to it; start again")
         with os_error_as(HostError, f"{self._path}: event not written"):
             self._append(text.encode(errors="backslashreplace"))  # the name of a file may hold what is no UTF-8
 
@@ -47,6 +48,13 @@ class JsonLines:
         if descriptor >= 0:
             os.fsync(descriptor)
             os.close(descriptor)
+
+    def _is_in_place(self) -> bool:
+        """Return whether the path still names the open file."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except OSError:
+            return False
 
     def _append(self, line: bytes) -> None:
         # One write for a line, so that a kill leaves it whole or absent. A disk that fills up takes a part of

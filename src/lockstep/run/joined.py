@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
-from lockstep.common.own_code import refusal, with_its_line
+from lockstep.common.own_code import calling, refusal, with_its_line
 from lockstep.common.plainfile import parse_json
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
@@ -47,13 +47,13 @@ from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
-from lockstep.run.own_step import Step, seed_all
+from lockstep.run.own_step import AFTER_LOOP, Step, seed_all
 from lockstep.run.own_step_sums import StepSums
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
 from lockstep.training.checkpoint import store
-from lockstep.training.events import Done, Event, Logged, Saved, Started, Stopped, Warned
+from lockstep.training.events import Done, Logged, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
@@ -99,9 +99,10 @@ class Run:
         self._sums = StepSums(self._world)  # of the step under way
         self._steps: Generator[Step] | None = None
         self._step: Step | None = None
-        self._report: Callable[[], Sequence[Event]]  # of that step
+        self._turn: Turn | None = None  # of that step
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
+        self._left_at = ""  # the line that left a loop over `run.each` early, until the other ranks are asked
         self._evaluated = 0  # samples at a time, unless asked for otherwise
         self._pass = own_sums.Pass()
         self._ended = self._figures_compared = self._parts_told = False
@@ -225,6 +226,7 @@ class Run:
         batch, number of micro-batches or optimizer.
         """
         placed = self._ready("run.steps")
+        _refuse_autocast("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
@@ -301,6 +303,8 @@ class Run:
                     self._gate.open = False
                 self._pass.whole = True
         finally:
+            if not self._pass.whole:
+                self._left_at = calling() or "run.each"
             self._gate.open = False
             seed_all(self._world, draws)  # ranks had other batches
             guard.mark(moved=True)
@@ -316,7 +320,10 @@ class Run:
 
     def log(self, **figures: float | Tensor) -> None:
         """Write figures of the last step, by name, to the terminal, the run folder and the sinks, on rank 0."""
-        plain = {name: float(value) for name, value in figures.items()}
+        try:
+            plain = {name: float(value) for name, value in figures.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(f"run.log: {error}", "give numbers, or tensors of one number each") from None
         if taken := first_taken(plain, OF_ALL):
             raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
         self._world.say(plain)
@@ -331,8 +338,9 @@ class Run:
         # First: a run that is killed now goes on after this step, and would not report it again.
         if self._step is not None:
             self._step._saved = True
-            if self._step.updated:
+            if self._step.updated and self._turn is not None:
                 self._write_report()
+                self._turn.check()  # of steps that are not reported, too
         for saved in self._save(placed, self._checkpoints):
             self._rank.write(saved)
 
@@ -425,7 +433,9 @@ class Run:
         for fault in faults:
             self._rank.write(Warned(**self._rank.progress.at, culprit=fault.culprit, text=fault.text))
         if self._rank.progress.step >= plan.steps.total:
-            return self._finish(placed)
+            if self._rank.progress.step == plan.steps.total:
+                placed.modes.restore()
+            return self._finish_loop(placed, plan)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
         try:
             what = self._world, self._until_last(loader), loop_plan, self._rank.progress, None
@@ -446,7 +456,13 @@ class Run:
             stop.release()
         if self._member.last is not None:
             self._end_replay()
-        return self._finish(placed)
+        return self._finish_loop(placed, plan)
+
+    def _finish_loop(self, placed: Placed, plan: OwnPlan) -> None:
+        """Finish, and seed all generators: a resumed script, which skips these steps, draws the same after them."""
+        self._finish(placed)
+        draws = random.key(random.OWN_LOOP, self._member.settings.seed, plan.steps.total)
+        seed_all(self._world, random.extend_key(draws, AFTER_LOOP))
 
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""
@@ -461,28 +477,32 @@ class Run:
         raise SystemExit(EXIT_DONE)
 
     def _begin(self, placed: Placed, turn: Turn, leaves: int, audit: Callable[[], Iterator[Part]] | None) -> Step:
+        _refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             placed.check_structure()
         self._rank.phase = "training"
+        placed.modes.restore()
         self._compare_figures()
         self._end_pass()
-        self._report = turn.report
+        self._turn = turn
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
         placed.guard.mark()
         return self._step
 
     def _write_report(self) -> None:
-        for event in self._report():
+        for event in self._turn.report() if self._turn is not None else ():
             self._rank.write(event)
 
     def _end(self, placed: Placed, turn: Turn) -> None:
         """See that a step was done when the loop asks for the next one."""
         assert self._step is not None
+        self._compare_left()
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
         if placed.scheduler is not None:
             placed.scheduler.check_saved(self._step.number)
+        placed.modes.end_step()
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
@@ -506,6 +526,7 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
+        placed.check_finite(self.step)
         changes = placed.changes()
         try:
             state = json.dumps(self._state, sort_keys=True)
@@ -514,9 +535,11 @@ class Run:
         except (TypeError, ValueError) as error:
             raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts by text in it") from None
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
+        compared["modules in evaluation mode"] = changes["modes"]
         self._world.compare({**compared, "run.state": state})
         if placed.scheduler is not None:
             placed.scheduler.note_save()
+        placed.modes.note_save()
         return kept.save()
 
     def _origin(self) -> dict[str, Any]:
@@ -607,12 +630,22 @@ class Run:
             self._placed.guard.mark()
         self._meet(what)
 
+    def _compare_left(self) -> None:
+        """Raise UsageError if this rank left a loop over `run.each` early, and others that it exchanges with did not.
+
+        It asks at the next call of ours, and not when the loop is left: an error of the script leaves it, too.
+        """
+        where, self._left_at = self._left_at, ""
+        if where and self._gate.alike is not None:
+            self._gate.alike.call(AlikeCalls.LEFT, "", where)
+
     def _refuse_within_batch(self, what: str) -> None:
         if self._gate.open:
             raise refusal(f"{what}: within a batch of run.each", "call it after that, or put all in one dataset")
 
     def _meet(self, what: str) -> None:
         """Wait for all ranks to come to this; UsageError where one is somewhere else instead."""
+        self._compare_left()
         met = self._world.meet(_PLACES.index(what))
         if met is not None:
             place, rank = met
@@ -622,6 +655,17 @@ class Run:
                 "and prints",
             )
         self._compare_figures()
+
+
+def _refuse_autocast(what: str) -> None:
+    """Raise UsageError if autocast is on for any device: it keeps casts of the weights until its block ends."""
+    if torch._C._is_any_autocast_enabled():
+        raise refusal(
+            f"{what}: torch.autocast is on around the steps, and would compute with weights that it cast before the "
+            f"last update",
+            'drop it and set the precision of the run: lockstep.join(precision="bf16"); autocast within a micro-batch '
+            "is fine",
+        )
 
 
 def join(

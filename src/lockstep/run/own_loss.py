@@ -1,19 +1,18 @@
-"""What a loop of the user's own may give to a backward: a loss that is a sum, as far as its graph shows.
+"""Whether the loss that a loop gives to `step.backward` is what it says: a mean or a sum over the micro-batch.
 
-`step.update` divides by the weight of the step. So each part of a loss that follows from what the model returned must
-be a sum over the samples of its micro-batch: no mean, and not divided by a count of samples or micro-batches. The parts
-are found by a walk through what is linear in the graph. A penalty on the weights alone may be anything.
+The graph of a loss shows how it ends. A walk through its linear operations finds the terms of the loss, and each term
+ends in a mean, in a sum, or in something else. A loss that evidently is the other one is refused, with the name to use.
+What the graph leaves open is asked once, with the numbers. Factors are never questioned: only a division may be one by
+a count.
 
-A constant factor is the user's own. Distinguished from it are a divisor that equals such a count, one that changes from
-micro-batch to micro-batch, and any constant that is inverse to the size of its micro-batch, once two sizes were seen.
-A product with the inverse of such a count may be either while all sizes are one: it is taken, and warned of once. So is
-a function of a sum over samples that is none itself, such as a root.
+All micro-batches of the first step are looked at. Later only the first few operations are compared, and a loss is
+looked at again when these are new.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -23,9 +22,9 @@ from lockstep.parallel.gradients import nodes_behind
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # of an autograd graph
-Counts = Callable[[], Mapping[int, str]]  # numbers, and what they count
+Kind = Literal["mean", "sum", ""]  # "" is unknown
 
-_MEAN: Final = 1  # at::Reduction
+_REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
 _LINEAR: Final = (
     *("AddBackward", "SubBackward", "RsubBackward", "NegBackward", "SumBackward", "NansumBackward", "MeanBackward"),
     *("StackBackward", "CatBackward", "WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"),
@@ -37,12 +36,13 @@ _SCALING: Final = ("MulBackward", "DivBackward")
 _ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 _SCALED: Final = 256.0  # the least factor that is taken for a scaler's, which begins with 65,536 and halves it
-_CLOSE: Final = 1e-6  # of products of float32
-_SUM: Final = "give the sum; step.update divides by the weight of the whole step"
+_COMPARED: Final = 4  # operations at the end of a loss
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 
 class Scale(NamedTuple):
-    """A constant in a loss, which multiplies or divides what is beneath `node`."""
+    """A constant in a loss, which multiplies or divides all terms beneath `node`."""
 
     node: Node
     value: float
@@ -50,146 +50,297 @@ class Scale(NamedTuple):
 
 
 class LossTerm(NamedTuple):
-    """A summand of a loss: the node where the walk to it ended, and what it came by.
+    """A term of a loss: the node where the walk ended, and how the node is reduced.
 
-    `counts` are the lengths of the sums on the way, the innermost last; by `masks` their terms were multiplied.
+    `count` is how many values the mean is over or the sum adds up, in a tensor of the shape `sizes`. Its values were
+    multiplied by `masks` on the way.
     """
 
     node: Node
     scales: tuple[Scale, ...] = ()
-    counts: tuple[int, ...] = ()
-    mean: bool = False
+    kind: Kind = ""
+    count: float = 0
+    sizes: tuple[int, ...] = ()
     masks: tuple[Tensor, ...] = ()
 
-    def factor(self, below: Node = None) -> float:
-        """Return the product of its constants, or of those below a node."""
-        if not self.scales:
-            return 1.0
+    def factor(self, below: Node) -> float:
+        """Return the product of the constants below a node."""
         nodes = [scale.node for scale in self.scales]
-        inner = self.scales[nodes.index(below) + 1 :] if below in nodes else self.scales
+        inner = self.scales[nodes.index(below) + 1 :]
         return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
 
 
 @final
 @dataclass
 class LossCheck:
-    """Sees all losses of this process, one of so many, and refuses what is no sum."""
+    """Looks at the losses that this process, one of `processes`, gives to the backwards of its micro-batches."""
 
     processes: int = 1
     warn: Callable[[str], None] = print
-    _factors: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # of the parts, by samples and weight
-    _divisors: tuple[int, list[float]] = (0, [])  # of the last loss, and its step
-    _warned: bool = False
-    _warned_of_function: bool = False
+    _first_step: int = 0
+    _forms: set[tuple[Any, ...]] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
+    _counts: tuple[int, int, list[float]] = (0, 0, [])  # of the last micro-batch: its step, weight and means
 
     def check(
         self,
         step: int,
         loss: Any,
         microbatch: MicroBatch,
-        others: Counts,
+        microbatches: int,
         returned: Collection[Node],
         *,
-        mean: bool = False,
+        mean: bool,
+        weighs: bool = False,
     ) -> None:
-        """Raise UsageError, with the line that is calling, where `loss` is no 0-dim tensor with a graph, or no sum.
+        """Raise UsageError, with the line that is calling, if `loss` is no 0-dim tensor with a graph, or misnamed.
 
-        `others` gives counts that it must not be divided by, besides those of the micro-batch, and what they count;
-        `returned` are the nodes of what the model returned for this micro-batch.
+        The loss is given as a `mean` or as a sum over the micro-batch, one of so many in the step. `returned` are the
+        nodes of what the model returned for it. `weighs` says that `weight` of run.steps counts what it weighs.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise refusal(f"step {step}: step.backward was given {found}", "give the loss added up, a 0-dim tensor")
-        if loss.grad_fn is None:
+            raise refusal(f"step {step}: step.backward was given {found}", "give the loss as a 0-dim tensor")
+        root = loss.grad_fn
+        if root is None:
             raise refusal(
                 f"step {step}: the loss has no graph that leads to the model",
                 "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
             )
-        if mean:
+        self._first_step = self._first_step or step
+        form = (mean, *_last_operations(root))
+        if form in self._forms and step != self._first_step:
             return
-        every = _parts(loss.grad_fn, microbatch.samples, returned)
-        parts = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
-        parts = [each._replace(mean=False, scales=()) if _is_sum_again(each, microbatch) else each for each in parts]
-        means = [part for part in parts if part.mean]
-        if means and not _of_one_sample(means, microbatch):
-            what = "the loss is a mean" if len(means) == len(parts) else "a part of the loss is a mean"
-            raise refusal(
-                f"step {step}: {what}, which micro-batches of other sizes would not add up to",
-                'give the sum, as with reduction="sum"; step.update divides by the weight of the whole step',
-            )
-        values = [{scale.value for scale in part.scales} for part in parts]
-        of_all = set.intersection(*values) if values else set()  # other factors weigh one part against another
-        scales = [(scale, part) for part in parts for scale in part.scales if scale.divides or scale.value in of_all]
-        counts = {self.processes: "the number of processes", **others()} if scales else {}
-        for scale, part in scales:
+        self._forms.add(form)
+        looked = _Looked(root, microbatch, returned, mean=mean)
+        if not looked.terms:
+            return
+        self._check_factors(step, looked)
+        self._check_division(step, looked)
+        if microbatch.samples == microbatch.weight == 1:
+            return  # the mean and the sum are the same
+        if mean:
+            self._check_mean(step, looked, microbatches)
+            self._compare_counts(step, looked, microbatches, weighs)
+        else:
+            self._check_sum(step, looked, weighs)
+        if not mean or microbatches > 1:
+            self._ask_of_function(step, looked)
+
+    def _check_factors(self, step: int, looked: "_Looked") -> None:
+        """Raise UsageError for the factor of a GradScaler, and warn of one that is the number of processes."""
+        for scale in looked.shared:
             if _is_of_a_scaler(scale):
                 raise refusal(
                     f"step {step}: the loss is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
-                    'take that out: lockstep.join(precision="fp16") scales the loss, and step.update gradients back',
+                    'leave the scaler out: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
-            if not (scale.divides or self._warned) and scale.value == self.processes > 1:
-                self._warn_of_processes(step)
-            if (scale.divides or not self._warned) and (what := _count(scale, part, parts, microbatch, counts)):
-                if scale.divides:
-                    raise _division_error(step, scale.value, f", {what}")
-                self._warn(step, scale.value, what)
-        if not self._warned_of_function and microbatch.samples > 1:
-            self._warn_of_function(step, parts, returned)
-        self._compare(step, [scale.value for part in parts for scale in part.scales if scale.divides])
-        self._relate(step, (microbatch.samples, microbatch.weight), [part.factor() for part in parts])
+            if not scale.divides and scale.value == self.processes > 1 and scale.value not in looked.counts:
+                self._ask(
+                    "processes",
+                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}): if that is the number of "
+                    f"processes, to undo a mean over them, drop it: the gradient is the mean over the step on any "
+                    f"number of processes; a factor of your own stays",
+                )
 
-    def _warn(self, step: int, factor: float, what: str) -> None:
-        self._warned = True
-        small = f"{abs(1 / factor):.0f} times too small"
-        self.warn(
-            f"step {step}: the loss is multiplied by {factor:.6g} ({calling()}): if that divides by {what}, drop it: "
-            f"step.update divides by the weight of the step, and the gradient is {small}; a factor of your own stays"
-        )
+    def _check_division(self, step: int, looked: "_Looked") -> None:
+        """Refuse a division of the whole loss by a whole number in the first step of a run; warn of it later."""
+        for scale in looked.unexplained():
+            text = f"step {step}: the loss is divided by {scale.value:g}"
+            advice = (
+                f"leave the division out: run.steps(microbatches=) accumulates gradients, and step.update takes the "
+                f"mean over the step; write a factor of your own as {1 / scale.value:.6g} * loss"
+            )
+            if step == 1:
+                raise refusal(text, advice)
+            self._ask("division", f"{text} ({calling()}); {advice}")
 
-    def _warn_of_processes(self, step: int) -> None:
-        self._warned = True
-        self.warn(
-            f"step {step}: the loss is multiplied by {self.processes} ({calling()}): if that is the number of "
-            f"processes, to undo a mean over them, drop it: step.update divides by the weight of the step, on any "
-            f"number of processes; a factor of your own stays"
-        )
+    def _check_sum(self, step: int, looked: "_Looked", weighs: bool) -> None:
+        """Raise UsageError for a mean that is given as a sum, and ask if a sum has more terms than weight."""
+        means = [term for term, kind in looked.kinds() if kind == "mean"]
+        if means:
+            divisor = next((each.value for term in means if (each := looked.divisor_of_mean(term))), 0.0)
+            by = f": a sum that is divided by {divisor:g}" if divisor else ""
+            own = f"; write a factor of your own as {1 / divisor:.6g} * loss" if divisor else ""
+            if len(means) == len(looked.terms):
+                raise refusal(f"step {step}: the loss is a mean{by}", f"pass it as step.backward(mean=loss){own}")
+            raise refusal(
+                f"step {step}: a part of the loss is a mean{by}, and another part is a sum",
+                f"reduce all parts alike: a mean times the number of samples is a sum{own}",
+            )
+        weight = looked.microbatch.weight
+        fewest = min(looked.count_of_sum(term) for term in looked.terms)
+        decided = weighs and weight and not fewest % weight
+        if fewest > weight and not decided:
+            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
+            self._ask(
+                "terms",
+                f"step {step}: the loss adds up {fewest:g} values of a micro-batch that {unit} ({calling()}), and "
+                f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
+                f"step.backward(mean=loss); if you mean this sum, add up each sample first and then the samples",
+            )
 
-    def _warn_of_function(self, step: int, parts: Sequence[LossTerm], returned: Collection[Node]) -> None:
-        for part in parts:
-            if _reduces(part.node) and part.node not in returned:
-                self._warned_of_function = True
-                name = part.node.name().partition("Backward")[0].lower()
-                self.warn(
+    def _check_mean(self, step: int, looked: "_Looked", microbatches: int) -> None:
+        """Raise UsageError for a sum that is given as a mean, and ask if a part of the loss is a sum."""
+        sums = [term for term, kind in looked.kinds() if kind == "sum"]
+        if not sums:
+            return
+        divisors = [scale.value for scale in _uncancelled(sums[0]) if not looked.is_usual(scale)]
+        if len(sums) == len(looked.terms) and not divisors and all(map(looked.is_over_samples, sums)):
+            raise refusal(
+                f"step {step}: the loss is a sum over {sums[0].count:g} values",
+                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; "
+                "step.backward(sum=step.weight * loss) keeps the gradient of a script that never divides it",
+            )
+        if microbatches > 1:
+            by = f", divided by {divisors[0]:g}" if divisors else ""
+            whole = "the loss" if len(sums) == len(looked.terms) else "a part of the loss"
+            self._ask(
+                "part",
+                f"step {step}: {whole} is a sum over {sums[0].count:g} values{by} ({calling()}), in one of "
+                f"{microbatches} micro-batches, of {looked.microbatch.samples} samples: its gradient depends on the "
+                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all as sums",
+            )
+
+    def _compare_counts(self, step: int, looked: "_Looked", microbatches: int, weighs: bool) -> None:
+        """Ask for `weight` if means are over other counts than the micro-batches weigh."""
+        weight = looked.microbatch.weight
+        counts = [looked.count_of_mean(term) for term, kind in looked.kinds() if kind == "mean"]
+        (step_before, weight_before, before), self._counts = self._counts, (step, weight, counts)
+        if microbatches == 1 or not weight:
+            return
+        comparable = step_before == step and len(before) == len(counts)
+        for number, count in enumerate(counts):
+            differs = comparable and count * weight_before != before[number] * weight
+            if not count or not (count % weight or differs):
+                continue
+            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
+            other = f", and over {before[number]:g} in the micro-batch before" if differs else ""
+            self._ask(
+                "weight",
+                f"step {step}: the loss is a mean over {count:g} values of a micro-batch that {unit} ({calling()})"
+                f"{other}; if micro-batches differ in that, give run.steps the count: {_suggest_weight(looked)}",
+            )
+
+    def _ask_of_function(self, step: int, looked: "_Looked") -> None:
+        """Ask about a term that is a function of what all samples of the micro-batch give."""
+        for term in looked.terms:
+            if not term.kind and _reduces(term.node) and term.node not in looked.returned:
+                name = term.node.name().partition("Backward")[0].lower()
+                self._ask(
+                    "function",
                     f"step {step}: the loss has a part that is no sum over samples, but the {name} of what all samples "
-                    f"of a micro-batch give ({calling()}): the number of micro-batches decides what it is, and "
-                    f"step.update divides it by the weight of the step; multiply it by the number of samples"
-                )
-                return
-
-    def _compare(self, step: int, now: list[float]) -> None:
-        """Raise UsageError for a divisor that changes within a step."""
-        before, self._divisors = self._divisors, (step, now)
-        for one, other in zip(before[1], now, strict=False) if before[0] == step and len(before[1]) == len(now) else ():
-            if one != other:
-                raise refusal(
-                    f"step {step}: the loss is divided by {other:.6g}, and in the micro-batch before by {one:.6g}",
-                    "give the sum, and what it is to be divided by to run.steps, as weight=: a function of a batch "
-                    "whose sum over the step is that; step.update divides by it",
+                    f"of a micro-batch give ({calling()}): the number of micro-batches decides what it is; pass such a "
+                    f"loss as step.backward(mean=loss)",
                 )
 
-    def _relate(self, step: int, size: tuple[int, int], factors: list[float]) -> None:
-        """Raise UsageError for a constant that is inverse to the size."""
-        known = self._factors.setdefault(size, factors)
-        if known is not factors:
-            if known == factors:
-                return  # any two sizes were compared when the second of them came
-            self._factors[size] = []  # they follow from something else
-        for another, others in self._factors.items():
-            for one, other in zip(others, factors, strict=False) if len(others) == len(factors) else ():
-                for was, count in zip(another, size, strict=True):
-                    if was != count and math.isclose(one * was, other * count, rel_tol=_CLOSE):
-                        by = f"multiplied by {other:.6g} in a micro-batch of {count}, by {one:.6g} in one of {was}"
-                        raise refusal(f"step {step}: the loss is {by}: so it is a mean", _SUM)
+    def _ask(self, about: str, line: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            self.warn(line)
+
+
+@final
+class _Looked:
+    """A loss of a micro-batch, taken apart into those of its terms that follow from what the model returned."""
+
+    def __init__(self, root: Node, microbatch: MicroBatch, returned: Collection[Node], *, mean: bool) -> None:
+        self.microbatch = microbatch
+        self.returned = returned
+        self._mean = mean
+        every = _terms(root, microbatch.samples, returned)
+        terms = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
+        if _are_of_one_sample_each(terms, microbatch.samples):
+            terms = [each._replace(kind="sum", count=1) for each in terms]
+        self.terms: Sequence[LossTerm] = terms
+        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(each.count for each in terms)} - {0, 1}
+        self.counts |= {total for each in terms for mask in each.masks for total in _mask_totals(mask)} - {0, 1}
+        nodes = [{scale.node for scale in each.scales} for each in terms]
+        common = set.intersection(*nodes) if nodes else set()
+        self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
+
+    def kinds(self) -> Iterator[tuple[LossTerm, Kind]]:
+        """Yield each term with its kind, after the counts that it was multiplied or divided by."""
+        for term in self.terms:
+            multipliers = [scale.value for scale in term.scales if not scale.divides]
+            if term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
+                yield term, "sum"  # a mean times how many it is over
+            elif term.kind == "sum" and self.divisor_of_mean(term):
+                yield term, "mean"
+            else:
+                yield term, term.kind
+
+    def divisor_of_mean(self, term: LossTerm) -> Scale | None:
+        """Return the division by a count that makes a mean of a sum; None without any."""
+        if term.kind != "sum":
+            return None
+        samples = self.microbatch.samples
+        for scale in _uncancelled(term):
+            value = scale.value
+            part = samples > 1 and value > 1 and not value % samples and not term.count % value
+            if (value in self.counts or part) and not self._averages_terms(scale):
+                return scale
+        return None
+
+    def count_of_mean(self, term: LossTerm) -> float:
+        """Return how many values a mean is over."""
+        scale = self.divisor_of_mean(term)
+        return term.count if scale is None else scale.value
+
+    def count_of_sum(self, term: LossTerm) -> float:
+        """Return how many values a sum adds up, each a mean over a dim if the sum is divided by its length."""
+        if term.kind != "sum":
+            return 0
+        return term.count / math.prod(scale.value for scale in _uncancelled(term) if scale.value in term.sizes[1:])
+
+    def is_over_samples(self, term: LossTerm) -> bool:
+        """Return whether a sum certainly is over the samples of the micro-batch."""
+        of_loss = getattr(term.node, "_saved_reduction", None) is not None
+        return of_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
+
+    def unexplained(self) -> Iterator[Scale]:
+        """Yield divisions of the whole loss by whole numbers from 2, but for usual ones and those that make a mean."""
+        for scale in self.shared:
+            whole = scale.divides and scale.value >= 2 and scale.value.is_integer()
+            if not whole or any(scale not in _uncancelled(term) for term in self.terms):
+                continue
+            makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
+            if not (makes_mean or self.is_usual(scale)):
+                yield scale
+
+    def is_usual(self, scale: Scale) -> bool:
+        """Return whether a division is an average of several losses, the half of squares, or a mean over a dim."""
+        half = scale.value == 2 and any(_name(term.node).startswith(_SQUARES) for term in self.terms)
+        over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
+        return half or over_dim or self._averages_terms(scale)
+
+    def _averages_terms(self, scale: Scale) -> bool:
+        """Return whether a division averages as many losses as it divides by; those of one sample each are no such."""
+        beneath = [term for term in self.terms if scale in term.scales]
+        alike = len({term.factor(scale.node) for term in beneath}) == 1
+        one_each = all(term.count == 1 for term in beneath)
+        return len(beneath) == scale.value and alike and not one_each
+
+
+def _last_operations(node: Node) -> Iterator[type]:
+    """Yield the types of the last operations of a loss, from the end."""
+    for _ in range(_COMPARED):
+        yield type(node)
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+        if node is None:
+            return
+
+
+def _uncancelled(term: LossTerm) -> Sequence[Scale]:
+    """Return the divisions of a term that no multiplication by the same number undoes."""
+    multipliers = [scale.value for scale in term.scales if not scale.divides]
+    left = []
+    for scale in term.scales:
+        if scale.divides and scale.value in multipliers:
+            multipliers.remove(scale.value)
+        elif scale.divides:
+            left.append(scale)
+    return left
 
 
 def _is_of_a_scaler(scale: Scale) -> bool:
@@ -200,101 +351,63 @@ def _is_of_a_scaler(scale: Scale) -> bool:
     return any(each is not None and not each.ndim and each.dtype == torch.float32 for each in saved)
 
 
-def _division_error(step: int, divisor: float, why: str) -> Exception:
-    product = f"{1 / divisor:.6g} * loss" if divisor else "a factor times the loss"
-    return refusal(
-        f"step {step}: the loss is divided by {divisor:.6g}{why}", f"{_SUM}; write a factor of your own as {product}"
-    )
+def _are_of_one_sample_each(terms: Sequence[LossTerm], samples: int) -> bool:
+    """Return whether these are the losses of the samples, one by one."""
+    return len(terms) == samples > 1 and all(each.kind == "mean" and _rows(each.node) != samples for each in terms)
 
 
-def _is_sum_again(part: LossTerm, microbatch: MicroBatch) -> bool:
-    """Return whether a part is a mean times how many values it is of, or samples, where these are what counts."""
-    if not (part.mean and part.scales):
-        return False
-    if _name(part.node).startswith("MeanBackward"):
-        counts = [math.prod(part.node._saved_self_sym_sizes[dim] for dim in _dims(part.node))]
-    else:
-        counts = [*_reduction_counts(part.node)]
-    if getattr(part.node, "_saved_total_weight", None) is None and _rows(part.node) == microbatch.weight:
-        counts += [microbatch.samples]
-    return part.factor() in counts
+def _mask_totals(mask: Tensor) -> Iterator[float]:
+    total = float(mask.sum())
+    yield total
+    if mask.dtype == torch.bool:  # of what was filled, the rest counts
+        yield mask.numel() - total
 
 
-def _of_one_sample(means: Sequence[LossTerm], microbatch: MicroBatch) -> bool:
-    """Return whether these are means over the values of a sample: of the only one, or one for each."""
-    samples = microbatch.samples
-    if samples == microbatch.weight == 1:
-        return True
-    return len(means) == samples and all(_rows(part.node) != samples for part in means)
+def _suggest_weight(looked: _Looked) -> str:
+    """Return the `weight` to write for run.steps, as far as the loss and the batch show it."""
+    for term in looked.terms:
+        ignored = getattr(term.node, "_saved_ignore_index", None)
+        if ignored is None or getattr(term.node, "_saved_weight", None) is not None:
+            continue
+        name = _name_in_batch(looked.microbatch.batch, term.node._saved_target)
+        value = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
+        if name:
+            return f"weight=lambda batch: int(({name} != {value}).sum())"
+    return "weight= is a function of a batch that returns a whole number, in proportion to it"
 
 
-def _inverse(factor: float) -> float:
-    """Return the whole number from 2 that a factor is the inverse of, as nearly as float32 has it, 0 for none."""
-    whole = round(1 / factor) if 0 < factor <= 0.5 else 0
-    return float(whole) if whole and math.isclose(factor * whole, 1, rel_tol=_CLOSE) else 0.0
-
-
-def _count(
-    divisor: Scale, part: LossTerm, parts: Sequence[LossTerm], microbatch: MicroBatch, others: Mapping[int, str]
-) -> str:
-    """Return what count a part of the loss is divided by, in words; "" for a constant of the user's own.
-
-    That is a number which is no such count, an average of so many parts, or the half of squares.
-    """
-    value = divisor.value
-    if not divisor.divides:
-        value = _inverse(abs(value))
-    if not math.isfinite(value) or value != int(value) or value < 2:
-        return ""
-    beneath = [each for each in parts if divisor.node in [scale.node for scale in each.scales]]
-    of_samples = value == microbatch.samples and all(_is_of_one(each.node, microbatch.samples) for each in beneath)
-    if len(beneath) == value and len({each.factor(divisor.node) for each in beneath}) == 1 and not of_samples:
-        return ""
-    if value == 2 and any(_name(each.node).startswith(_SQUARES) for each in parts):
-        return ""
-    if value == microbatch.samples:
-        return "the number of samples of the micro-batch"
-    if value == microbatch.weight:
-        return "the weight of the micro-batch"
-    if (
-        value in part.counts
-        or value in _reduction_counts(part.node)
-        or value in (float(mask.sum()) for mask in part.masks)
-    ):
-        return "as many as were added up"
-    return others.get(int(value), "")
-
-
-def _reduction_counts(node: Node) -> Iterable[float]:
-    """Return how many losses an operation has added up by itself, as with reduction="sum", as far as it kept that."""
-    try:
-        if getattr(node, "_saved_total_weight", None) is not None:
-            return [float(node._saved_total_weight)]
-        return [node._saved_self.numel()] if getattr(node, "_saved_reduction", None) is not None else []
-    except RuntimeError:  # it was written to, which its backward will report
-        return []
+def _name_in_batch(batch: Any, target: Tensor) -> str:
+    """Return which part of a batch a target is, such as `batch[1]`; "" if it is none."""
+    parts: Mapping[Any, Any] = {}
+    if isinstance(batch, Mapping):
+        parts = batch
+    elif isinstance(batch, Sequence):
+        parts = dict(enumerate(batch))
+    for key, part in parts.items():
+        if (
+            isinstance(part, Tensor)
+            and part.numel() == target.numel()
+            and torch.equal(part.flatten(), target.flatten())
+        ):
+            return f"batch[{key!r}]"
+    return ""
 
 
 def _follows(node: Node, returned: Collection[Node]) -> bool:
-    """Return whether a part of the loss follows from what the model returned; True where that is not known."""
+    """Return whether a part of the loss follows from what the model returned; True if that is not known."""
     return not returned or any(each in returned for each in nodes_behind(node))
 
 
-def _of_samples(part: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
-    """Return whether a part is a mean over as many values as there are samples, of what a forward has computed.
+def _of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
+    """Return whether a term is a mean over as many values as there are samples, of what a forward has computed.
 
     Such as a penalty on gradients or on what is inside the model: nothing that was returned is behind it. Weights, too,
     may be as many; but with them a forward shares no operation.
     """
-    if not part.mean or _rows(part.node) != microbatch.samples:
+    if term.kind != "mean" or _rows(term.node) != microbatch.samples:
         return False
     behind = {each for node in returned for each in nodes_behind(node)}
-    return any(each in behind and not each.name().endswith("AccumulateGrad") for each in nodes_behind(part.node))
-
-
-def _is_of_one(node: Node, samples: int) -> bool:
-    """Return whether an operation is a loss that has another number of rows than there are samples: one's own."""
-    return getattr(node, "_saved_reduction", None) is not None and _rows(node) != samples
+    return any(each in behind and not each.name().endswith("AccumulateGrad") for each in nodes_behind(term.node))
 
 
 def _reduces(node: Node) -> bool:
@@ -311,44 +424,59 @@ def _name(node: Node) -> str:
     return name if name[-1:].isdigit() else ""
 
 
-def _parts(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the parts of a loss; a walk ends at what is not linear, at a mean, and at what the model returned."""
+def _terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
+    """Return the terms of a loss: the walk ends at means, at losses, and at what is not linear or was returned."""
     found, waiting = [], [LossTerm(root)]
     while waiting:
-        part = waiting.pop()
-        if _is_mean(part.node, samples):
-            found.append(part._replace(mean=True))
-        elif part.node not in returned and (below := _below(part, returned)):
+        term = waiting.pop()
+        if kind := _reduction(term.node, samples):
+            found.append(term._replace(kind=kind, count=_reduced(term.node), sizes=()))
+        elif term.node not in returned and (below := _below(term, returned)):
             waiting += reversed(below)
         else:
-            found.append(part)
+            found.append(term)
     return found
 
 
-def _below(part: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the parts that an operation is linear in, or none."""
-    node, name = part.node, _name(part.node)
+def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
+    """Return the terms that an operation is linear in, or none."""
+    node, name = term.node, _name(term.node)
     if name.startswith(_SCALING):
-        return _scaling_operands(part, [each for each, _ in node.next_functions], returned)
+        return _scaling_operands(term, [each for each, _ in node.next_functions], returned)
     if not name.startswith(_LINEAR):
         return []
-    if name.startswith("SumBackward"):
-        part = part._replace(counts=(*part.counts, math.prod(node._saved_self_sym_sizes)))
+    if name.startswith("SumBackward") and not term.sizes:
+        sizes = tuple(node._saved_self_sym_sizes)
+        term = term._replace(kind="sum", sizes=sizes, count=math.prod(sizes))
     elif name.startswith("MeanBackward") and (stacked := _stack_size(node)):
-        part = part._replace(scales=(*part.scales, Scale(node, stacked, divides=True)))
-    return [part._replace(node=each) for each, _ in node.next_functions if each is not None]
+        term = term._replace(scales=(*term.scales, Scale(node, stacked, divides=True)))
+    elif (mask := _mask_of(node)) is not None:
+        term = term._replace(masks=(*term.masks, mask))
+    return [term._replace(node=each) for each, _ in node.next_functions if each is not None]
 
 
-def _scaling_operands(part: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
+def _mask_of(node: Node) -> Tensor | None:
+    """Return the mask of an operation that fills or selects values, as far as it has kept that."""
+    try:
+        return (
+            getattr(node, "_saved_mask", None)
+            if _name(node).startswith("Masked")
+            else getattr(node, "_saved_condition", None)
+        )
+    except RuntimeError:  # it was written to, which its backward will report
+        return None
+
+
+def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
     """Return what is beneath a product or a quotient, of which one side is a constant or follows from weights alone."""
-    node = part.node
+    node = term.node
     divides = node.name().startswith("DivBackward")
     of_model = [each for each in sides if each is not None]
     if len(of_model) > 1:
         of_model = [each for each in sides if _follows(each, returned)]
     if len(of_model) != 1 or (divides and of_model[0] is not sides[0]):
         return []
-    inner = part._replace(node=of_model[0])
+    inner = term._replace(node=of_model[0])
     if len(sides) > 1 and None not in sides:
         return [inner]
     try:
@@ -358,23 +486,36 @@ def _scaling_operands(part: LossTerm, sides: Sequence[Node], returned: Collectio
     if constant is None:
         return [inner]
     if isinstance(constant, Tensor) and constant.numel() != 1:  # one for each sample
-        return [inner] if divides else [inner._replace(masks=(*part.masks, constant))]
-    return [inner._replace(scales=(*part.scales, Scale(node, float(constant), divides)))]
+        return [inner] if divides else [inner._replace(masks=(*term.masks, constant))]
+    return [inner._replace(scales=(*term.scales, Scale(node, float(constant), divides)))]
 
 
-def _is_mean(node: Node, samples: int) -> bool:
-    """Return whether an operation is a mean over samples, by its name or by the reduction that it has kept."""
+def _reduction(node: Node, samples: int) -> Kind:
+    """Return what an operation is over samples, by its name or by the reduction that it has kept."""
     if not _name(node).startswith("MeanBackward"):
-        return getattr(node, "_saved_reduction", None) == _MEAN
+        return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
     sizes = node._saved_self_sym_sizes
     dims = _dims(node)
     if math.prod(sizes[dim] for dim in dims) == 1 or _stack_size(node):
-        return False
-    return len(dims) == len(sizes) or (0 in dims and sizes[0] == samples)
+        return ""
+    return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == samples) else ""
+
+
+def _reduced(node: Node) -> float:
+    """Return how many values a mean or a loss reduces by itself, 0 if it has not kept that."""
+    if _name(node).startswith("MeanBackward"):
+        count = math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node))
+        inner = node.next_functions[0][0]  # a mean of means
+        return count * (_reduced(inner) if _name(inner).startswith("MeanBackward") else 1)
+    try:
+        total = getattr(node, "_saved_total_weight", None)
+        return float(node._saved_self.numel() if total is None else total)
+    except (AttributeError, RuntimeError):  # it was written to, which its backward will report
+        return 0
 
 
 def _stack_size(node: Node) -> int:
-    """Return of how many losses, stacked up, a node is the mean; 0 where it is another one."""
+    """Return of how many losses, stacked up, a node is the mean; 0 if it is another one."""
     inner = node.next_functions[0][0]
     stacks = inner is not None and _name(inner).startswith("StackBackward")
     return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0

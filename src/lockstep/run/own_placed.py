@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,9 +16,9 @@ from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.precision import default_static_scale
-from lockstep.core.shard import Chunked
+from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
-from lockstep.errors import UsageError
+from lockstep.errors import TrainingError, UsageError, against_nonfinite
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
 from lockstep.parallel.data_parallel import DataParallelEngine
@@ -30,6 +31,7 @@ from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
 from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
+from lockstep.run.own_modes import Modes, evaluating
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import Settings
 from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
@@ -87,6 +89,7 @@ class Placed:
     made: Mapping[str, Any]  # the optimizer's settings
     groups: Groups
     scheduler: OwnScheduler | None
+    modes: Modes
     guard: Guard | Unguarded
     audit: Audit
 
@@ -131,20 +134,21 @@ class Placed:
         """
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            evaluating = sum(not module.training for module in self._modules)
+            resting = sum(not module.training for module in self._modules)
             given = {
                 "of": of,
                 "lr": rate,
                 "clip": clip,
-                "modules in evaluation mode": evaluating,
+                "modules in evaluation mode": resting,
                 "names of step.sum": ", ".join(sums),
             }
             self.world.note(self.groups.facts(step, given))
 
     def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-        """Take over the settings of groups that a checkpoint was saved with, where it says so."""
+        """Take over the settings of groups and the modes that a checkpoint was saved with, if it has them."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
+        self.modes.load(saved.get("modes"), saved.get("modes_placed"), warn)
         scheduler = self.scheduler
         if scheduler and (other := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
             warn(
@@ -155,7 +159,20 @@ class Placed:
     def changes(self) -> dict[str, Any]:
         """Return what `take_settings` takes over."""
         scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
-        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made}
+        modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
+        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
+
+    def check_finite(self, step: int) -> None:
+        """Raise TrainingError if a trained weight is not finite. All ranks call it: each may have rows of its own."""
+        names = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        trained = {name: local_tensor(held) for name, held in self.engine.state().model.items() if name in names}
+        wrong = [not bool(torch.isfinite(each).all()) for each in trained.values()]
+        counts = self.world.add_(torch.tensor(wrong, dtype=torch.int64))
+        if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
+            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+            raise TrainingError(
+                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None, True)}"
+            )
 
     def check_structure(self) -> None:
         """Raise UsageError where the model has other parameters or buffers than when it was placed."""
@@ -177,6 +194,7 @@ def spread(
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
+    resting = evaluating(model.named_modules())
     check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
@@ -208,7 +226,8 @@ def spread(
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     audit = Audit(engine, world, log, every)
-    return Placed(*what, engine, canonical, chunks, structure(model), rate, made, groups, scheduler, guard, audit)
+    state = structure(model), rate, made, groups, scheduler, Modes(model, resting)
+    return Placed(*what, engine, canonical, chunks, *state, guard, audit)
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:

@@ -5,10 +5,10 @@ one that this rank repeats, and where the ranks do not agree some to find out wh
 loop over micro-batches ends, and not by the update.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Never, final
 
 from torch import Tensor
@@ -27,6 +27,10 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.loop import Interval, Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+# Places of a step that generators are seeded for.
+_HEAD, _AFTER_MICROBATCHES, _MICROBATCH, AFTER_LOOP = range(4)
 
 
 def seed_all(world: World, key: int) -> None:
@@ -55,8 +59,6 @@ class Step:
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
         self._part = Part(self._turn.microbatches)
-        own = self._turn.microbatches[self._audit is not None :]
-        self._counts = partial(_counts, self._turn, own, self._leaves)
         self._current: MicroBatch | None = None
         self._forward: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
@@ -65,7 +67,7 @@ class Step:
         self._phase = 0  # iterations over the micro-batches that ended with an update
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, self._placed.settings.seed, self._turn.step.number)
-        self._seed_between(0)
+        self._seed_between(_HEAD)
 
     @property
     def number(self) -> int:
@@ -159,11 +161,15 @@ class Step:
                 self._stray_check = None if self._done else self._make_stray_check(self._phase)
                 self._current = microbatch
                 self._duplicate = microbatch.dummy
-                seed_python_and_numpy(random.extend_key(self._draws, 2, microbatch.index))  # torch's the engine seeds
+                seed_python_and_numpy(
+                    random.extend_key(self._draws, _MICROBATCH, microbatch.index)
+                )  # torch's the engine seeds
                 forward = self._engine.forward_beside if self._part.beside else self._engine.forward
                 self._forward = forward(microbatch, self._turn.step)
                 self._forward.__enter__()
                 self._gate.open = True
+                if not self._done:
+                    self._placed.modes.check(self.number)
                 self._guard.mark(modes=not self._done)
                 yield microbatch.batch
                 if self._current is not None:
@@ -172,7 +178,10 @@ class Step:
                         "call step.backward(mean=loss), not loss.backward(), for each",
                     )
         finally:
-            if not self._complete:
+            if self._complete:
+                # Here, and not after the update: numbers drawn before the update may be for the next step, too.
+                self._seed_between(_AFTER_MICROBATCHES)
+            else:
                 self._where = calling()
                 self._leave(early=True)
 
@@ -215,7 +224,15 @@ class Step:
                 f"step {self.number}: {what}",
                 "call step.backward once for each micro-batch, within `for batch in step`, with all losses added up",
             )
-        self._losses(self._phase).check(self.number, loss, microbatch, self._counts, self._gate.returned, mean=is_mean)
+        self._losses(self._phase).check(
+            self.number,
+            loss,
+            microbatch,
+            self._leaves,
+            self._gate.returned,
+            mean=is_mean,
+            weighs=self._turn.step.counted is not None,
+        )
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
         self._leave()
@@ -225,10 +242,14 @@ class Step:
         self._guard.give_back()
         self._current = None
         self._done += 1
-        if self._part.beside:
-            self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
-        else:
-            self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
+        self._gate.recomputing = True
+        try:
+            if self._part.beside:
+                self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
+            else:
+                self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
+        finally:
+            self._gate.recomputing = False
         self._guard.withhold()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
@@ -252,10 +273,10 @@ class Step:
         scheduler = self._placed.scheduler
         if scheduler is not None and lr is not None:
             raise refusal(f"step {self.number}: a rate besides that of the scheduler", "give one of the two")
-        rate = self._placed.rate if lr is None else float(lr)
+        rate = self._placed.rate if lr is None else self._setting("lr", lr)
         shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
         only = None if of is None else self._groups_of(of)
-        clip = None if clip is None else float(clip)
+        clip = None if clip is None else self._setting("clip", clip)
         self._sums.end(some_idle=self._placed.some_idle(self._leaves))
         self._placed.agree(self.number, rate, clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
@@ -273,8 +294,19 @@ class Step:
         if scheduler is not None:
             scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
-        self._seed_between(1)
         self._guard.mark(moved=True)
+
+    def _setting(self, name: str, value: float) -> float:
+        """Return `lr` or `clip` as a float; UsageError if the weights would not move by it, or would go uphill."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor with several values
+            number = math.nan
+        if name == "clip" and not number > 0:
+            raise refusal(f"step {self.number}: clip is {value!r}", "give a norm above 0, or leave it out")
+        if name == "lr" and not 0 <= number < math.inf:
+            raise refusal(f"step {self.number}: lr is {value!r}", "give a finite rate from 0")
+        return number
 
     def _groups_of(self, of: str) -> frozenset[int]:
         """Return the numbers of the groups to update."""
@@ -343,18 +375,5 @@ class Step:
         return self._begun and self._done >= self._of and (self._audit is None or self._part.sums is not None)
 
     def _seed_between(self, place: int) -> None:
-        """Let what the loop draws before its micro-batches, and after the update, not follow from those it had."""
+        """Seed all generators by the step and this place in it, since ranks have drawn for other micro-batches."""
         seed_all(self._placed.world, random.extend_key(self._draws, place))
-
-
-def _counts(turn: Turn, own_ones: Sequence[MicroBatch], microbatches: int) -> dict[int, str]:
-    """Return what a loss must not be divided by, and what it counts: the sums of a step are divided by its weight."""
-    own, samples = len(own_ones), max((each.samples for each in own_ones), default=1)
-    return {
-        own * samples: "the samples of this process's micro-batches",
-        microbatches * samples: "the samples of as many micro-batches as the step has",
-        turn.step.samples: "the number of samples of the step",
-        turn.step.weight: "the weight of the step",
-        own: "the number of this process's micro-batches",
-        microbatches: "the number of micro-batches of the step",
-    }

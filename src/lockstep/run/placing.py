@@ -7,6 +7,8 @@ checkpoints. Rates go through step.update, or are a scheduler's.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from numbers import Real
 from types import MethodType
@@ -17,12 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.common.own_code import refusal
+from lockstep.models.check import hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.optimizer_trials import check_optimizer, check_rows, check_stored
+from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_rows, check_stored
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -65,7 +68,7 @@ def check_pair(model: Any, optimizer: Any) -> None:
         raise refusal(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
         raise refusal(f"run.place: the optimizer has {len(hooked)} hooks of its step", _NO_HOOK)
-    if optimizer.state:
+    if optimizer.state and not _is_fresh(optimizer):
         raise refusal("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
     if "lr" not in optimizer.defaults:
         raise refusal(
@@ -82,9 +85,9 @@ def check_pair(model: Any, optimizer: Any) -> None:
             f"{foreign[0]}",
             "put all that is trained in one module, such as an nn.ModuleDict",
         )
-    if watched := [names[each] for each in held if each._backward_hooks or each._post_accumulate_grad_hooks]:
+    if watched := hooked_parameter(model):
         raise refusal(
-            f"run.place: {watched[0]} has a hook of its gradient, which strategies keep in other tensors",
+            f"run.place: {watched} has a hook of its gradient, which strategies keep in other tensors",
             "take it away; compute in the model what changes gradients, and log step.norm",
         )
     frozen = [names[each] for each in held if not each.requires_grad]
@@ -103,6 +106,8 @@ def check_steps(
 ) -> None:
     """Raise UsageError where the optimizer cannot take a plain step, or, with `cuts_rows`, not of rows of a tensor.
 
+    An optimizer from elsewhere than torch and timm must also follow its rate, draw nothing and keep its state where
+    checkpoints find it, as in a recipe.
     `stored` is the dtype that weights are trained in, where it is another than the model has.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -111,6 +116,8 @@ def check_steps(
     for group in optimizer.param_groups:
         tried = partial(_trial_optimizer, optimizer, group)
         check_optimizer(tried, dims)
+        if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm"):
+            check_own(type(optimizer).__name__, tried)
         if stored is not None:
             check_stored(tried, stored)
         for dtype in {stored, *narrow} if cuts_rows else ():
@@ -156,12 +163,47 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the same kind and settings over other tensors."""
     twin: Optimizer = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CALLED}
-    twin.__dict__ |= {**attributes, "state": defaultdict(dict), "param_groups": groups}
+    # Some have a state before they step, such as Adagrad.
+    state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
+    twin.__dict__ |= {**attributes, "state": state, "param_groups": groups}
     return twin
 
 
+def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+    """Return an optimizer that was made anew by its class, from its defaults, over other tensors."""
+    make: Callable[..., Optimizer] = type(optimizer)
+    unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+    return make(unnamed, **optimizer.defaults)
+
+
+def _is_fresh(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's state is the one that it was made with."""
+    try:
+        made = _rebuild(optimizer, optimizer.param_groups)
+    except Exception:  # of a class that takes other arguments than its defaults
+        return False
+    return made.state.keys() == optimizer.state.keys() and all(
+        _same_slots(made.state[parameter], slots) for parameter, slots in optimizer.state.items()
+    )
+
+
+def _same_slots(made: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
+    """Return whether the state of a parameter is alike."""
+    if made.keys() != slots.keys():
+        return False
+    pairs = [(made[name], slots[name]) for name in slots]
+    return all(torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)
+
+
 def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
-    return _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
+    """Return a twin that shares nothing with the optimizer which a trial would change; parameters are not copied."""
+    twin = _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
+    kept: dict[int, Any] = {id(each): each for held in optimizer.param_groups for each in held["params"]}
+    kept |= {id(twin.state): twin.state, id(twin.param_groups): twin.param_groups}
+    for name, value in vars(twin).items():
+        with suppress(TypeError, RuntimeError):  # of what cannot be copied, such as a lock
+            twin.__dict__[name] = deepcopy(value, kept)
+    return twin
 
 
 def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:

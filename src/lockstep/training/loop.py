@@ -109,6 +109,7 @@ class Turn:
     microbatches: MicroBatches
     progress: Progress
     of: "Callable[[Turn], Sequence[Stepped]]"  # what is reported of a step that is done
+    check: Callable[[], object]  # raises TrainingError if the loss of a step so far is not finite; all ranks call it
     digests: StepDigests | None = None
     lr: float = math.nan
     sums: Sums | None = None  # None: it is not done
@@ -179,7 +180,7 @@ def turns(
     meter = Meter(world.device)
     for step, microbatches in batches(progress.step):
         report = partial(_report, plan, watch, meter)
-        turn = Turn(step, microbatches, progress, report, digests, reported=plan.reports(step))
+        turn = Turn(step, microbatches, progress, report, watch.check, digests, reported=plan.reports(step))
         yield turn
         # First: a loop of the user's own may have one rank do something else now, which meets this exchange.
         level = world.agree_to_stop(stop.level if stop else 0)

@@ -78,12 +78,55 @@ def test_blocks_need_not_be_called_in_each_micro_batch(model):
         wayward.AuxiliaryHead,
         wayward.Detached,
         wayward.FrozenBase,
+        wayward.NotReentrant,
     ],
 )
 def test_gradients_of_shared_activations_are_added_in_the_order_of_one_process(model):
     case = Case(4, clip=0.5, model=model)
     for placed in PLACED[2:]:
         assert_same_bits(case, placed)
+
+
+def test_blocks_may_be_skipped_or_repeated_at_random_where_weights_are_gathered_once():
+    for placed in (("zero2", 2, ()), ("zero2", 3, ())):
+        assert_same_bits(Case(4, clip=0.5, model=wayward.SkippedOrRepeated), placed)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_pass_without_gradient_in_bf16_leaves_the_gradients_of_the_next_one_alone(strategy):
+    assert_same_bits(Case(4, clip=0.5, model=wayward.Teacher, precision="bf16"), (strategy, 2, ()))
+
+
+REFUSED = [
+    (wayward.Transposed, "zero2", r"parameter blocks.1.linear.weight of shape \[6, 6\] has strides \[1, 6\]"),
+    (wayward.ChannelsLast, "zero3", "stem has channels_last weights and an input that is not channels_last"),
+    (wayward.Reentrant, "zero2", "use_reentrant=True"),
+    (wayward.Reentrant, "zero3", "use_reentrant=True"),
+    (wayward.Writes, "zero2", "the forward writes the weight blocks.0.linear.weight"),
+    (wayward.Writes, "zero3", "the forward writes the weight blocks.0.linear.weight"),
+    (wayward.Writes, "ddp", "the forward writes the weight blocks.0.linear.weight"),
+    (wayward.PenaltyFirst, "zero2", "a weight of blocks.2 is used before blocks.2 is called"),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "message"), REFUSED)
+def test_what_rows_would_change_without_a_word_is_refused(model, strategy, message):
+    with pytest.raises(worlds.WorldError, match=message):
+        worlds.run(2, toys.whole_trace, Case(4, samples=(12, 12), model=model, strategy=strategy))
+
+
+def call_a_block_alone(world: World, case: Case) -> None:
+    engine = toys.engine(world, case)
+    block = next(module for module in engine._model.modules() if isinstance(module, wayward.Residual))
+    if world.rank == 0:
+        block(torch.ones(2, wayward.WIDTH))
+    world.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_block_that_one_rank_calls_by_itself_is_refused(strategy):
+    with pytest.raises(worlds.WorldError, match=r"blocks.0 is called by itself, and its weights are in rows"):
+        worlds.run(2, call_a_block_alone, Case(4, model=wayward.Branches, strategy=strategy))
 
 
 def test_a_block_that_others_cannot_gather_is_refused():

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
 from lockstep.comm.fsdp import Narrow, Sharded, own_gradient
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
+from lockstep.common.own_code import refusal
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, shard_like
 from lockstep.core.tree import Counter
@@ -83,6 +84,7 @@ class ShardedLayout:
         exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
         across = world.canonical(mesh, "replicate", "context", chunks=chunks)
         self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
+        _watch_memory_formats(model)
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard takes no other memory format
                 parameter.data = parameter.data.contiguous()
@@ -220,8 +222,41 @@ def _check(model: nn.Module) -> None:
             f"a {type(model).__name__} has no forward, around which its parameters would be gathered; train a module "
             f"of your own that calls what is in it, or use strategy ddp or zero1"
         )
+    for name, parameter in model.named_parameters():
+        if not (parameter.is_contiguous() or _channels_last(parameter)):
+            raise UsageError(
+                f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, but rows of "
+                f"weights are contiguous, and torch may take another kernel for them; make it contiguous in the model, "
+                f"as with nn.Parameter(tensor.contiguous()), or use strategy ddp or zero1"
+            )
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if scalars:
         raise UsageError(
             f"parameter {scalars[0]} has no dim to cut; give it shape (1,) in the model, or use strategy ddp or zero1"
         )
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _watch_memory_formats(model: nn.Module) -> None:
+    """Check what layers are given whose weights are channels_last: in rows they are contiguous.
+
+    A convolution is computed in channels_last if its input or its weight is. So with such an input its bits are the
+    same, and another input is rejected.
+    """
+
+    def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        [image, *_] = inputs
+        if isinstance(image, Tensor) and image.ndim == 4 and not image.stride(1) == min(image.stride()):
+            raise refusal(
+                f"{name} has channels_last weights and an input that is not channels_last",
+                "convert both: images.to(memory_format=torch.channels_last) too; or neither; or use strategy ddp or "
+                "zero1",
+            )
+
+    for name, module in model.named_modules():
+        weights = [weight for weight in module.parameters(recurse=False) if weight.ndim == 4]
+        if any(_channels_last(weight) and not weight.is_contiguous() for weight in weights):
+            module.register_forward_pre_hook(partial(check, name))
