@@ -72,7 +72,7 @@ def train(run: Any, model: nn.Module, chunks: int = 4, **named: Any) -> list[int
     done = []
     for step in run.steps(data, batch=8, microbatches=2, epochs=1):
         for x, y in step:
-            step.backward(F.cross_entropy(model(x, **named), y, reduction="sum"))
+            step.backward(sum=F.cross_entropy(model(x, **named), y, reduction="sum"))
         step.update()
         done.append(step.number)
     return done
@@ -106,7 +106,7 @@ def test_each_model_of_a_container_is_compared_at_its_first_call() -> None:
         for step in run.steps(data, batch=8, microbatches=2, epochs=1):
             for x, y in step:
                 outputs = nets["right"](x) + nets["wrong"](x)
-                step.backward(F.cross_entropy(outputs, y, reduction="sum"))
+                step.backward(sum=F.cross_entropy(outputs, y, reduction="sum"))
 
 
 class NeverTwice(Net):

@@ -283,7 +283,7 @@ def resumable(kind: str, folder: str | None = None) -> None:
     for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=2):
         for batch in step:
             factor = {"count": 1.0 + count, "queue": 1.0 + queue.mean()}.get(kind, 1.0)
-            step.backward(loops.loss(model, batch) * factor)
+            step.backward(sum=loops.loss(model, batch) * factor)
         step.update(lr=float(torch.rand((), generator=generator)) if kind == "generator" else 0.1)
         total += float(step.loss)
         if kind == "count":
