@@ -217,6 +217,6 @@ def test_a_hook_of_a_gradient_which_sharded_strategies_would_drop_is_refused(
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     check_weights("m", model)
     hook = add_hook(model[1].weight)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="model m: 1.weight has a hook of its gradient"):
+    with pytest.raises(UsageError, match=r"model m: 1\.weight has a hook of its gradient"):
         check_weights("m", model)
     del hook
