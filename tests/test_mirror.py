@@ -37,6 +37,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_own_source.py": "run: user_source",
     "commands/test_own_strategy.py": "run: strategy\nstrategies: base",
     "commands/test_predict.py": "commands: _overrides\ninference: pictures predict saved table text",
+    "commands/test_script_arguments.py": "commands: _script",
     "commands/test_report_examples.py": "inference: inspection validation_pass",
     "commands/test_resume.py": "run: data_facts resume",
     "commands/test_run_folder.py": "run: completed folder",

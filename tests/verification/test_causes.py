@@ -78,14 +78,14 @@ def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_els
     assert cause(diagnosis(trace.OWN_LOSS, "2", probed)).startswith("perhaps what was noted, which may matter after")
     assert "steps (0 -> 1)" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
     assert "draws from NumPy's" in cause(diagnosis(trace.OWN_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss")))
-    assert "please report it" in cause(diagnosis(compare.EVALUATION, "loss", probed))
+    assert "send the output of" in cause(diagnosis(compare.EVALUATION, "loss", probed))
 
 
 def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs():
     probed = ProbeResult(evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
     told = cause(diagnosis(compare.EVALUATION, "loss", probed))
     assert "depend on what was evaluated before: forward draws from torch's random generator (net.py:3)" in told
-    assert "please report it" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
+    assert "send the output of" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
 
 
 def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
@@ -110,7 +110,7 @@ def test_without_a_suspect_the_kind_of_the_departure_tells():
         )
     }
     assert len(set(told.values())) == len(told)
-    assert all("please report it" in text for text in told.values())
+    assert all("send the output of" in text for text in told.values())
     assert "optimizer's step" in told[trace.MODEL]
 
 
@@ -148,3 +148,19 @@ def test_a_draw_that_seldom_matters_is_the_fault_where_placements_differ_and_not
     assert cause(diagnosis(trace.OWN_LOSS, "2", probed)) == faults[0].text
     known = replace(probed, by_rank="loss")
     assert [each.culprit for each in findings(known, departed=True) if each.fault] == [look.RANKED]
+
+
+def test_a_difference_that_nothing_explains_is_told_with_its_tensor_its_amount_and_what_to_do():
+    first = replace(
+        diagnosis(trace.GRADIENT, "conv.weight", place="zero2 on 2"), distance=2.7e-7, command="lockstep verify x"
+    )
+    told = cause(first)
+    assert "the first to differ is the gradient of conv.weight in step 3, by 2.7e-07" in told
+    assert told.endswith("use strategy ddp until this is mended, and send the output of `lockstep verify x`")
+    assert "report" not in told
+
+
+def test_a_trait_of_the_model_is_the_cause_where_nothing_else_is():
+    probed = replace(CLEAN, traits=["part is called 2 times in a forward", "other"])
+    told = cause(diagnosis(trace.GRADIENT, "conv.weight", probed, place="zero2 on 2"))
+    assert told.endswith("perhaps since part is called 2 times in a forward")

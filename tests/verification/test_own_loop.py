@@ -199,6 +199,26 @@ def test_what_a_loop_keeps_is_named(model, kept):
     assert re.search(rf"differs: step 1: .*; likely cause: the loop keeps ({kept}) from one step to the next", row.line)
 
 
+def carrying_hidden() -> None:
+    """Carry the hidden state of an RNN from one micro-batch to the next, as truncated BPTT does."""
+    run = lockstep.join(seed=3)
+    model = nn.ModuleDict({"r": nn.GRU(6, 5, batch_first=True), "out": nn.Linear(5, 3)})
+    model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hidden = None
+    for step in run.steps(loops.data(32), batch=16, microbatches=4, epochs=1):
+        for inputs, targets in step:
+            outputs, hidden = model["r"](inputs[:, None], hidden)
+            hidden = hidden.detach()
+            step.backward(nn.functional.cross_entropy(model["out"](outputs[:, 0]), targets, reduction="sum"))
+        step.update()
+
+
+def test_a_hidden_state_that_is_carried_is_named_and_not_the_flat_weights_of_the_rnn():
+    [row] = compared(carrying_hidden, (2,), ("ddp",), 2)
+    assert re.search(r"likely cause: the loop keeps hidden \(.*test_own_loop\.py:\d+\) from one step", row.line)
+    assert "_flat_weights" not in row.line
+
+
 def clipped(model, _optimizer):
     for each in model.parameters():
         if each.grad is not None:

@@ -5,6 +5,7 @@ state that a case saves half way is carried on by the next one that agrees so fa
 placement. What differs is run a second time, to see the values.
 """
 
+import shlex
 import shutil
 import sys
 import tempfile
@@ -326,7 +327,10 @@ class _Comparison:
 
     def _mismatch(self, case: VerifyCase, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
         hashes = not after and self._hashes(case) is not None
-        diagnosis = Diagnosis(first, self._facts, case.label, bool(after), again, hashes)
+        distance = seen.distance if seen else None
+        diagnosis = Diagnosis(
+            first, self._facts, case.label, bool(after), again, hashes, distance, _command(self._job.loaded, case)
+        )
         return Mismatch(
             step=first.step,
             what=diagnosis.what,
@@ -391,6 +395,13 @@ class _Comparison:
         if outcome.code != EXIT_DONE:
             raise TrainingError(f"the reference, one process: {outcome.message}")
         return outcome
+
+
+def _command(loaded: Loaded, case: VerifyCase) -> str:
+    """Return the command that verifies this placement of a recipe alone."""
+    strategy = f"placement.strategy={case.resolved.strategy_name}"
+    words = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
+    return f"{shlex.join(words)} --json found.json"
 
 
 def _with_own_streams(

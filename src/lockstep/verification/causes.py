@@ -41,7 +41,8 @@ class Diagnosis:
     """The first difference, and all that is known around it.
 
     `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same, `hashes` that
-    it was in a process with another seed of Python's hashes.
+    it was in a process with another seed of Python's hashes. `distance` is the largest difference of the tensor, if it
+    is known, and `command` verifies this placement alone.
     """
 
     first: Difference
@@ -50,6 +51,8 @@ class Diagnosis:
     resumed: bool = False
     again: bool = True
     hashes: bool = False
+    distance: float | None = None
+    command: str = ""
 
     @property
     def what(self) -> str:
@@ -123,7 +126,23 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
             "agreed"
         )
     found = _BY_KIND.get(first.what, "the strategy computes something else")
-    return f"{found}; nothing in the recipe's own code was found that explains it: please report it"
+    if diagnosis.probed.traits:
+        return f"{found}; perhaps since {diagnosis.probed.traits[0]}"
+    return f"{found}; {_advice(diagnosis)}"
+
+
+def _advice(diagnosis: Diagnosis) -> str:
+    """Return what to do about a difference that nothing in the user's code explains."""
+    place = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
+    subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), place) if part)
+    step = "" if diagnosis.first.step is None else f" in step {diagnosis.first.step}"
+    amount = "" if diagnosis.distance is None else f", by {diagnosis.distance:.3g}"
+    command = diagnosis.command or "lockstep verify with --json FILE"
+    other = "use strategy single" if diagnosis.place.startswith("ddp ") else "use strategy ddp"
+    return (
+        f"the first to differ is the {subject}{step}{amount}, and nothing in the code of the model explains it: "
+        f"{other} until this is mended, and send the output of `{command}`"
+    )
 
 
 def _of_buffer(diagnosis: Diagnosis) -> str:

@@ -10,6 +10,7 @@ checkpoint does not hold shows in the steps after that.
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -32,9 +33,11 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, against
+from lockstep.run.probe.traits import ModelTraits
 from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.run.script import run_script
 from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
+from lockstep.run.user_code import own_modules
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
@@ -202,7 +205,9 @@ def check_placements(
             found = loop.trace(str(number))
             departure = _mismatch(reference, found)
             if departure:
-                departure += _likely_cause(*loop.witnessed(strategy, count, f"{number}-witnessed"))
+                reads, kept, traits = loop.witnessed(strategy, count, f"{number}-witnessed")
+                cause = _likely_cause(reads, kept)
+                departure += cause or _of_model(traits, _command(function, label, count))
             else:
                 agreeing.append((strategy, count))
             yield Checked(label, count, "differs" if departure else "identical", len(found.steps), departure)
@@ -286,6 +291,24 @@ def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
     return f"; likely cause: {found}; let the loop follow from its data and its model alone" if found else ""
 
 
+def _of_model(traits: Sequence[str], command: str) -> str:
+    """Say what in the model may depend on the strategy, or else what to do."""
+    if traits:
+        return f"; perhaps since {traits[0]}"
+    return (
+        f"; nothing in the loop or its model was found that explains it: use strategy ddp or zero1 until this is "
+        f"mended, and send the output of `{command}`"
+    )
+
+
+def _command(function: Callable[[], object], strategy: str, count: int) -> str:
+    """Return the command that verifies this placement of a script alone, or the call for a function."""
+    if isinstance(function, partial) and function.func is run_script:
+        words = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
+        return shlex.join(words)
+    return f"lockstep.verify(..., processes=({count},), strategies=({strategy!r},))"
+
+
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     """Return a script as a function."""
     return partial(run_script, str(path), [str(path), *arguments])
@@ -348,15 +371,22 @@ class _Loop:
         plans = [{key: each[key] for key in _PLAN} for each in events if each["event"] == "started"]
         return Trace(steps, plans, [each["text"] for each in events if each["event"] == "warning"])
 
-    def witnessed(self, strategy: str | Mapping[str, Any], count: int, name: str) -> tuple[dict[str, str], ...]:
-        """Run the function again; return what it reads besides its batches, and in which line, and what it keeps."""
+    def witnessed(
+        self, strategy: Asked, count: int, name: str
+    ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
+        """Run the function again; return what it reads besides its batches, and in which line, and what it keeps.
+
+        The last is what of its model may depend on the strategy.
+        """
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
         kept: dict[str, str] = {}
+        traits: dict[str, None] = {}
         for path in sorted((self.folder / name).glob(_WITNESSED.format("*"))):
             found = plainfile.parse_json(path.read_text(encoding="utf-8"))
             reads, kept = {**reads, **found["reads"]}, {**kept, **found["kept"]}
-        return reads, kept
+            traits |= dict.fromkeys(found["traits"])
+        return reads, kept, [*traits]
 
     def _work(
         self,
@@ -374,6 +404,7 @@ class _Loop:
         reads: dict[str, str] = {}
         kept: dict[str, str] = {}
         states: list[Kept] = []
+        traits = ModelTraits()
 
         def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
             if rank == 0:
@@ -397,7 +428,7 @@ class _Loop:
         place, keeps = (resumes or folder) / _RUN, stop is not None or resumes is not None
         ambient = WorkerContext(rendezvous, strategy, place, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(ambient)
-        recorded = _record_reads(ambient, reads, states) if witness and not keeps else nullcontext()
+        recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
                 with recorded:
@@ -412,7 +443,7 @@ class _Loop:
             for run in ambient.runs:
                 run.close()
         if witness:
-            found = {"reads": reads, "kept": kept}
+            found = {"reads": reads, "kept": kept, "traits": traits.texts(own_modules(()).items())}
             (folder / _WITNESSED.format(rank)).write_text(json.dumps(found), encoding="utf-8")
         return EXIT_DONE
 
@@ -437,17 +468,22 @@ class _LostState:
 
 
 @contextmanager
-def _record_reads(ambient: WorkerContext, reads: dict[str, str], states: list[Kept]) -> Iterator[None]:
+def _record_reads(
+    ambient: WorkerContext, reads: dict[str, str], states: list[Kept], traits: ModelTraits
+) -> Iterator[None]:
     """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
 
-    What is kept before the first of them is added to `states`. A run is seeded before, and a dataset before each
-    sample; but what a micro-batch draws from is torch's to seed.
+    What is kept before the first of them is added to `states`, and from then on the model's `traits` are watched. A run
+    is seeded before, and a dataset before each sample; but what a micro-batch draws from is torch's to seed.
     """
 
     def computing() -> int:
         found = max((run._computing for run in ambient.runs), default=0)
         if found and not states:
             states.append(_kept(ambient))
+            for run in ambient.runs:
+                if run._model is not None:
+                    traits.watch(run._model)
         return found
 
     with record_reads(computing) as found:

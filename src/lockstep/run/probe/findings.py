@@ -76,6 +76,7 @@ class ProbeResult:
     reads: Mapping[str, str] = field(default_factory=dict)  # what else is read (_probe_witness.py), and in which line
     evaluation: str = ""  # what of a batch's evaluation depends on the batch before it
     evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # as `reads`, in evaluation
+    traits: Sequence[str] = ()  # what may depend on the strategy (traits.py); looked for by verify alone
     refused: str = ""  # torch's message about an operation without a deterministic kernel
     # Lines of the user's code, by what stands there: model, loss, data, training, validation (what fetches a sample),
     # kernel (the operation refused), names of buffers, attributes and variables.

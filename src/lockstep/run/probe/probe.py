@@ -38,6 +38,7 @@ from lockstep.run import user_code
 from lockstep.run.build import Setup, numerics_of
 from lockstep.run.probe.findings import LossFact, ProbeResult, RandomSample, findings
 from lockstep.run.probe.state import CACHE, Globals, ModelState, digest, streams, weights
+from lockstep.run.probe.traits import ModelTraits
 from lockstep.run.probe.witness import CLOCK, RANK, record_reads
 from lockstep.tasks.base import MicroBatch
 
@@ -65,8 +66,12 @@ class _Look:
 def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
     """Look at data, model and loss of a recipe, as its run will compute them."""
     samples = random_samples(ready, _SAMPLES)
-    look = _Look(ready.problem.build_model, _first_microbatches(ready, device), ready.recipe.precision, backward=True)
-    return _run_probe(ready, device, look, samples)
+    traits = ModelTraits()
+    build = traits.watching(ready.problem.build_model)
+    look = _Look(build, _first_microbatches(ready, device), ready.recipe.precision, backward=True)
+    found = _run_probe(ready, device, look, samples)
+    own = user_code.own_modules(user_code.import_paths(ready.recipe).values())
+    return replace(found, traits=traits.texts(own.items()))
 
 
 def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:

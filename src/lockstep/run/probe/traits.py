@@ -1,0 +1,148 @@
+"""What a model has that strategies which cut weights may compute in another way: strides, hooks, writes and calls."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any, Final, Self, final
+
+from torch import nn
+
+_CHECKPOINT: Final = "/torch/utils/checkpoint.py"
+_ACCUMULATING: Final = ("AccumulateGrad", "next_functions")  # how code comes to nodes that accumulate gradients
+_HOOKING: Final = ("register_hook", "register_prehook")
+
+
+@final
+class ModelTraits:
+    """Watches the forwards of models, and tells what in them may depend on the strategy.
+
+    It changes no number: it adds hooks that only look.
+    """
+
+    def __init__(self) -> None:
+        self._static: list[str] = []
+        self._written: dict[str, None] = {}
+        self._recomputed: dict[str, None] = {}
+        self._forwards: list[Counter[str]] = []  # calls of each module with parameters, by forward
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # hooks of a copied model report here too
+
+    def watching(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Return a function that builds a model and watches it."""
+
+        def built() -> nn.Module:
+            model = build()
+            self.watch(model)
+            return model
+
+        return built
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the forwards of this model from now on."""
+        self._static = [*_static(model)]
+        for name, module in model.named_modules():
+            if name and any(True for _ in module.parameters()):
+                module.register_forward_pre_hook(partial(self._before, name))
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+
+    def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
+        """Return what was found, the likeliest culprit first; `modules` are those of the user's code, by name."""
+        found = [
+            f"{name} is written in the forward, and under a strategy that cuts weights the write is lost; leave "
+            f"weights to the optimizer"
+            for name in self._written
+        ]
+        found += [
+            f"{name} is recomputed by a reentrant checkpoint, whose backward runs apart from the model's; pass "
+            f"use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            for name in self._recomputed
+        ]
+        found += [
+            f"{name} registers hooks on AccumulateGrad nodes, which belong to other tensors under a strategy that cuts "
+            f"weights; compute it in the model's forward"
+            for name, module in modules
+            if _hooks_accumulation(module)
+        ]
+        found += self._static
+        called = {name for forward in self._forwards for name in forward}
+        for name in sorted(called):
+            if any(name not in forward for forward in self._forwards):
+                found.append(
+                    f"{name} is called in some forwards and left out in others, so ranks gather and reduce its weights "
+                    f"at other times; call it always, and multiply its output by 0 to drop it"
+                )
+        for name in sorted(called):
+            if (most := max(forward[name] for forward in self._forwards)) > 1:
+                found.append(
+                    f"{name} is called {most} times in a forward, so its gradients are a sum whose order may differ; "
+                    f"use strategy ddp"
+                )
+        return found
+
+    def _begin(self, model: nn.Module, _inputs: Any) -> None:
+        self._forwards.append(Counter())
+        self._versions = {name: (id(each), each._version) for name, each in model.named_parameters()}
+
+    def _before(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+        if not self._forwards:
+            self._forwards.append(Counter())
+        if _in_backward():
+            return
+        self._forwards[-1][name] += 1
+        if _in_reentrant_checkpoint():
+            self._recomputed[name] = None
+
+    def _end(self, model: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        for name, each in model.named_parameters():
+            kept, version = self._versions.get(name, (0, 0))
+            if id(each) == kept and each._version != version:
+                self._written[name] = None
+
+
+def _static(model: nn.Module) -> Iterator[str]:
+    for name, each in model.named_parameters():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:
+            yield (
+                f"{name} has a hook of its gradient, which sees a part of it, or what is not yet summed over ranks, "
+                f"under some strategies; compute it in the model's forward"
+            )
+    for name, each in model.named_parameters():
+        if not each.is_contiguous():
+            yield (
+                f"{name} is not contiguous (strides {tuple(each.stride())}), and a strategy that cuts weights lays it "
+                f"out anew, for which torch may take another kernel; make it of a contiguous tensor: "
+                f"nn.Parameter(weight.contiguous())"
+            )
+
+
+def _in_backward() -> bool:
+    """Return whether a checkpoint recomputes: the backward of its graph is under way."""
+    return any(name == "backward" or name == "unpack_hook" for name in _checkpoint_frames())
+
+
+def _in_reentrant_checkpoint() -> bool:
+    return "forward" in _checkpoint_frames()
+
+
+def _checkpoint_frames() -> list[str]:
+    """Return the names of the functions of torch's checkpoints that are running."""
+    found, frame = [], sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+            found.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _hooks_accumulation(module: ModuleType) -> bool:
+    try:
+        with open(module.__file__ or "", encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeError, AttributeError):
+        return False
+    return any(name in text for name in _ACCUMULATING) and any(name in text for name in _HOOKING)
