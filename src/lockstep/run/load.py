@@ -38,7 +38,8 @@ def load(
     weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{found.path}: its weights do not fit {type(made).__name__}"):
         made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
-    return made.eval()
+    made.eval()  # calls train(), which of the user's own may return nothing
+    return made
 
 
 def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> nn.Module:

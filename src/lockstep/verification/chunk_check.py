@@ -31,7 +31,8 @@ def check_chunks(ready: Setup) -> None:
     config = ready.recipe.model
     if config.chunks == 1:
         return
-    whole = ready.uncut().eval()
+    whole = ready.uncut()
+    whole.eval()  # calls train(), which of the user's own may return nothing
     in_chunks = copy.deepcopy(whole)
     cut(in_chunks, config.chunks, config.plan, config.name)
     _, batch = examples(ready.recipe, ready.data)
