@@ -121,6 +121,8 @@ def test_what_a_loader_has_asked_for_is_not_done() -> None:
     [
         ({"batch": 0}, "batch is 0, of 30 samples; take 1 to all of them"),
         ({"batch": 31, "drop_last": True}, "batch is 31, of 30 samples"),
+        ({"batch": "8"}, "batch is '8'; give a whole number"),
+        ({"batch": 8, "microbatches": 2.0}, "microbatches is 2.0; give a whole number"),
         ({"batch": 8, "microbatches": 9}, "microbatches is 9, of a batch of 8; take from 1 to the batch"),
         ({"batch": 2}, "3 ranks share a batch of 2; take from 1"),
         (
@@ -138,6 +140,12 @@ def test_what_a_loader_has_asked_for_is_not_done() -> None:
 def test_what_cannot_be_right_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         BatchSampler(30, **{"rank": 0, "world_size": 3, **options})
+
+
+@pytest.mark.parametrize("length", ["10", 3.0, None])
+def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
+    with pytest.raises(UsageError, match=f"BatchSampler: length is {length!r}; give a whole number"):
+        BatchSampler(length, batch=2)
 
 
 def test_a_state_of_something_else_is_refused() -> None:

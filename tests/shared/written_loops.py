@@ -1263,3 +1263,95 @@ def weight_penalty_of_rows(run):
         weight = model[0].weight
         own = weight.to_local() if hasattr(weight, "to_local") else weight
         step.backward(summed(model(x), y) + own.square().sum())  # <-
+
+
+# What torch has for less memory, for evaluation and for parts that rest.
+
+
+def recomputed_whole_model(run, model=None, **options):
+    model, _ = placed(run, model or nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3)))
+    for step, x, y in micro_batches(steps(run, epochs=2), clip=1.0):
+        step.backward(summed(checkpoint(model, x, use_reentrant=False, **options), y))
+
+
+@alike
+def recomputed_by_the_loop(run):
+    recomputed_whole_model(run)
+
+
+@alike
+def evaluated_in_inference_mode(run):
+    model, _ = placed(run)
+    rate = 1e-2
+    for step in computed(steps(run, epochs=2), model):
+        step.update(lr=rate)
+        if step.every(epochs=1):
+            with torch.inference_mode():
+                rate = 1e-2 / (1 + run.sum(summed(model(x), y) for x, y in run.each(data())) / 40)
+
+
+class Resting(nn.Sequential):
+    """Keeps its first part in evaluation, as a frozen backbone, by a train() that returns nothing."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+        self[0].eval()
+
+
+@alike
+def frozen_part_that_overrides_train(run):
+    resting = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)).requires_grad_(False)
+    head = nn.Sequential(nn.Linear(6, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 3))
+    model = Resting(resting, head)
+    trained = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    model, _ = run.place(model, trained)
+    for step in steps(run, epochs=2):
+        model.train()
+        for x, y in step:
+            step.backward(summed(model(x), y))
+        step.update()
+        if step.every(epochs=1):
+            run.sum(summed(model(x), y) for x, y in run.each(data()))
+
+
+@refused("leave requires_grad as it is, and let a group of the optimizer rest by its lr_scale", IN_ROWS)
+def frozen_for_a_forward(run):
+    """As the discriminator is in the turn of a GAN's generator."""
+    model, _ = placed(run)
+    for step, x, y in micro_batches(even(run, epochs=2)):
+        model[0].requires_grad_(False)
+        outputs = model(x)  # <-
+        model[0].requires_grad_(True)
+        step.backward(summed(outputs, y))
+
+
+@refused("leave requires_grad as it is, and let a group of the optimizer rest by its lr_scale", IN_ROWS)
+def frozen_for_an_evaluation(run):
+    model, _ = placed(run)
+    for step in computed(steps(run, epochs=2), model):
+        step.update()
+        model[0].requires_grad_(False)
+        run.sum(summed(model(x), y) for x, y in run.each(data()))  # <-
+        model[0].requires_grad_(True)
+
+
+@alike
+def frozen_after_a_forward_and_back(run):
+    model, _ = placed(run)
+    for step, x, y in micro_batches(steps(run, epochs=2)):
+        outputs = model(x)
+        model[0].requires_grad_(False)
+        model[0].requires_grad_(True)
+        step.backward(summed(outputs, y))
+
+
+@refused("give them one dtype, or use strategy ddp or zero1", IN_ROWS)
+def weights_of_two_dtypes(run):
+    class Mixed(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x).tanh().double())
+
+    model, _ = placed(run, Mixed(body=nn.Linear(6, 13), head=nn.Linear(13, 3, dtype=torch.float64)))
+    for step, x, y in micro_batches(even(run)):
+        outputs = model(x)  # <-
+        step.backward(summed(outputs, y))

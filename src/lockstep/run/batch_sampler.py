@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import NoReturn, final
 
 import numpy as np
@@ -47,6 +48,9 @@ class BatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        for name, value in (("length", length), ("batch", batch), ("microbatches", microbatches), ("seed", seed)):
+            if not isinstance(value, Integral) and not (name == "microbatches" and value is None):
+                raise UsageError(f"BatchSampler: {name} is {value!r}; give a whole number")
         if (rank is None) != (world_size is None):
             raise UsageError(f"BatchSampler: rank is {rank} and world_size {world_size}; give both or neither")
         self._given = rank is not None

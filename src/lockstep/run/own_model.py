@@ -28,6 +28,10 @@ _TOO_FEW: Final = (
 )
 # What torch says where it cannot compute with a DTensor.
 _OF_ROWS: Final = ("DTensor", "DeviceMesh")
+_OF_DTYPES: Final = "uniform original parameter dtype"
+_ONE_DTYPE: Final = (
+    "this strategy gathers the weights of a block together: give them one dtype, or use strategy ddp or zero1"
+)
 _IN_ROWS: Final = (
     "this strategy keeps weights in rows on the ranks, whole only while their layer is called: call it, leave the rest "
     "to step.update, and read them after it by their full_tensor(), on all ranks; or use strategy ddp or zero1"
@@ -43,6 +47,7 @@ class Gate:
     returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
     alike: "AlikeCalls | None" = None  # where ranks exchange parts of the model, or what it is given, in its calls
     ended_at: Place = "", 0  # the line of the last step.backward
+    recomputing: bool = False  # whether a backward is under way, which may call what the user's checkpoint() wraps
     exchanged: bool = False  # whether the loop has exchanged something itself; `run.each` sets it back
 
     @property
@@ -89,6 +94,8 @@ class Gate:
             vars(each)["_compiled_call_impl"] = partial(self._call, each._compiled_call_impl or each._call_impl, number)
 
     def _call(self, call: Callable[..., Any], number: int, /, *args: Any, **named: Any) -> Any:
+        if self.recomputing:  # by torch.utils.checkpoint, with the random numbers and the precision of the forward
+            return call(*args, **named)
         if not self.open and self.step:
             raise refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
@@ -102,6 +109,10 @@ class Gate:
             )
         if self.alike is not None:
             self.alike.call(number, self.at)
+            if torch.is_inference_mode_enabled():
+                # What is gathered under inference mode would stay a tensor that no later backward can use.
+                with torch.inference_mode(False), torch.no_grad():
+                    return call(*args, **named)
         outputs = call(*args, **named)
         for each in tensors_of(outputs):
             if each.grad_fn is not None and each.ndim:  # a loss that the model works out itself is looked into
@@ -156,8 +167,8 @@ def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Ex
     left, stayed = (", ".join(map(str, ranks)) for ranks in (leaving, others))
     return refusal(
         f"run.each: rank {left} left the loop before its last batch, and rank {stayed} did not",
-        "leave it after the same batch on all ranks, or let it run to its end: in each call ranks exchange parts of the "
-        "model; strategies ddp and zero1 exchange nothing there",
+        "leave it after the same batch on all ranks, or let it run to its end: ranks exchange parts of the model in "
+        "each of its calls; strategies ddp and zero1 exchange nothing there",
         where,
     )
 
@@ -214,7 +225,11 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
     of_rows = in_rows and any(word in str(error) for word in _OF_ROWS)
-    advice = _TOO_FEW if "Expected more than 1 value per channel" in str(error) else _IN_ROWS if of_rows else ""
+    advice = _IN_ROWS if of_rows else ""
+    if "Expected more than 1 value per channel" in str(error):
+        advice = _TOO_FEW
+    if _OF_DTYPES in str(error):
+        advice = _ONE_DTYPE
     if isinstance(error, LockstepError) or not advice:
         return error
     return OwnCodeError(describe_error(error, advice))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
 from lockstep.run.build import over_ranks
 from lockstep.training.loop import Interval, Plan
+
+_WEIGHTS_END: Final = 1 << 53  # below it float64, in which losses are divided, has every whole number
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,6 @@ def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:
         counted = weight(batch)
         if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
             counted = int(counted)
-        if type(counted) is not int or counted < 0:
-            raise UsageError(f"weight: it gave {counted!r}; give a whole number from 0")
+        if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
+            raise UsageError(f"weight: it gave {counted!r}; give a whole number from 0, and below 2**53")
     return counted

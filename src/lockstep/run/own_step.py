@@ -193,10 +193,14 @@ class Step:
         self._guard.give_back()
         self._current = None
         self._done += 1
-        if self._part.beside:
-            self._engine.backward_beside(microbatch, loss, self._turn.step)
-        else:
-            self._engine.backward(microbatch, loss)
+        self._gate.recomputing = True
+        try:
+            if self._part.beside:
+                self._engine.backward_beside(microbatch, loss, self._turn.step)
+            else:
+                self._engine.backward(microbatch, loss)
+        finally:
+            self._gate.recomputing = False
         self._guard.withhold()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
