@@ -297,7 +297,7 @@ class Run:
                     self._gate.open = True
                     guard.mark(modes=True)
                     yield each
-                    guard.check(modes=True)
+                    guard.check(modes=True, frozen=True)
                     self._gate.end_batch()
                     self._gate.open = False
                 current.whole = True
