@@ -1291,17 +1291,18 @@ def evaluated_in_inference_mode(run):
 
 
 class Resting(nn.Sequential):
-    """Stays in evaluation, as a frozen backbone does."""
+    """Keeps its first part in evaluation, as a frozen backbone, by a train() that returns nothing."""
 
-    def train(self, mode: bool = True) -> nn.Module:
-        return super().train(False)
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+        self[0].eval()
 
 
 @alike
 def frozen_part_that_overrides_train(run):
-    resting = Resting(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)).requires_grad_(False)
+    resting = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)).requires_grad_(False)
     head = nn.Sequential(nn.Linear(6, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 3))
-    model = nn.Sequential(resting.train(), head)
+    model = Resting(resting, head)
     trained = torch.optim.AdamW(head.parameters(), lr=1e-2)
     model, _ = run.place(model, trained)
     for step in steps(run, epochs=2):
@@ -1313,24 +1314,24 @@ def frozen_part_that_overrides_train(run):
             run.sum(summed(model(x), y) for x, y in run.each(data()))
 
 
-@alike
+@refused("leave requires_grad as it is, and let a group of the optimizer rest by its lr_scale", IN_ROWS)
 def frozen_for_a_forward(run):
     """As the discriminator is in the turn of a GAN's generator."""
     model, _ = placed(run)
-    for step, x, y in micro_batches(steps(run, epochs=2)):
+    for step, x, y in micro_batches(even(run, epochs=2)):
         model[0].requires_grad_(False)
-        outputs = model(x)
+        outputs = model(x)  # <-
         model[0].requires_grad_(True)
         step.backward(sum=summed(outputs, y))
 
 
-@alike
-def frozen_between_steps_and_back(run):
+@refused("leave requires_grad as it is, and let a group of the optimizer rest by its lr_scale", IN_ROWS)
+def frozen_for_an_evaluation(run):
     model, _ = placed(run)
     for step in computed(steps(run, epochs=2), model):
         step.update()
         model[0].requires_grad_(False)
-        run.sum(summed(model(x), y) for x, y in run.each(data()))
+        run.sum(summed(model(x), y) for x, y in run.each(data()))  # <-
         model[0].requires_grad_(True)
 
 
@@ -1341,4 +1342,16 @@ def frozen_after_a_forward_and_back(run):
         outputs = model(x)
         model[0].requires_grad_(False)
         model[0].requires_grad_(True)
+        step.backward(sum=summed(outputs, y))
+
+
+@refused("give them one dtype, or use strategy ddp or zero1", IN_ROWS)
+def weights_of_two_dtypes(run):
+    class Mixed(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x).tanh().double())
+
+    model, _ = placed(run, Mixed(body=nn.Linear(6, 13), head=nn.Linear(13, 3, dtype=torch.float64)))
+    for step, x, y in micro_batches(even(run)):
+        outputs = model(x)  # <-
         step.backward(sum=summed(outputs, y))

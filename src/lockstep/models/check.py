@@ -110,7 +110,8 @@ def check_dtype(
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"), new_tensors_dropped():
         try:
             with torch.device("meta"):
-                model = build().eval()
+                model = build()
+                model.eval()  # calls train(), which of the user's own may return nothing
         except Exception:  # it reads values while it is built
             return
         _check_float32(name, model, dtype)

@@ -96,7 +96,8 @@ class DataParallelEngine:
         numerics.prepare(self._model, world.device)
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
-        self._running = RunningStatistics(self._model.train())
+        self._model.train()  # a train() of the user's own may return nothing
+        self._running = RunningStatistics(self._model)
         chunks = numerics.sequence_chunks
         self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Cooperative(world.generators())

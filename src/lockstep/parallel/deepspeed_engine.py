@@ -79,7 +79,8 @@ class DeepSpeedEngine:
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
         self._model = model
-        self._running = RunningStatistics(model.train())
+        model.train()  # a train() of the user's own may return nothing
+        self._running = RunningStatistics(model)
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
         self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)

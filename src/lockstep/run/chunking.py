@@ -108,7 +108,8 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
 
 def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
     with torch.device(device):
-        model = build().train()
+        model = build()
+        model.train()  # of the user's own it may return nothing
     takes = argument_names(model)
     if POSITIONS not in takes:
         raise UsageError(

@@ -320,25 +320,26 @@ class Run:
     def _batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
         self._refuse_within_batch("run.each")  # their ends would leave gradients off where they overlap
         self._end_pass()
-        self._pass, guard = own_sums.Pass(loader.validation_batches(samples)), placed.guard
+        current = self._pass = own_sums.Pass(loader.validation_batches(samples))
+        guard = placed.guard
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, self.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 guard.mark(moved=True)  # averaged weights are in the places of the trained ones
                 for number, each, _ in loader.validation(samples):
-                    self._pass.numbers.append(number)
+                    current.numbers.append(number)
                     self._gate.exchanged = False
                     seed_all(self._world, random.extend_key(draws, number or 0))
                     self._gate.open = True
                     guard.mark(modes=True)
                     yield each
-                    guard.check(modes=True)
+                    guard.check(modes=True, frozen=True)
                     self._gate.end_batch()
                     self._gate.open = False
-                self._pass.whole = True
+                current.whole = True
         finally:
-            if not self._pass.whole:
+            if not current.whole:
                 self._left_at = calling() or "run.each"
             self._gate.open = False
             seed_all(self._world, draws)  # ranks had other batches
@@ -713,7 +714,7 @@ class Run:
             raise refusal(f"{what}: within step {self._step.number}", "call it after step.update")
         self._refuse_within_batch(what)
         if self._placed is not None:
-            self._placed.guard.check()
+            self._placed.guard.check(frozen=True)
             self._placed.guard.mark()
         self._meet(what)
 

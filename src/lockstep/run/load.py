@@ -46,7 +46,7 @@ def load(
     weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{found.path}: its weights do not fit {type(made).__name__}"):
         made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
-    made.eval()
+    made.eval()  # calls train(), which of the user's own may return nothing
     if recipe is not None and recipe.model.chunks > 1:
         _check_chunks(found.path, made, recipe)
     return made

@@ -85,6 +85,10 @@ _GRADIENT: Final = (
     "scale the loss that step.backward is given, and clip by step.update(clip=...); step.norm is the gradient's norm"
 )
 _MODE: Final = "in run.each the model is in evaluation, and between a micro-batch and its backward as it was before"
+_RESTS_IN_ROWS: Final = (
+    "this strategy gathers weights as they were at run.place: leave requires_grad as it is, and let a group of the "
+    "optimizer rest by its lr_scale or by step.update(of=...), which moves no other; or use strategy ddp or zero1"
+)
 _HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
 _CALLED_WITH: Final = (
     "torch.func.functional_call does not reach weights that are in rows: use strategy ddp or zero1, or a module of the "
@@ -115,7 +119,8 @@ class Guard:
     ) -> None:
         self.step = 0
         self.last: Place = "", 0
-        self._whole_at = self.last
+        self._whole_at = self._asked_at = self.last
+        self._frozen = False  # whether the last check let parameters be frozen for a while
         own = {id(each) for each in kept}
         self._names: dict[Tensor, str] = {}
         for name, each in chain(model.named_parameters(), model.named_buffers(), before.items()):
@@ -161,9 +166,10 @@ class Guard:
         self._running = False
         _Data.install().remove(self)
 
-    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
+    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False, frozen: bool = False) -> None:
         """Raise UsageError where something is not as it was when the last call of ours ended.
 
+        Parameters may be `frozen` for an evaluation, and freed before the next update.
         Not the `whole` is what is written or replaced. With `modes` all modules are to be in the mode that was marked;
         after a `forward` what it writes of what is kept alike may have been written.
         """
@@ -190,7 +196,7 @@ class Guard:
             if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
                 name = self._names[_first(self._plain, addresses, self._addresses)]
                 raise self._refusal(f"{name} was given other memory", since=self._whole_at)
-            self._check_asked()
+            self._check_asked(frozen=frozen)
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """Note how all is, weights only where they `moved`, and let the user's code run."""
@@ -205,6 +211,8 @@ class Guard:
             self.last = self._line()
             if moved or self._whole:
                 self._whole_at = self.last
+                if not self._frozen:
+                    self._asked_at = self.last
             self._running = True
 
     def withhold(self) -> None:
@@ -239,14 +247,20 @@ class Guard:
                 done = "removed" if one is None else "set"
                 raise self._refusal(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
 
-    def _check_asked(self, *, hooks: bool = True) -> None:
+    def _check_asked(self, *, hooks: bool = True, frozen: bool = False, in_rows: bool = False) -> None:
+        self._frozen = False
         if (found := self._autograd_states()) == self._states:
             return
         for parameter, now, was in zip(self._parameters, found, self._states, strict=True):
-            if now[0] != was[0] or (hooks and now != was):
-                what = "given a hook of its gradient" if now[0] == was[0] else "frozen" if was[0] else "freed"
-                advice = _HOOK if now[0] == was[0] else REST
-                raise self._refusal(f"{self._names[parameter]} was {what}", advice, self._whole_at)
+            if now[0] != was[0]:
+                self._frozen = True
+                if not frozen:
+                    advice = _RESTS_IN_ROWS if in_rows else REST
+                    done = "frozen" if was[0] else "freed"
+                    raise self._refusal(f"{self._names[parameter]} was {done}", advice, self._asked_at)
+            if hooks and now[1:] != was[1:]:
+                text = f"{self._names[parameter]} was given a hook of its gradient"
+                raise self._refusal(text, _HOOK, self._whole_at)
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
@@ -292,7 +306,7 @@ class Guard:
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure()  # gathering puts the parameters that it knows in the place of others
-            self._check_asked(hooks=False)  # what is gathered for backward follows from what is trained
+            self._check_asked(hooks=False, in_rows=True)  # what is gathered for backward follows from what is trained
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (other := self._unknown(module)):
@@ -352,7 +366,7 @@ class Unguarded:
     step = 0
     last: Place = "", 0
 
-    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False) -> None:
+    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False, frozen: bool = False) -> None:
         """See Guard."""
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:

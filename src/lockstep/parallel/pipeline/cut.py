@@ -341,7 +341,8 @@ def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
         return blank, False
     try:
         with torch.no_grad():
-            call(blank.train(), example)
+            blank.train()
+            call(blank, example)
     except Exception:  # it reads values, which are not there
         return blank, False
     return blank, True

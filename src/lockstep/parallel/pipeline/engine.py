@@ -83,7 +83,8 @@ class PipelineEngine:
         self._world = world
         self._pipe = pipe
         self._place = place = StagePlace(pipe, world)
-        self._model = problem.build_model().train()
+        self._model = problem.build_model()
+        self._model.train()  # of the user's own it may return nothing
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
         self._leaves = leaves_of(problem.task, self._model, numerics.sequence_chunks, world, place.mesh, self._together)

@@ -258,7 +258,9 @@ class _Probe:
         """Build the model; Python's and NumPy's generators are then in one state too."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._look.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
-        return computing_in(model, self._numerics.dtype).train()
+        computing = computing_in(model, self._numerics.dtype)
+        computing.train()  # of the user's own it may return nothing
+        return computing
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
         model.zero_grad(set_to_none=True)
