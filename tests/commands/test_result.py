@@ -31,19 +31,22 @@ def result(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("env", [{}, ALONE])
-def test_of_a_start_that_is_refused(run, tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_start_that_is_refused_leaves_the_result_of_the_one_before(run, tmp_path: Path) -> None:
     (tmp_path / "run" / "events.jsonl").touch()
-    run(*TRAIN, "run.resume=never", code=2, **env)
-    reason = "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto to go on with it"
-    assert result(tmp_path) == {"event": "failed", "exit_code": 2, "reason": reason, "cause": "usage", "ranks": [0]}
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    for env in ({}, ALONE):
+        refused = run(*TRAIN, "run.resume=never", code=2, **env)
+        assert "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto" in refused.err
+        assert (tmp_path / "run" / "result.json").read_bytes() == before
+    refused = run(*TRAIN, "run.resume=auto", MISSING, code=2, **ALONE)
+    assert "holds a run without config.yaml" in refused.err
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
 def test_of_a_mistake_that_is_found_in_the_claimed_folder(run, tmp_path: Path) -> None:
-    run(*TRAIN, MISSING, code=2, **ALONE)
-    found = result(tmp_path)
-    assert "nowhere" in found.pop("reason")
-    assert found == {"event": "failed", "exit_code": 2, "cause": "usage", "ranks": [0]}
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    assert "nowhere" in run(*TRAIN, MISSING, code=2, **ALONE).err
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
 def test_a_refused_start_leaves_no_folder_that_it_made(run, tmp_path: Path) -> None:

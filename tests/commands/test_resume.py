@@ -107,13 +107,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(stopped
     assert resumed.sha256 == undisturbed(finished).sha256
 
 
-def test_a_run_that_saved_nothing_begins_again(start, run, finished):
-    stop(start, "run.save_every={epochs: 1}", step=3, number=signal.SIGKILL)
-    refused = run(*TRAIN, "recipe.epochs=2", code=2).err.splitlines()
-    assert refused[1:] == ["epochs: 1 in the run, 2 now", "it has saved no checkpoint"]
+def test_a_run_that_saved_nothing_begins_again_with_another_recipe_too(start, run, finished):
+    stop(start, "recipe.seed=5", "run.save_every={epochs: 1}", step=3, number=signal.SIGKILL)
     resumed = run(*TRAIN)
-    assert "run: the run in it saved no checkpoint; beginning again" in resumed.err
+    assert (
+        "run: the run in it saved no checkpoint; beginning again with another recipe:\nseed: 5 in the run, 0 now"
+        in (resumed.err)
+    )
     assert resumed.sha256 == undisturbed(finished).sha256
+    assert "seed: 0" in (resumed.folder / "run" / "config.yaml").read_text()
 
 
 def test_a_checkpoint_of_another_run_can_be_gone_on_from(stopped, run, finished):

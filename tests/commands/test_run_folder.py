@@ -122,3 +122,52 @@ def test_a_run_of_another_kind_in_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UsageError, match="holds a run of a recipe, which its loop did not make; choose another dir"):
         run_folder.claim_own(tmp_path, None)
+
+
+def _failed(folder: Path, reason: str) -> dict[str, object]:
+    found = {"event": "failed", "time": 1.0, "exit_code": 1, "reason": reason, "cause": "data", "ranks": [0]}
+    (folder / "result.json").write_text(json.dumps(found))
+    return found
+
+
+def test_a_refused_start_keeps_the_reason_of_the_failure_before_it(tmp_path: Path) -> None:
+    run(tmp_path, {"event": "started"})
+    failed = _failed(tmp_path, "0.jpg: cannot be read; set recipe.data.on_error=skip")
+    snapshot = store.Snapshot({"w": torch.ones(1)}, {}, None, {"step": 1})
+    store.save(tmp_path / "checkpoints", 1, snapshot, keep=9, best=False)
+    with pytest.raises(
+        UsageError, match=r"holds a run of another recipe.*\ndata\.on_error: raise in the run, skip now"
+    ):
+        run_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
+    assert json.loads((tmp_path / "result.json").read_text()) == failed
+
+
+def test_a_run_that_saved_nothing_takes_the_remedy_that_its_failure_names(tmp_path: Path) -> None:
+    run(tmp_path, {"event": "started"})
+    _failed(tmp_path, "0.jpg: cannot be read; set recipe.data.on_error=skip")
+    claim = run_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
+    claim.lock.release()
+    assert claim.notes == [
+        f"{tmp_path}: the run in it saved no checkpoint; beginning again with another recipe:",
+        "data.on_error: raise in the run, skip now",
+    ]
+    assert not (tmp_path / "result.json").exists()
+
+
+def _break_the_contract(folder: Path) -> None:
+    with (folder / "events.jsonl").open("a") as events:
+        events.write('{"event": "started"}\n')
+    raise UsageError("step 1: left without step.update")
+
+
+def test_a_mistake_after_the_claim_gives_the_last_result_back_and_an_error_of_the_run_does_not(tmp_path: Path) -> None:
+    loaded = run(tmp_path, {"event": "started"})
+    failed = _failed(tmp_path, "loss is nan")
+    claim = run_folder.claim(loaded)
+    with pytest.raises(UsageError, match="nowhere"), claim.hold():
+        raise UsageError("data set nowhere: not there")
+    assert json.loads((tmp_path / "result.json").read_text()) == failed
+    claim = run_folder.claim(loaded)
+    with pytest.raises(UsageError, match="left without"), claim.hold():
+        _break_the_contract(tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["reason"] == "step 1: left without step.update"

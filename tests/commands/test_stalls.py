@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -48,7 +49,10 @@ def test_a_stall_ends_the_run_where_that_was_asked(start, run, finished):
     assert command.wait() == 1
     first, late, *_ = command.err.splitlines()
     assert first.startswith("[rank ")
-    assert "] stalled: rank " in first
+    assert re.search(r"\[rank 0.*\] stalled: rank [12] has waited \d+ s for rank 0$", first)
+    result = json.loads((command.folder / "run" / "result.json").read_text())
+    assert result["ranks"] == [0]
+    assert result["reason"].endswith("for rank 0")
     assert late.startswith("  rank 0 (")
     assert command.left() == []
     assert_goes_on(run, finished, 2)

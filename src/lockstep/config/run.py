@@ -1,5 +1,6 @@
 """The run: what is kept of it, and where."""
 
+import re
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
@@ -71,10 +72,19 @@ def _once(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     return sinks
 
 
+def _check_local(folder: str) -> str:
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", folder):
+        raise ValueError(
+            f"an address ({scheme[1]}://), and a run is kept in a folder; give a folder of this host or of a file "
+            f"system that all hosts mount, and copy it afterwards"
+        )
+    return folder
+
+
 class RunConfig(Section):
     """What is kept. `dir` left out: runs/<recipe>-<model>-<time>."""
 
-    dir: Location | None = None
+    dir: Annotated[Location, AfterValidator(_check_local)] | None = None
     resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
     start_from: Annotated[
         StartFromConfig | None, shorthand("run", str), Field(description="a run or a checkpoint, or a mapping of keys")

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, Self, final, get_args
 
 from lockstep.common.text import printable_line
@@ -38,6 +38,7 @@ _DOORS: Final = (
 
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
+_LATE: Final[tuple[_Role, ...]] = ("is late", "is behind")
 # What a report ends with, by the first of these that a rank is.
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
@@ -74,7 +75,8 @@ class StallDetector:
 
     The rank that asks gives the report to `tell`, on a thread of its own, and asks again for as long as nothing moves.
     `record` writes torch's record of the exchanges of this rank and returns where; "" where there is none. `hidden`: a
-    device waits for the other ranks in place of this thread, once it is set up.
+    device waits for the other ranks in place of this thread, once it is set up. `late` are the ranks that the last
+    report says the others wait for.
     """
 
     rendezvous: Rendezvous
@@ -82,6 +84,7 @@ class StallDetector:
     tell: Callable[[str], None]
     record: Callable[[], str] = str
     hidden: bool = False
+    late: list[int] = field(default_factory=list, init=False)
     _question: int = 0  # the first that this rank has not answered
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ class StallDetector:
                         with suppress(UntrustedError):
                             found[rank] = store.read(_answer_key(question, rank), parse_answer)
             if not self._over.is_set():
+                self.late = late_ranks(found, self._size)
                 self.tell(stall_report(found, self._size, _first_line(self._rank, place, seconds)))
 
     def _answer(self) -> None:
@@ -197,6 +201,13 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
         found = {role for role, _ in sharded_as}
         lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
     return "\n".join(line for line in lines if line)
+
+
+def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> list[int]:
+    """Return the ranks that the others wait for: those that do not answer, else those that are late or behind."""
+    silent = [rank for rank in range(size) if rank not in answers]
+    most = max((place.status.step for _, place in answers.values()), default=0)
+    return silent or [rank for rank, (_, place) in sorted(answers.items()) if _role(place, most) in _LATE]
 
 
 def _role(place: ThreadState, most: int) -> _Role:

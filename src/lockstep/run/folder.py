@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,13 +34,13 @@ from lockstep.config import load as loading
 from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
-from lockstep.errors import EXIT_USAGE, ConfigError, HostError, TrainingError, UsageError, os_error_as
+from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.completed import completion_notice
 from lockstep.run.digest_file import DIGESTS
-from lockstep.run.resume import check_recipe, checkpoint_recipe, signing_key
+from lockstep.run.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
 from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
 from lockstep.run.worker_context import WORKER_CONTEXT
 from lockstep.tasks.base import Report
@@ -67,7 +66,7 @@ class Claim:
     """A run folder that is ours, and the checkpoint to go on from, if any; `notes` are for the user to read.
 
     `made` are the folders that were not there before, the innermost first; `done` is what to say of a run that has
-    nothing left to do.
+    nothing left to do. `before` is what the folder's last start left.
     """
 
     folder: Path
@@ -76,15 +75,40 @@ class Claim:
     checkpoint: Path | None = None
     notes: list[str] = field(default_factory=list)
     done: str = ""
+    before: "LastStart" = field(default_factory=lambda: LastStart(None, 0))
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Hold the folder while the block runs; where that raises an error, result.json has its exit code and reason.
 
-        Where a mistake is found before the run began, the folder is removed, if it was made for this start.
+        If a mistake is found before the run began, the folder stays as it was: a folder that was made for this start is
+        removed, and result.json is that of the start before.
         """
-        with self.lock, _settle_on_error(self.folder, self.made):
+        with self.lock, _settle_on_error(self.folder, self.made, self.before):
             yield
+
+    def keep_failure(self, failure: Failure) -> None:
+        """Write result.json for a failure of any rank, unless it refused this start."""
+        if not self.before.is_refused(self.folder, failure):
+            keep_failure(self.folder, failure)
+
+
+@dataclass(frozen=True)
+class LastStart:
+    """What the last start left in a run folder: its result.json, and how long events.jsonl was."""
+
+    result: bytes | None
+    events: int
+
+    @classmethod
+    def read(cls, folder: Path) -> "LastStart":
+        """Read it before this start changes anything."""
+        result, events = folder / RESULT, folder / EVENTS
+        return cls(result.read_bytes() if result.exists() else None, events.stat().st_size if events.exists() else 0)
+
+    def is_refused(self, folder: Path, failure: Failure) -> bool:
+        """Say whether a failure is a mistake that was found before this start wrote an event."""
+        return failure.cause == "usage" and LastStart.read(folder).events <= self.events
 
 
 @dataclass(frozen=True)
@@ -107,7 +131,7 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
         folder = rendezvous.tell(str(claim.folder) if claim else "")
         done = rendezvous.tell(claim.done if claim else "")
         if claim:
-            rendezvous.keep_failure = partial(keep_failure, claim.folder)
+            rendezvous.keep_failure = claim.keep_failure
             if (context := WORKER_CONTEXT.get()) is not None and context.claimed is not None:
                 context.claimed(claim.folder)
         yield RunStart(Path(folder), Path(path) if path else None, done)
@@ -138,13 +162,14 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     try:
         if words := done():
             return Claim(folder, held, made, done=words)
-        (folder / RESULT).unlink(missing_ok=True)  # a script is not to take it for that of this start
-        with _settle_on_error(folder, made):
+        before = LastStart.read(folder)
+        with _settle_on_error(folder, made, before):
             checkpoint_path, notes = begin()
+        (folder / RESULT).unlink(missing_ok=True)  # a script must not take it for the result of this start
     except BaseException:
         held.release()
         raise
-    return Claim(folder, held, made, checkpoint_path, notes)
+    return Claim(folder, held, made, checkpoint_path, notes, before=before)
 
 
 def claim_own(folder: Path, key: bytes | None) -> Claim:
@@ -220,17 +245,19 @@ def keep_failure(folder: Path, failure: Failure) -> None:
 
 
 @contextmanager
-def _settle_on_error(folder: Path, made: Sequence[Path]) -> Iterator[None]:
+def _settle_on_error(folder: Path, made: Sequence[Path], before: LastStart) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         failure = failure_of(error, ALONE, RankLog(ALONE))
         if isinstance(error, ConfigError):  # whose text has the number of problems before the first
             failure = replace(failure, text=str(error))
-        if failure.exit_code == EXIT_USAGE and made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
-            _remove(folder, made)
-        else:
+        if not before.is_refused(folder, failure):
             settle(folder, failure.exit_code, failure)
+        elif made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
+            _remove(folder, made)
+        elif before.result is not None:  # a refused start leaves the reason of the one before
+            _write(folder / RESULT, before.result.decode(errors="replace"))
         raise
 
 
@@ -289,10 +316,13 @@ def _beginning(
         raise UsageError(
             f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
         )
-    check_recipe(folder, _read_recipe(folder / CONFIG), loaded.config.recipe)
+    recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
-    if newest is None:
-        return None, [f"{folder}: the run in it saved no checkpoint; beginning again"]
+    if newest is None:  # nothing is lost if it begins again with another recipe, such as one that mends its failure
+        changed = recipe_differences(recipe, loaded.config.recipe)
+        again = f"{folder}: the run in it saved no checkpoint; beginning again"
+        return None, [f"{again}{' with another recipe:' if changed else ''}", *changed]
+    check_recipe(folder, recipe, loaded.config.recipe)
     # It may have been copied here from another run: its hashes would not show it.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, _warnings(newest)

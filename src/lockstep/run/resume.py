@@ -56,18 +56,20 @@ def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[s
     return manifest, store.read(path, key)
 
 
+def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
+    """Return a line for each key in which two recipes differ; data may have moved."""
+    return loading.differences(comparable(values(before)), comparable(values(now)))
+
+
 def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
-    """Raise UsageError with the differing keys where the run at `place` has another recipe; data may have moved."""
-    run, own = comparable(values(before)), comparable(values(now))
-    if run == own:
+    """Raise UsageError with the differing keys if the run at `place` has another recipe."""
+    lines = recipe_differences(before, now)
+    if not lines:
         return
-    lines = loading.differences(run, own)
-    is_folder = (place / CONFIG).exists()  # of a run, and no checkpoint
-    saved = not is_folder or bool(store.checkpoints(place / store.FOLDER))
-    if is_folder:
+    if (place / CONFIG).exists():  # a run folder, not a checkpoint
         resuming = shlex.join(["lockstep", "train", str(place / CONFIG), f"run.dir={place}"])
-        lines.append(f"{resuming} goes on with it" if saved else "it has saved no checkpoint")
-    if saved and (before.epochs, before.steps) != (now.epochs, now.steps):
+        lines.append(f"{resuming} goes on with it")
+    if (before.epochs, before.steps) != (now.epochs, now.steps):
         lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
     raise UsageError(
         "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])

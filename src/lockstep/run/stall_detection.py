@@ -16,14 +16,21 @@ from lockstep.ranks.stall import StallDetector
 def stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
     """Return a context manager that watches this thread for a stall and reports it, or ends the run, by `placement`."""
 
+    info = rendezvous.info
+
     def end(report: str) -> None:
-        rendezvous.end(
-            Failure(rendezvous.info.rank, rendezvous.info.size, rendezvous.rank_log.host, report, time=time.time())
-        )
+        # The failure is that of the rank that the others wait for, not of the one that reports it.
+        rank = next(iter(detector.late), info.rank)
+        text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
+        host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
+        rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
     nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
-    return StallDetector(rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl)
+    detector = StallDetector(
+        rendezvous, placement.stall_timeout_s, tell, partial(_record, rendezvous, nccl), hidden=nccl
+    )
+    return detector
 
 
 def _record(rendezvous: Rendezvous, nccl: bool) -> str:
