@@ -31,7 +31,7 @@ def main(folder: str, strategy: str = "auto") -> None:
     model, optimizer = run.place(model, optimizer, strategy=strategy)
     for step in run.steps(training, batch=BATCH, microbatches=4, epochs=EPOCHS):
         for x, y in step:
-            step.backward(sum=F.cross_entropy(model(x), y, reduction="sum"))
+            step.backward(mean=F.cross_entropy(model(x), y))
         step.update(lr=rate(step.samples_seen, EPOCHS * len(training)), clip=1.0)
         if step.every(epochs=1):
             right = run.sum((model(x).argmax(1) == y).sum() for x, y in run.each(validation))

@@ -29,7 +29,7 @@ def main(folder: str, strategy: str = "auto") -> None:
     total = 0.0
     for step in run.steps(data, batch=BATCH, microbatches=4, epochs=EPOCHS):
         for x, y in step:
-            step.backward(sum=cross_entropy(model(x), y, reduction="sum"))
+            step.backward(mean=cross_entropy(model(x), y))
         step.update()
         total += step.loss.item() * BATCH
         if step.every(epochs=1):
