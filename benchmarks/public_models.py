@@ -42,10 +42,11 @@ class PublicModel:
     recipe: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of a model."""
+        """Return the optimizer of the parameters that are trained: some models freeze others themselves."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+            return torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+        return torch.optim.AdamW(trained, lr=1e-3)
 
 
 def public_models(libraries: Sequence[str] = LIBRARIES) -> list[PublicModel]:
