@@ -1,7 +1,7 @@
 """What an audit costs: a step that is audited beside one that is not, on 2 processes.
 
 The repeated micro-batch is 1 of those that a rank has in a step, so an audit costs less the more it has: 1 is the
-worst, 4 is what `recipe.microbatches` gives to 2 processes when left out. With `placement.audit_every=100`, 1 % of the
+worst, 4 is what a batch of 256 gives to 2 processes by default. With `placement.audit_every=100`, 1 % of the
 time is the time of one step; so an audited step may take at most twice as long. In a pipeline all of it is done twice,
 and weights travel before: it may take half a step more.
 """

@@ -26,7 +26,7 @@ ALLOWED = {
     "ranks": ["core", "device", "comm"],
     "tasks": ["core"],
     "data": ["core", "tasks"],
-    "models": ["core", "tasks", "device/kernels", "device/meta"],
+    "models": ["core", "tasks", "device/cached_tensors", "device/kernels", "device/meta"],
     "parallel": ["core", "device", "comm", "tasks"],
     "strategies": ["core", "device", "comm", "tasks", "parallel"],
     "training": ["core", "device", "comm", "ranks", "tasks", "data", "parallel/engine"],

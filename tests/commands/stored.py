@@ -72,6 +72,7 @@ def prices(here: Path) -> None:
         '  model: {name: "stored:scores"}\n'
         "  data: {name: table, root: prices.csv, options: {target: price, validation: 0}}\n"
         "  batch: 48\n"
+        "  microbatches: 8\n"
         "  steps: 4\n"
         "  optimizer: {lr: 0.1}\n"
         "run: {save_every: {steps: 2}, log_every: 1, tensorboard: false}\n"

@@ -59,7 +59,7 @@ def test_the_placements_of_a_script_are_options_and_not_overrides(run, tmp_path)
     (tmp_path / "mine.py").write_text(
         f"import sys\nsys.path.append({shared!r})\nimport loops\nloops.training(epochs=int(sys.argv[1]))\n"
     )
-    command = run("verify", "mine.py", "1", "--steps=2", "--processes=2", "--strategy=ddp")
+    command = run("verify", "--steps=2", "--processes=2", "--strategy=ddp", "mine.py", "1")
     assert command.out == "ddp on 2: identical, 2 steps\n"
 
 

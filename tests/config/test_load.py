@@ -317,7 +317,8 @@ def test_more_processes_than_micro_batches_are_told_with_the_rest():
     found = problems("digits", "placement.processes=5", "recipe.epochs=many")
     assert found == [
         "override placement.processes: 5 processes but only 4 micro-batches; use at most 4 processes, or set "
-        "recipe.microbatches=5, which is another recipe: other bits, and BatchNorm over fewer samples",
+        "recipe.microbatches=5, which changes the numbers: BatchNorm normalises over fewer samples, and sums are added "
+        "in another order",
         "override recipe.epochs: expected a whole number; got 'many'",
     ]
     assert load("digits", ["placement.processes=4"]).config.placement.processes == 4
@@ -333,7 +334,9 @@ def test_more_processes_than_micro_batches_are_told_with_the_rest():
         (["recipe.microbatches=4"], 4),
         (["recipe.microbatch=64"], 4),
         (["recipe.microbatch="], 8),
-        (["recipe.batch=4", "recipe.microbatch="], 4),
+        (["recipe.batch=32", "recipe.microbatch="], 1),
+        (["recipe.batch=33", "recipe.microbatch="], 2),
+        (["recipe.batch=4", "recipe.microbatch="], 1),
     ],
 )
 def test_micro_batches_by_their_size_are_more_in_a_larger_batch(words: list[str], count: int):

@@ -1,7 +1,11 @@
 """Batches of any structure: their tensors, their places, and back again."""
 
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,3 +42,33 @@ def test_a_model_takes_inputs_by_position_or_by_name() -> None:
     one, two = torch.ones(()), torch.full((), 2.0)
     assert batch.call(Difference(), (one, two)).item() == -1.0
     assert batch.call(Difference(), {"b": one, "a": two}).item() == 1.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch as a class of the user's own."""
+
+    x: Tensor
+    rest: Any
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Pair(torch.ones(3, 2), {"y": torch.zeros(3), "name": "a"}),
+        lambda: SimpleNamespace(x=torch.ones(3, 2), rest=(torch.zeros(3), "a")),
+        lambda: UserDict(x=torch.ones(3, 2), y=torch.zeros(3)),
+    ],
+)
+def test_an_object_is_a_batch_by_its_attributes(made: Any) -> None:
+    nested = [made(), 5]
+    assert [each.shape for each in batch.tensors_of(nested)] == [(3, 2), (3,)]
+    changed, five = batch.map_tensors(lambda tensor: tensor + 1, nested)
+    assert (type(changed), five) == (type(nested[0]), 5)
+    assert [each.unique().item() for each in batch.tensors_of(changed)] == [2, 1]
+    assert [each.unique().item() for each in batch.tensors_of(nested)] == [1, 0]  # which is left alone
+    assert [path.startswith("[0]") for path, _ in batch.with_paths(nested)][:2] == [True, True]
+    paths = batch.map_with_paths(lambda path, leaf: path if isinstance(leaf, Tensor) else leaf, nested)
+    assert [each for each, leaf in batch.with_paths(nested) if isinstance(leaf, Tensor)] == [
+        leaf for _, leaf in batch.with_paths(paths) if isinstance(leaf, str) and leaf.startswith("[0]")
+    ]

@@ -16,6 +16,11 @@ def test_one_more_is_refused_with_both_ways_out() -> None:
         check_work(5, 4)
 
 
+def test_a_second_process_for_one_micro_batch_is_told_the_number_to_set() -> None:
+    with pytest.raises(UsageError, match=r"2 processes but only 1 micro-batch; .*recipe.microbatches=2, which changes"):
+        check_work(2, 1)
+
+
 def test_what_does_not_divide_is_refused_though_it_is_smaller() -> None:
     check_divides("replicate=2", 2, 4)
     with pytest.raises(UsageError, match="replicate=3 does not divide 4 processes; use 1, 2, 4"):

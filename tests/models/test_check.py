@@ -194,3 +194,29 @@ def test_a_model_that_cannot_compute_in_another_dtype_is_refused(build: Callable
 
 def test_a_model_that_can_is_not() -> None:
     check_dtype(digits_convnet, computing_in, name="m", inputs=(torch.zeros(2, 1, 8, 8),), dtype=torch.bfloat16)
+
+
+def clamp_gradient(parameter: nn.Parameter) -> object:
+    return parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+def clamp_accumulated_gradient(parameter: nn.Parameter) -> object:
+    return parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-1, 1))  # type: ignore[union-attr]
+
+
+def clamp_in_its_node(parameter: nn.Parameter) -> object:
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_prehook(lambda gradients: tuple(gradient.clamp(-1, 1) for gradient in gradients))
+    return node  # keeps it, and its hook, alive
+
+
+@pytest.mark.parametrize("add_hook", [clamp_gradient, clamp_accumulated_gradient, clamp_in_its_node])
+def test_a_hook_of_a_gradient_which_sharded_strategies_would_drop_is_refused(
+    add_hook: Callable[[nn.Parameter], object],
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    check_weights("m", model)
+    hook = add_hook(model[1].weight)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"model m: 1\.weight has a hook of its gradient"):
+        check_weights("m", model)
+    del hook

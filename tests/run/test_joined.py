@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,143 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             for batch in step:
                 step.backward(sum=loops.loss(model, batch))
             step.update()
-        assert [*run.steps(**given | {"dataset": loops.data()})] == []  # which is the same
+        with pytest.raises(lockstep.UsageError, match="no step is left of epochs=2: 6 steps are done"):
+            run.steps(**given | {"dataset": loops.data()})  # which is the same
         with pytest.raises(
             lockstep.UsageError,
             match=r"another dataset, .*; a run has one of each; train what",
         ):
             run.steps(**given | other)
+
+
+def test_a_run_that_began_with_the_earlier_default_of_eight_micro_batches_resumes(tmp_path):
+    def resume(until: int, **given: Any) -> int:
+        with joined(tmp_path / "run") as run:
+            model, _ = loops.placed(run)
+            for step in run.steps(loops.data(), batch=16, steps=until, **given):
+                for batch in step:
+                    step.backward(sum=loops.loss(model, batch))
+                step.update()
+            return run._loop["microbatches"]
+
+    assert resume(1, microbatches=8) == 8
+    assert resume(2) == 8
+    with pytest.raises(UsageError, match=r"microbatches: 8, and now 1"):
+        resume(3, microbatches=1)
+    shutil.rmtree(tmp_path / "run")
+    assert resume(1) == 1
+
+
+def test_an_epoch_loop_around_the_steps_is_refused_and_told_both_ways():
+    with joined() as run:
+        model, _ = loops.placed(run)
+        assert steps(run, model) == [1, 2, 3]
+        with pytest.raises(
+            UsageError,
+            match=r"epochs=1: 3 steps are done \(.*test_joined\.py:\d+\); `epochs` counts from the start of the run: "
+            r"drop the outer loop, or write `epochs=epoch \+ 1`",
+        ):
+            steps(run, model)
+
+
+def test_an_epoch_loop_that_counts_from_the_start_prints_one_summary(tmp_path, capsys):
+    with joined(tmp_path / "run") as run:
+        model, _ = loops.placed(run)
+        assert [steps(run, model, epochs=epoch + 1) for epoch in range(2)] == [[1, 2, 3], [4, 5, 6]]
+    assert capsys.readouterr().out.count("40 training samples") == 1
+    with joined(tmp_path / "run") as run:  # it is complete
+        model, _ = loops.placed(run)
+        assert [steps(run, model, epochs=epoch + 1) for epoch in range(2)] == [[], []]
+
+
+def test_a_run_of_no_steps_is_refused():
+    with joined() as run:
+        model, _ = loops.placed(run)
+        with pytest.raises(UsageError, match=r"run\.steps: no step is left of epochs=0: 0 steps are done"):
+            steps(run, model, epochs=0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_later_micro_batch_of_one_sample_for_batchnorm_is_refused_in_the_first_step(drop_last):
+    def train(run: Any) -> list[int]:
+        model, _ = loops.placed(run)
+        return [
+            step.number
+            for step, *batch in loops.micro_batches(
+                run.steps(loops.data(41), batch=8, microbatches=2, epochs=1, drop_last=drop_last)
+            )
+            if step.backward(sum=loops.loss(model, batch)) is None
+        ]
+
+    with joined() as run:
+        if drop_last:
+            assert train(run)[-1] == 5
+            return
+        with pytest.raises(
+            UsageError, match=r"last step of an epoch has a single sample, and BatchNorm.*drop_last=True"
+        ):
+            train(run)
+        assert run.step == 0
+
+
+def test_batchnorm_over_many_values_of_one_sample_is_taken():
+    with joined() as run:
+        model = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, 3))
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step, *batch in loops.micro_batches(run.steps(loops.data(5), batch=4, microbatches=2, epochs=1)):
+            step.backward(sum=loops.loss(model, batch))
+        assert run.step == 2
+
+
+def trained(make: Callable[[nn.Module], torch.optim.Optimizer], **update: Any) -> str:
+    """Train a linear model of two layers, of which the first is frozen, and return the hash of its weights."""
+    with joined() as run:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        model[0].requires_grad_(False)
+        model, _ = run.place(model, make(model))
+        for step, *batch in loops.micro_batches(loops.steps(run), **update):
+            step.backward(sum=loops.loss(model, batch))
+        return run.fingerprint()
+
+
+def test_frozen_parameters_of_the_optimizer_are_passed_over_as_torch_does():
+    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    expected = trained(lambda model: adam(model[1].parameters()))
+    assert trained(lambda model: adam(model.parameters())) == expected
+    assert trained(lambda model: adam([{"params": each.parameters()} for each in model])) == expected
+
+
+def test_the_rate_of_an_optimizer_may_be_zero_and_come_from_a_schedule():
+    expected = trained(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert trained(lambda model: torch.optim.SGD(model.parameters(), lr=0.0), lr=0.1) == expected
+
+
+def test_groups_with_rates_of_their_own_are_trained_and_reported_at_these(capsys):
+    expected = trained(lambda model: torch.optim.SGD(model.parameters(), lr=0.3))
+    for default in ({}, {"lr": 0.0}):
+        capsys.readouterr()
+        assert (
+            trained(lambda model, d=default: torch.optim.SGD([{"params": model.parameters(), "lr": 0.3}], **d))
+            == expected
+        )
+        assert "lr 0.3 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda model: [torch.optim.SGD(each.parameters(), 0.1) for each in model],
+            r"2 optimizers in a list.*of=\"G\"",
+        ),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss several times.*SGD or Adam"),
+    ],
+)
+def test_optimizers_that_cannot_be_taken_are_told_what_to_write(make, said):
+    with joined() as run:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        with pytest.raises(UsageError, match=said):
+            run.place(model, make(model))
 
 
 def test_batchnorm_over_one_sample_says_how_to_leave_it_out():

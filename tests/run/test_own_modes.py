@@ -56,7 +56,7 @@ def saved_before_a_switch(run: Any, at_head: bool) -> None:
         if at_head:
             model.train()
         for batch in step:
-            step.backward(loops.loss(model, batch))
+            step.backward(sum=loops.loss(model, batch))
         step.update()
         if step.number == 2:
             run.save()

@@ -21,7 +21,7 @@ from lockstep.comm.world import World
 pytestmark = pytest.mark.worlds
 CALLS: dict[str, Callable[[Any, nn.Module], object]] = {
     "place": lambda run, _: loops.placed(run),
-    "steps": lambda run, _: run.steps(loops.data(), batch=16, steps=9),
+    "steps": lambda run, _: run.steps(loops.data(), batch=16, microbatches=4, steps=9),
     "each": lambda run, _: [*run.each(loops.data())],
     "sum": lambda run, model: run.sum(loops.loss(model, batch) for batch in run.each(loops.data())),
     "save": lambda run, _: run.save(),

@@ -10,20 +10,25 @@ import worlds
 from loop_ends import ended
 from torch.utils.data import TensorDataset
 
+from lockstep.core.sample_order import SampleOrder
 from lockstep.data.items import Items
 from lockstep.errors import UsageError
+from lockstep.orders import Weighted
 from lockstep.run.own_plan import OwnPlan, make_plan
 
 
 def plan(batch: int, microbatches: int | None, microbatch: int | None) -> OwnPlan:
-    return make_plan(Items(range(100), None), batch, microbatches, microbatch, 1, None, None, False)
+    order = SampleOrder("shuffled", 0, 100)
+    return make_plan(Items(range(100), None), batch, microbatches, microbatch, 1, None, None, False, order)
 
 
 @pytest.mark.parametrize(
     ("batch", "microbatches", "microbatch", "count"),
     [
-        (64, None, None, 8),
-        (4, None, None, 4),
+        (256, None, None, 8),
+        (32, None, None, 1),
+        (33, None, None, 2),
+        (4, None, None, 1),
         (64, 2, None, 2),
         (64, None, 4, 16),
         (65, None, 4, 17),
@@ -42,6 +47,21 @@ def test_one_of_both_is_given(microbatches: int | None, microbatch: int) -> None
         plan(64, microbatches, microbatch)
 
 
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "found"),
+    [
+        (32, 2, ""),  # the last step has 4 samples
+        (16, 3, "the last step of an epoch has 4 samples in 3 micro-batches, some of one sample"),
+        (33, 8, "the last step of an epoch has a single sample"),
+        (20, 11, "the last step of an epoch has 20 samples in 11 micro-batches, some of one sample"),
+        (48, 25, "the last step of an epoch has 4 samples in 4 micro-batches, some of one sample"),
+        (50, 25, ""),
+    ],
+)
+def test_micro_batches_of_one_sample_are_foreseen(batch: int, microbatches: int, found: str) -> None:
+    assert plan(batch, microbatches, None).too_few == found
+
+
 def weights_by_rank(run: Any) -> None:
     torch.manual_seed(run.rank)  # as many scripts for other frameworks do
     loops.placed(run)
@@ -49,13 +69,13 @@ def weights_by_rank(run: Any) -> None:
 
 def samples_by_rank(run: Any) -> None:
     loops.placed(run)
-    for _ in run.steps(TensorDataset(*loops.data()[run.rank :: run.size]), batch=8, steps=1):
+    for _ in run.steps(TensorDataset(*loops.data()[run.rank :: run.size]), batch=8, microbatches=2, steps=1):
         pass
 
 
 def fewer_samples(run: Any) -> None:
     loops.placed(run)
-    for _ in run.steps(loops.data(40 - run.rank), batch=8, steps=1):
+    for _ in run.steps(loops.data(40 - run.rank), batch=8, microbatches=2, steps=1):
         pass
 
 
@@ -79,3 +99,25 @@ def test_another_dataset_on_a_rank_is_refused(loop: Any, differ: str) -> None:
         assert re.match(f"run.steps: {differ}", text), text
         assert "test_own_plan.py" in text
         assert text.endswith("; give every rank the same, and the whole dataset: run.steps shares it out")
+
+
+def order_by_rank(run: Any) -> None:
+    loops.placed(run)
+    given: Any = {"order": lambda epoch: [(each + epoch * run.rank) % 40 for each in range(40)]}
+    for step, *batch in loops.micro_batches(run.steps(loops.data(), batch=16, microbatches=4, epochs=2, **given)):
+        step.backward(sum=loops.loss(run._model, batch))
+
+
+def order_of_epochs(run: Any) -> None:
+    loops.placed(run)
+    order = Weighted([1 + each % 3 for each in range(40)], seed=5, samples=30)
+    for step, *batch in loops.micro_batches(run.steps(loops.data(), batch=12, microbatches=4, epochs=2, order=order)):
+        step.backward(sum=loops.loss(run._model, batch))
+
+
+@pytest.mark.worlds
+def test_an_order_of_the_loop_is_the_same_on_every_rank_or_refused() -> None:
+    [one] = worlds.run(1, ended, "single", order_of_epochs)
+    assert {*worlds.run(3, ended, "ddp", order_of_epochs), *worlds.run(2, ended, "zero3", order_of_epochs)} == {one}
+    for text in worlds.run(2, ended, "ddp", order_by_rank):
+        assert re.match(r"run.steps: the order of epoch 1: rank 1 .*; let order= follow from the epoch", text), text

@@ -11,6 +11,7 @@ from loop_ends import ended
 from one_process import joined
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import lockstep
 
@@ -112,3 +113,51 @@ def test_means_are_scaled_for_fp16_as_sums_are() -> None:
                 step.update()
             found[form] = run.fingerprint()
     assert found["mean"] == found["sum"]
+
+
+def test_a_microbatch_that_weighs_nothing_counts_for_nothing_though_its_mean_is_not_finite() -> None:
+    inputs = torch.randn(16, 6)
+    targets = torch.arange(16) % 3
+    mask = torch.arange(16) < 5  # of the micro-batches, some are without any
+    dataset = TensorDataset(inputs, targets, mask)
+    found = []
+    for mean in (True, False):
+        with joined() as run:
+            model, _ = linear(run)
+            options = {"batch": 16, "microbatches": 8, "steps": 2, "weight": lambda batch: int(batch[2].sum())}
+            empty = 0
+            for step in run.steps(dataset, **options):
+                for x, y, counts in step:
+                    empty += not counts.any()
+                    losses = F.cross_entropy(model(x), y, reduction="none") * counts
+                    step.backward(**({"mean": losses.sum() / counts.sum()} if mean else {"sum": losses.sum()}))
+                step.update()
+            assert empty
+            assert step.loss.isfinite()
+            found.append(model.weight.detach().clone())
+    torch.testing.assert_close(*found)
+
+
+def two_passes(between: Callable[[Any], None], change: Callable[[Tensor], Tensor]) -> None:
+    with joined() as run:
+        model = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)})
+        groups = [{"params": model[name].parameters(), "name": name} for name in ("a", "b")]
+        model, _ = run.place(model, torch.optim.SGD(groups, lr=0.1))  # type: ignore[assignment]
+        for step in loops.steps(run):
+            for name in ("a", "b"):
+                for x, y in step:
+                    step.backward(mean=F.cross_entropy(model[name](change(x)), y))
+                between(step) if name == "a" else step.update(of=name)
+
+
+def test_a_second_pass_without_an_update_of_its_own_shows_the_line_to_write() -> None:
+    with pytest.raises(lockstep.UsageError, match=r'gone through a second time .*step.update\(of="D"\)'):
+        two_passes(lambda step: step.update(), lambda x: x)
+
+
+def test_a_batch_that_an_earlier_pass_changed_in_place_is_refused() -> None:
+    two_passes(lambda step: step.update(of="a"), lambda x: x + 1)
+    with pytest.raises(
+        lockstep.UsageError, match=r"step 1: an earlier pass changed its batch in place.*x = x \+ noise"
+    ):
+        two_passes(lambda step: step.update(of="a"), lambda x: x.add_(1))

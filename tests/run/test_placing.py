@@ -46,7 +46,7 @@ def test_adagrad_does_what_it_does_in_plain_pytorch() -> None:
         model, _ = run.place(model, Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5))
         for step in run.steps(loops.data(), batch=40, microbatches=1, steps=3):
             for inputs, targets in step:
-                step.backward(loops.loss(model, (inputs, targets)))
+                step.backward(sum=loops.loss(model, (inputs, targets)))
             step.update()
         optimizer = Adagrad(plain.parameters(), lr=0.1, initial_accumulator_value=0.5)
         for _ in range(3):

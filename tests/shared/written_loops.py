@@ -1158,7 +1158,7 @@ def drawn_after_the_micro_batches(run):
     for step in run.steps(data(33), batch=16, microbatches=4, epochs=2):
         for x, y in step:
             outputs = model(share * x + (1 - share) * x.flip(0))
-            step.backward(share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
+            step.backward(sum=share * summed(outputs, y) + (1 - share) * summed(outputs, y.flip(0)))
         share = (np.random.random() + random.random() + float(torch.rand(()))) / 3
         step.update()
 
@@ -1169,7 +1169,7 @@ def autocast_around_the_loop(run):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for step in run.steps(data(36), batch=18, microbatches=6, epochs=1):  # <-
             for x, y in step:
-                step.backward(summed(model(x), y))
+                step.backward(sum=summed(model(x), y))
             step.update()
 
 
@@ -1180,7 +1180,7 @@ def autocast_around_the_iteration(run):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for step in iterator:  # <-
             for x, y in step:
-                step.backward(summed(model(x), y))
+                step.backward(sum=summed(model(x), y))
             step.update()
 
 

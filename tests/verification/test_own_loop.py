@@ -13,6 +13,7 @@ import lockstep
 from lockstep.verification.own_loop import check_placements, script
 
 HSDP = {"name": "hsdp", "replicate": 2}
+compared = partial(check_placements, seed=None)  # without the resumed run, which has tests of its own below
 
 
 def test_a_loop_gives_the_same_numbers_on_all_strategies():
@@ -20,11 +21,14 @@ def test_a_loop_gives_the_same_numbers_on_all_strategies():
     assert [row.line for row in rows] == [
         "single on 1: identical, 6 steps",
         *(f"{name} on 3: identical, 6 steps" for name in ("ddp", "zero1", "zero2", "zero3")),
+        "zero3 on 3, stopped after step 5 (seed 0) and resumed by single on 1: identical, 1 step",
     ]
 
 
 def test_hsdp_and_a_folder_take_part_and_a_pipeline_needs_a_task():
-    rows = lockstep.verify(partial(loops.training, "kept"), processes=(4,), strategies=(HSDP, "pipeline"), steps=3)
+    rows = lockstep.verify(
+        partial(loops.training, "kept"), processes=(4,), strategies=(HSDP, "pipeline"), steps=3, seed=None
+    )
     assert rows[0].line == "hsdp on 4: identical, 3 steps"
     assert rows[1].verdict == "not possible"
     assert "strategy pipeline: a pipeline has to know what goes into the model" in rows[1].reason
@@ -33,7 +37,7 @@ def test_hsdp_and_a_folder_take_part_and_a_pipeline_needs_a_task():
 
 def test_a_model_in_chunks_is_sliced():
     places = ("tensor", {"name": "mesh", "pipe": 2}, "expert")
-    rows = lockstep.verify(loops.in_chunks, processes=(2,), strategies=places)
+    rows = lockstep.verify(loops.in_chunks, processes=(2,), strategies=places, seed=None)
     assert [row.verdict for row in rows] == ["identical", "not possible", "not possible"], [row.line for row in rows]
     assert "strategy expert: the model has no experts that are known" in rows[2].reason
 
@@ -53,19 +57,19 @@ BEYOND = pytest.mark.extended("a strategy that cuts nothing and one that cuts al
     ids=["gate", "all"],
 )
 def test_bf16_compute_is_that_of_a_recipe_on_all_strategies(processes, strategies):
-    rows = lockstep.verify(loops.in_bf16, processes=processes, strategies=strategies)
+    rows = lockstep.verify(loops.in_bf16, processes=processes, strategies=strategies, seed=None)
     assert len(rows) >= len(strategies)
     assert {row.verdict for row in rows} == {"identical"}, [row.line for row in rows]
 
 
 def test_two_models_are_trained_as_one():
-    rows = lockstep.verify(loops.of_two, processes=(2,), strategies=("ddp", "zero3"))
+    rows = lockstep.verify(loops.of_two, processes=(2,), strategies=("ddp", "zero3"), seed=None)
     assert rows[0].line == "ddp on 2: identical, 3 steps"
     assert (rows[1].verdict, "a ModuleDict has no forward" in rows[1].reason) == ("not possible", True)
 
 
 def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other():
-    [row] = check_placements(loops.exchanging, (3,), ("ddp",), None)
+    [row] = compared(loops.exchanging, (3,), ("ddp",), None)
     assert row.verdict == "failed"
     assert re.search(r"step 1: torch\.distributed\.all_reduce within the step.*loops\.py:\d+\)", row.reason)
 
@@ -97,24 +101,24 @@ def test_a_function_without_a_run_is_refused():
 def test_a_script_is_a_function_with_arguments(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import sys, loops\nloops.training(epochs=int(sys.argv[1]))\n")
-    [row] = lockstep.verify(script(file, ["1"]), processes=(2,), strategies=("ddp",))
+    [row] = lockstep.verify(script(file, ["1"]), processes=(2,), strategies=("ddp",), seed=None)
     assert row.line == "ddp on 2: identical, 3 steps"
 
 
 def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
-    [row] = check_placements(loops.in_order_of_names, (1,), (), None)
+    [row] = compared(loops.in_order_of_names, (1,), (), None)
     assert re.match(
         r"single on 1: differs: step 1: .*; likely cause: the order of a set of strings.*PYTHONHASHSEED", row.line
     )
 
 
 def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
-    [row] = check_placements(lambda: loops.training(epochs=1), (1,), (), 1)
+    [row] = compared(lambda: loops.training(epochs=1), (1,), (), 1)
     assert row.line.startswith("single on 1: identical, 1 step, with the same order of sets: give a function of a mod")
 
 
 def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
-    [row] = check_placements(loops.as_long_as_ranks, (2,), ("ddp",), 2)
+    [row] = compared(loops.as_long_as_ranks, (2,), ("ddp",), 2)
     assert re.match(
         r"ddp on 2: differs: run.steps: steps is 6, not 3; likely cause: the loop reads the rank or "
         r"the number of ranks \(\S*loops\.py:\d+\); let",
@@ -131,7 +135,7 @@ def test_what_only_one_process_passes_is_a_failure_and_what_no_strategy_can_be_i
 
 @pytest.mark.parametrize("processes", [(1, 2), (2,)])
 def test_data_that_changes_when_it_is_fetched_again_is_found_before_a_sample_comes_twice(processes):
-    first, other = check_placements(loops.with_noise_kept, processes, ("ddp",), 2)
+    first, other = compared(loops.with_noise_kept, processes, ("ddp",), 2)
     assert re.match(
         r"single on 1: differs: item 39 of the training data set \(\S*loops\.py:\d+\) changes when it is fetched "
         r"again: it has other random draws \(1 of the items tried do\)",
@@ -191,7 +195,7 @@ class Caching(Remembering):
     ],
 )
 def test_what_a_loop_keeps_is_named(model, kept):
-    [row] = check_placements(partial(train, model=model), (2,), ("ddp",), 2)
+    [row] = compared(partial(train, model=model), (2,), ("ddp",), 2)
     assert re.search(rf"differs: step 1: .*; likely cause: the loop keeps ({kept}) from one step to the next", row.line)
 
 
@@ -236,10 +240,10 @@ SILENT = {
 @pytest.mark.parametrize("case", SILENT)
 def test_what_the_guard_refuses_is_found_by_the_comparison_alone(case):
     function, strategy = SILENT[case]
-    [row] = check_placements(function, (2,), (strategy,), None, guarded=False)
+    [row] = compared(function, (2,), (strategy,), None, guarded=False)
     assert row.verdict == "differs", row.line
     with pytest.raises(lockstep.UsageError, match="the reference, one process: "):
-        list(check_placements(function, (2,), (strategy,), None))
+        list(compared(function, (2,), (strategy,), None))
 
 
 def divided():
@@ -251,7 +255,7 @@ def divided():
 
 def test_a_loss_that_is_divided_is_alike_on_all_placements_and_refused_without_a_guard_too():
     with pytest.raises(lockstep.UsageError, match="the loss is a mean: a sum that is divided by 4"):
-        list(check_placements(divided, (2,), ("ddp",), None, guarded=False))
+        list(compared(divided, (2,), ("ddp",), None, guarded=False))
 
 
 def decayed(_model, optimizer):
@@ -263,7 +267,54 @@ def hooked(_model, optimizer):
 
 
 def test_settings_of_a_group_take_effect_without_a_guard_and_hooks_are_refused():
-    rows = [*check_placements(partial(train, after_update=decayed), (2,), ("ddp", "zero3"), None, guarded=False)]
+    rows = [*compared(partial(train, after_update=decayed), (2,), ("ddp", "zero3"), None, guarded=False)]
     assert [row.verdict for row in rows] == ["identical", "identical"]
     with pytest.raises(lockstep.UsageError, match=r"optimizer\.register_step_pre_hook\(\) is not this loop's to call"):
-        list(check_placements(partial(train, after_update=hooked), (2,), ("ddp",), None, guarded=False))
+        list(compared(partial(train, after_update=hooked), (2,), ("ddp",), None, guarded=False))
+
+
+# A run that is stopped and resumed loses what only the script holds.
+
+
+def resumable(kind: str, folder: str | None = None) -> None:
+    run = lockstep.join(seed=3, dir=folder)
+    model, _ = loops.placed(run)
+    count, generator, queue, total = 0, torch.Generator().manual_seed(1), torch.zeros(3), 0.0
+    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=2):
+        for batch in step:
+            factor = {"count": 1.0 + count, "queue": 1.0 + queue.mean()}.get(kind, 1.0)
+            step.backward(sum=loops.loss(model, batch) * factor)
+        step.update(lr=float(torch.rand((), generator=generator)) if kind == "generator" else 0.1)
+        total += float(step.loss)
+        if kind == "count":
+            count += 1
+        if kind == "queue":
+            queue = torch.cat([queue[1:], torch.tensor([step.loss.float() * 0 + step.number])])
+
+
+def test_a_loop_without_state_of_its_own_is_resumed_on_another_placement():
+    [shared, resumed] = check_placements(partial(resumable, "none"), (2,), ("ddp",), 4)
+    assert shared.line == "ddp on 2: identical, 4 steps"
+    assert resumed.line == "ddp on 2, stopped after step 3 (seed 0) and resumed by single on 1: identical, 1 step"
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("count", r"count \(\d -> 0, \S*test_own_loop\.py:\d+\)"),
+        ("queue", r"queue \(a tensor, \S*test_own_loop\.py:\d+\)"),
+        ("generator", r"generator \(a generator, \S*test_own_loop\.py:\d+\)"),
+    ],
+)
+def test_what_a_resume_loses_is_named(kind, lost):
+    folder = "kept" if kind == "queue" else None
+    # A lambda is not sent to a new process, which would import torch anew.
+    *_, resumed = check_placements(lambda: resumable(kind, folder), (1,), (), 3)
+    assert re.match(
+        rf"single on 1, stopped after step \d \(seed 0\) and resumed by single on 1: differs: step \d: .*; "
+        rf"likely cause: no checkpoint holds {lost}; keep numbers in run\.state",
+        resumed.line,
+    )
+    assert ("--no-resume" in resumed.line) == (folder is None)
+    assert not Path("kept").exists()

@@ -324,8 +324,8 @@ class Sharded:
     def _foreign_backward(self) -> UsageError:
         return refusal(
             "a backward that is not step.backward goes through the placed model, whose weights are in rows",
-            "give the whole loss to step.backward, once for each micro-batch; for a derivative beside it use strategy "
-            "ddp or zero1",
+            "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative beside it "
+            "use strategy ddp or zero1",
         )
 
     def _count_parameters(self) -> None:

@@ -385,6 +385,12 @@ def open_world(
     info = rendezvous.info
     on_gpu = device.type == "cuda"
     carried_by = resolve_backend(backend, on_gpu)
+    found = process_group()
+    if found is not None and found != (info.rank, info.size):
+        raise UsageError(
+            f"torch.distributed: a process group is open, in which this is rank {found[0]} of {found[1]}, and not "
+            f"{info.rank} of {info.size}; call lockstep.join before it is opened, or after it is destroyed"
+        )
     if rendezvous.store is None:
         return World(info, device)
     if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
@@ -396,13 +402,8 @@ def open_world(
     backends = _backends(device, carried_by)
     with translate_peer_errors():
         own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
-        if (found := process_group()) is None:
+        if found is None:
             dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
-        elif found != (info.rank, info.size):
-            raise UsageError(
-                f"torch.distributed: a process group is open, in which this is rank {found[0]} of {found[1]}, and not "
-                f"{info.rank} of {info.size}; call lockstep.join before it is opened, or after it is destroyed"
-            )
         first = dist.group.WORLD if found is None else dist.new_group(timeout=timeout, backend=backends)
         second = dist.new_group(timeout=timeout, backend=backends)
     assert isinstance(first, dist.ProcessGroup)

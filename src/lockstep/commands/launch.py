@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from lockstep.commands._script import ScriptCommand
 from lockstep.errors import UsageError
 from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
 from lockstep.launchers import node
 from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
 
 
-@click.command("launch")
+@click.command("launch", cls=ScriptCommand)
 @click.option("--on", type=click.Choice(list(starters())), default="local", show_default=True, help="Launcher to use.")
 @click.option(
     "--nodes",

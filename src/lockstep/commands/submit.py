@@ -4,12 +4,13 @@ import sys
 
 import click
 
+from lockstep.commands._script import ScriptCommand
 from lockstep.errors import UsageError
 from lockstep.launchers.job import RESTARTS, Job, Resources, with_python
 from lockstep.launchers.kubernetes import KINDS, Cluster
 
 
-@click.command("submit")
+@click.command("submit", cls=ScriptCommand)
 @click.option("--on", type=click.Choice(["slurm", "kubernetes"]), default="slurm", show_default=True, help="Where to.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of hosts.")
 @click.option(

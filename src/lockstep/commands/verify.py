@@ -11,6 +11,7 @@ import click
 
 from lockstep.commands import _completion, _recipe
 from lockstep.commands._overrides import split_overrides
+from lockstep.commands._script import ScriptCommand, misplaced_options
 from lockstep.common.names import choices
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
@@ -19,10 +20,14 @@ from lockstep.launchers import check_alone
 _WIDEST: Final = 200  # characters of a line that is not for a terminal
 
 
-@click.command("verify")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.command("verify", cls=ScriptCommand)
+@click.argument(
+    "words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
+)
 @click.option("--processes", type=click.IntRange(1), multiple=True, help="How many for SCRIPT; repeatable.")
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="One for SCRIPT; repeatable.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Draws the step after which SCRIPT is resumed.")
+@click.option("--no-resume", is_flag=True, help="Do not stop and resume SCRIPT.")
 @click.option("--all", "everything", is_flag=True, help="Every exact strategy, on 1 to 4 processes if there may be.")
 @click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Steps to compare.")
 @click.option(
@@ -32,6 +37,8 @@ def command(
     words: tuple[str, ...],
     processes: tuple[int, ...],
     strategies: tuple[str, ...],
+    seed: int,
+    no_resume: bool,
     everything: bool,
     steps: int,
     file: Path | None,
@@ -41,14 +48,18 @@ def command(
     Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
     shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
 
-    Or compare placements of SCRIPT.py, which calls lockstep.join; what follows are its arguments. Left out, these are
-    1 and 2 processes (--all: 1 to 4), and ddp, zero1, zero2 and zero3.
+    Or compare placements of SCRIPT.py, which calls lockstep.join. Options of verify come before the script, and what
+    follows it are its own arguments: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1 and 2
+    processes (--all: 1 to 4) with ddp, zero1, zero2 and zero3. One of them is stopped after a step that --seed draws,
+    and resumed on another.
     """
     if words and words[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
-        raise SystemExit(_script(Path(words[0]), words[1:], counts, strategies, steps))
+        raise SystemExit(_script(Path(words[0]), words[1:], counts, strategies, steps, None if no_resume else seed))
     if processes or strategies:
         raise UsageError("--processes and --strategy are for a script; write placement.processes=N for a recipe")
+    if no_resume or seed:
+        raise UsageError("--seed and --no-resume are for a script; a recipe is resumed half way on each placement")
     from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
 
@@ -73,7 +84,12 @@ def command(
 
 
 def _script(
-    path: Path, arguments: tuple[str, ...], counts: tuple[int, ...], chosen: tuple[str, ...], steps: int
+    path: Path,
+    arguments: tuple[str, ...],
+    counts: tuple[int, ...],
+    chosen: tuple[str, ...],
+    steps: int,
+    seed: int | None,
 ) -> int:
     """Compare a loop of the user's own, and return the exit code."""
     from lockstep.strategies import names
@@ -86,11 +102,13 @@ def _script(
             f"{overrides[0]}: no key of a script; choose placements by --processes N and --strategy NAME, and set the "
             f"rest in its lockstep.join"
         )
+    if misplaced := misplaced_options(command, arguments):
+        click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
     for each in chosen:
         if each not in names() and ":" not in each:
             raise UsageError(f"--strategy {each}: no such strategy{choices(each, names())}")
     rows = []
-    for row in check_placements(script(path, arguments), counts, chosen or STRATEGIES, steps):
+    for row in check_placements(script(path, arguments), counts, chosen or STRATEGIES, steps, seed=seed):
         click.echo(printable(row.line))
         rows.append(row)
     check_compared(rows)

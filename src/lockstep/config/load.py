@@ -13,6 +13,7 @@ from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
 from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
+from lockstep.config.earlier import keep_earlier_defaults
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe, idle_keys
@@ -85,6 +86,7 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
 def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
     dropped = drop_foreign(before, document)
+    keep_earlier_defaults(document)
     config = _valid(document, shares_steps)
     origins = {format_key(path): _origin(path, document) for path, _ in write.leaves(values(config))}
     return Loaded(config, name, origins, [*dropped, *idle_keys(config.recipe)])

@@ -31,7 +31,10 @@ from lockstep.core.rate import Curve
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
-_MICROBATCHES: Final = 8  # of a recipe that does not say how many: the same on every machine, whoever trains it
+# The default size of a micro-batch. With it, a batch of 32 is one micro-batch and trains like a plain loop, and a batch
+# of 256 has eight that as many processes can share. It is the same on every machine, so no machine decides the numbers.
+MICROBATCH: Final = 32
+_EARLIER: Final = 8  # micro-batches of a recipe that gave neither their number nor their size, before that default
 
 
 class WeightsConfig(Section):
@@ -264,8 +267,13 @@ class StartingPoint(Section):
 
 
 def default_microbatches(batch: int, microbatch: int | None = None) -> int:
-    """Follow from the batch and the samples of a micro-batch, so that no machine decides what is computed."""
-    return min(_MICROBATCHES, batch) if microbatch is None else -(-batch // microbatch)
+    """Return the number of micro-batches of a batch if none has more than `microbatch` samples, by default 32."""
+    return -(-batch // (microbatch or MICROBATCH))
+
+
+def earlier_microbatches(batch: int) -> int:
+    """Return the number of micro-batches that was the default of earlier versions, for runs that began with it."""
+    return min(_EARLIER, batch)
 
 
 class Recipe(Section):
@@ -275,7 +283,7 @@ class Recipe(Section):
     model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
-    microbatch: PositiveInt | None = None  # the most samples of one, instead of how many there are
+    microbatch: PositiveInt | None = None  # the most samples of one; 32 unless their number is given
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"], validated.get("microbatch"))
     )

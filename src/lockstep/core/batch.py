@@ -1,6 +1,14 @@
-"""A batch: a tensor, or tuples, lists and mappings of them, however nested; samples run along dim 0 of each tensor."""
+"""A batch: a tensor, or tuples, lists, mappings and dataclasses of them, however nested; samples run along dim 0.
 
+A dataclass, a SimpleNamespace or a UserDict, such as the encodings of transformers, is a batch by its attributes. What
+changes its tensors leaves it alone and returns a shallow copy.
+"""
+
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +24,25 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch, in its order; what is no tensor is left out."""
     if isinstance(batch, Tensor):
         return [batch]
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif held := _attributes(leaf):
+            found += tensors_of(held)
+    return found
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
     """Return the batch with `change` applied to each of its tensors; what is no tensor stays."""
-    return pytree.tree_map_only(Tensor, change, batch)
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        held = _attributes(leaf)
+        return _with_attributes(leaf, map_tensors(change, held)) if held else leaf
+
+    return pytree.tree_map(changed, batch)
 
 
 def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
@@ -32,13 +53,26 @@ def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
 
 def with_paths(batch: Batch) -> list[tuple[str, Any]]:
     """Return each leaf of a batch, tensor or not, and where it stands: `['input']`, `[0]`, "" for the batch itself."""
-    leaves, _ = pytree.tree_flatten_with_path(batch)
-    return [(pytree.keystr(path), leaf) for path, leaf in leaves]
+    found: list[tuple[str, Any]] = []
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        held = {} if isinstance(leaf, Tensor) else _attributes(leaf)
+        found += [(pytree.keystr(path) + inner, each) for inner, each in with_paths(held)] or [
+            (pytree.keystr(path), leaf)
+        ]
+    return found
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
     """Return the batch with `change`, which receives the path, applied to each of its leaves; see `with_paths`."""
-    return pytree.tree_map_with_path(lambda path, leaf: change(pytree.keystr(path), leaf), batch)
+
+    def changed(path: Any, leaf: Any) -> Any:
+        held = {} if isinstance(leaf, Tensor) else _attributes(leaf)
+        if not held:
+            return change(pytree.keystr(path), leaf)
+        inner = map_with_paths(lambda within, each: change(pytree.keystr(path) + within, each), held)
+        return _with_attributes(leaf, inner)
+
+    return pytree.tree_map_with_path(changed, batch)
 
 
 def length(batch: Batch) -> int:
@@ -49,3 +83,17 @@ def length(batch: Batch) -> int:
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Return what the model gives for its inputs."""
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """Return the attributes of an object that is a batch by them; none of any other."""
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+    return dict(vars(leaf)) if isinstance(leaf, SimpleNamespace | UserDict) else {}
+
+
+def _with_attributes(leaf: Any, attributes: Mapping[str, Any]) -> Any:
+    changed = copy(leaf)
+    for name, value in attributes.items():
+        object.__setattr__(changed, name, value)  # a frozen dataclass is copied, and nobody has the copy yet
+    return changed

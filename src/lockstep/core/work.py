@@ -9,10 +9,7 @@ from lockstep.errors import UsageError
 def check_work(processes: int, microbatches: int) -> None:
     """Raise UsageError where some process would never have a micro-batch of its own."""
     if processes > microbatches:
-        raise UsageError(
-            f"placement.processes: {too_few(processes, microbatches)}; where it has recipe.microbatch, a batch of "
-            f"{processes} times that will do too"
-        )
+        raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
 
 
 def check_divides(key: str, number: int, processes: int) -> None:
@@ -36,16 +33,15 @@ def check_several(processes: int, strategy: str) -> None:
 
 
 def too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
-    """Say that there are fewer micro-batches than processes, and what more of them would change.
+    """Describe a step with fewer micro-batches than processes, and the key to set.
 
-    Where the recipe says how many samples a micro-batch has, a larger batch has more of them.
+    If the recipe gives the size of a micro-batch, a larger batch has more of them.
     """
+    parts, most = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
+    found = f"{processes} processes but only {microbatches} {parts}; use at most {microbatches} {most}, or set"
     if microbatch is not None:
-        return (
-            f"{processes} processes but only {microbatches} micro-batches; use at most {microbatches} processes, or "
-            f"set recipe.batch={processes * microbatch}, which is another recipe: other bits"
-        )
+        return f"{found} recipe.batch={processes * microbatch}, which changes the numbers: it is another recipe"
     return (
-        f"{processes} processes but only {microbatches} micro-batches; use at most {microbatches} processes, or set "
-        f"recipe.microbatches={processes}, which is another recipe: other bits, and BatchNorm over fewer samples"
+        f"{found} recipe.microbatches={processes}, which changes the numbers: BatchNorm normalises over fewer samples, "
+        f"and sums are added in another order"
     )

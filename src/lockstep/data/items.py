@@ -164,9 +164,10 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
         raise UsageError(f"{label}: collate gave a {type(batch).__name__} without a tensor; give tensors")
     wrong = next((each for each in tensors if not each.ndim or len(each) != samples), None)
     if wrong is not None:
+        second = wrong.ndim > 1 and wrong.shape[1] == samples
         raise UsageError(
-            f"{label}: collate gave a tensor of shape {list(wrong.shape)} for {samples} samples; "
-            f"let samples run along dim 0 of each tensor"
+            f"{label}: collate gave a tensor of shape {list(wrong.shape)} for {samples} samples; let samples run along "
+            f"dim 0 of each tensor{', and write x = x.transpose(0, 1) in the loop' if second else ''}"
         )
 
 

@@ -24,7 +24,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
-from lockstep.core.shuffle import shuffle
+from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, Copies, prefetch
 from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
@@ -85,6 +85,7 @@ class Loader:
     workers: int = 0
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
+    order: Callable[[int], Order] | None = None  # of an epoch, if it is not shuffled by the seed
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
@@ -92,7 +93,7 @@ class Loader:
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._share = cache(self._share_of)
         # Of the last two epochs: loader processes may be ahead by one.
-        self._order = lru_cache(2)(lambda epoch: shuffle(self.seed, epoch, len(self.data.train)))
+        self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""

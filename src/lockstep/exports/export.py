@@ -28,6 +28,7 @@ from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.adapters import merge_adapters
 from lockstep.run.background import as_words, in_background
+from lockstep.run.chunk_check import check_saved
 from lockstep.run.evaluation import EvalRequest
 from lockstep.tasks.batches import predictions
 
@@ -86,6 +87,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
         raise UsageError(f"{place}: is there already; remove it, or choose another name with --out")
     sample = sample_of(saved)
     model = saved.model()
+    check_saved(saved.path, model, saved.recipe.model, sample.inputs)
     outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
     has_adapters = merge_adapters(model)
     subject = ExportSource(saved, model, sample.inputs, model_card(saved))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.common.own_code import OwnCode, describe_error, place
 from lockstep.core.batch import Inputs, call, length, map_tensors, tensors_of
+from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.tasks.base import Build
@@ -106,7 +107,7 @@ def check_dtype(
 
     It is tried on the meta device. A model that cannot be tried there shows it in its first step.
     """
-    with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
+    with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"), new_tensors_dropped():
         try:
             with torch.device("meta"):
                 model = build().eval()
@@ -208,7 +209,7 @@ def hooked_parameter(model: nn.Module) -> str:
 
 def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
     """Return the outputs in evaluation and in training."""
-    with torch.device(device):
+    with new_tensors_dropped(), torch.device(device):
         model = build()
         check_weights(name, model)
         model.eval()

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, Inputs, call, map_tensors
+from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 from lockstep.device.meta import on_meta
 from lockstep.tasks.base import Build
@@ -56,7 +57,7 @@ def find_refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Lo
     """
     for look in (_on_fake_cuda, _on_the_cpu):
         try:
-            with warnings.catch_warnings(action="ignore"), _deterministic():
+            with warnings.catch_warnings(action="ignore"), new_tensors_dropped(), _deterministic():
                 return look(build, inputs, batch, loss)
         except Exception:  # a stranger's model may raise anything
             continue

@@ -73,9 +73,12 @@ class RunningStatistics:
         if not self.size:
             return
         if applied:
-            self._counts += self._steps
+            training = [layer.training for layer in self._layers]
+            # A layer in evaluation observes nothing, so it counts nothing.
+            self._counts += self._steps if all(training) else self._steps * torch.tensor(training).to(self._steps)
             for number in self._averaging:
-                self._rates[self._places[number]] = 1.0 / self._counts[number]
+                if training[number]:
+                    self._rates[self._places[number]] = 1.0 / self._counts[number]
             # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()

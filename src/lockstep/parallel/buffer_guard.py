@@ -13,6 +13,7 @@ from typing import Final, final
 from torch import Tensor, nn
 
 from lockstep.common.own_code import refusal
+from lockstep.errors import UsageError
 
 _ADVICE: Final = (
     "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "
@@ -56,7 +57,12 @@ class BufferGuard:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Raise UsageError if a training forward, the block, writes a weight or a buffer, or adds a buffer."""
-        noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
+        with self.watch_weights(), self.watch_buffers():
+            yield
+
+    @contextmanager
+    def watch_weights(self) -> Iterator[None]:
+        """Raise UsageError if a training forward, the block, writes a weight."""
         self._forwards += 1
         versions: dict[Tensor, int] = {}
         if self._forwards <= _FIRST_FORWARDS or not self._forwards % _EVERY:
@@ -65,7 +71,13 @@ class BufferGuard:
         for tensor, version in versions.items():
             if tensor._version != version:
                 parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
-                raise refusal(f"the forward writes the weight {self._parameters[parameter]}", _WEIGHT_ADVICE)
+                raise UsageError(f"the forward writes the weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
+
+    @contextmanager
+    def watch_buffers(self) -> Iterator[None]:
+        """Raise UsageError if a training forward, the block, writes a buffer, or adds one."""
+        noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
+        yield
         if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)

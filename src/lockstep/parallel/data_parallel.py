@@ -109,7 +109,9 @@ class DataParallelEngine:
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
-        self._guarded = guard.watch if numerics.guarded else nullcontext
+        self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
+        # A loop of the user's own is watched by itself (run/own_guard.py), which names the line of a write.
+        self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
@@ -137,7 +139,7 @@ class DataParallelEngine:
                 self._at_once(together, step, observed)
                 continue
             for microbatch in together:
-                with self.forward(microbatch, step):
+                with self.forward(microbatch, step), self._weights_guarded():
                     loss = self._loss_of(microbatch, observed)
                 self.backward(microbatch, loss)
         return self.end()._replace(of_task=observed.total(self._world, self._now.leaves))

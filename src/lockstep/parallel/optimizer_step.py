@@ -117,9 +117,13 @@ class Updates:
 
 
 def keep_ratios(optimizer: Optimizer) -> None:
-    """Note in each parameter group whose rate is not the optimizer's what it is times that, as timm's groups do."""
+    """Note in each parameter group whose rate is not the optimizer's what it is times that, as timm's groups do.
+
+    If the optimizer's rate is 0, as for one whose rate comes from a schedule, there are no ratios.
+    """
+    rate = float(optimizer.defaults["lr"])
     for group in optimizer.param_groups:
-        scale = group.get(SCALE, 1.0) * (float(group["lr"]) / float(optimizer.defaults["lr"]))
+        scale = group.get(SCALE, 1.0) * (float(group["lr"]) / rate if rate else 1.0)
         if scale != 1.0:
             group[SCALE] = scale
 

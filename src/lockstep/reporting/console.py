@@ -31,6 +31,7 @@ class Console:
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
+        self._longer = False  # whether that is another length of a run that was described
         self._live: Live | None = None  # where the run is and its figures
         self._began = 0.0
         self._drawn = -float("inf")
@@ -68,10 +69,13 @@ class Console:
             self._live = None
 
     def _start(self, event: Started, time: float) -> None:
+        """Describe the run, or only its new length if a loop of the user's own makes it longer (epochs=epoch + 1)."""
         self.close()
+        self._longer = self._run is not None
         self._run = event
-        for line in wording.start_lines(event, self._rate_rule):
-            self._line(line)
+        if not self._longer:
+            for line in wording.start_lines(event, self._rate_rule):
+                self._line(line)
         self._began, self._drawn, self._evaluated, self._means = time, -float("inf"), "", wording.Means()
         if self._moving:
             self._live = live_on(self._rich)
@@ -97,7 +101,7 @@ class Console:
         return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
     def _finish(self, event: Done) -> None:
-        if self._run is not None:
+        if self._run is not None and not self._longer:
             rows = wording.summary(event, self._run, self._run_dir)
             if self._moving:
                 self._rich.print(_table(rows))

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from lockstep.comm.world import process_group
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
-from lockstep.core.shuffle import shuffle
+from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
 from lockstep.errors import UsageError
 from lockstep.launchers import detect
 
@@ -30,6 +30,9 @@ class BatchSampler(Sampler[list[int]]):
     loop itself has counted, as trainers do (`global_step`); or set `sampler.steps_done` after each update, for what
     calls `state_dict`: an iteration that begins goes by the constructor and by `load_state_dict`.
 
+    `order` is that of `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns the numbers of its
+    samples.
+
     `rank` and `world_size` are those of the process group, or of the launcher before there is one; give both where
     several ranks train on the same samples. UsageError where a rank would have no samples in a step, and, unless
     `uneven`, where ranks would have unequally many: a mean over ranks of means would weigh samples by their rank.
@@ -47,6 +50,7 @@ class BatchSampler(Sampler[list[int]]):
         uneven: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        order: str | NumbersOf = SHUFFLED,
     ) -> None:
         for name, value in (("length", length), ("batch", batch), ("microbatches", microbatches), ("seed", seed)):
             if not isinstance(value, Integral) and not (name == "microbatches" and value is None):
@@ -59,8 +63,8 @@ class BatchSampler(Sampler[list[int]]):
             raise UsageError(f"BatchSampler: rank is {rank} of {size}; ranks go from 0 to {size - 1}")
         self._rank = DataRank(rank, size)
         self._parts = size if microbatches is None else microbatches
-        self._steps = Steps(length, batch, drop_last)
-        self._seed = seed
+        self._order = SampleOrder(order, seed, length, "BatchSampler")
+        self._steps = Steps(self._order.length, batch, drop_last)
         self._uneven = uneven
         self._done: int | None = None  # as it was set
         self._check(microbatches)
@@ -105,7 +109,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"{now[0]} of {now[1]}; make it after the process group, or give rank= and world_size="
             )
         first = self._steps[self._first]
-        order = shuffle(self._seed, first.epoch, self._steps.length)
+        order = self._order.of(first.epoch)
         end = (first.epoch + 1) * self._steps.per_epoch
         for step in map(self._steps.__getitem__, range(first.number, end)):
             microbatches = step.microbatches(self._parts)

@@ -15,6 +15,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
+from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import KEY
@@ -90,7 +91,11 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
     `name` in errors.
     """
     sequence_task(task)
-    trial = partial(_trial, build, task, batch, chunks, name)
+
+    def trial(device: str) -> Sequence[str]:
+        with new_tensors_dropped():
+            return _trial(build, task, batch, chunks, name, device)
+
     with warnings.catch_warnings(action="ignore"), OwnCode(name):
         try:
             takes = trial("meta")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -27,6 +28,7 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
+from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
@@ -40,11 +42,12 @@ from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.data_facts import digest_ends
 from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
+from lockstep.run.model_modes import is_evaluating, mode_dependent_layer
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
 from lockstep.run.own_placed import ChunkPlan, Placed, spread
 from lockstep.run.own_plan import OwnPlan, make_plan
-from lockstep.run.own_resume import read_own, refuse_other, warn_of_changes
+from lockstep.run.own_resume import earlier_microbatches_of, read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
 from lockstep.run.own_step import AFTER_LOOP, Step, seed_all
@@ -52,6 +55,7 @@ from lockstep.run.own_step_sums import StepSums
 from lockstep.run.placing import check_pair, hand_over
 from lockstep.run.probe.probe import items_of_a_loop
 from lockstep.run.strategy import check_strategy
+from lockstep.run.verify_hint import verify_hint
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Logged, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns
@@ -110,6 +114,11 @@ class Run:
         self._state: dict[str, Any] = {}
         self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
         self._modules_checked = 0  # updates of a step
+        self._came_evaluating = False  # the model, to `place`
+        self._too_few = ""  # which steps of the loop have a micro-batch of one sample
+        self._compare_order: Callable[[int], None] | None = None  # of an epoch, between ranks
+        self._first_step = 0  # after which this process began or resumed
+        self._loops = 0  # over run.steps that have begun
         # Its threads keep the run, until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
@@ -178,6 +187,7 @@ class Run:
         check_pair(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
             raise refusal(f"run.place: ema is {ema}", "give a decay from 0 to below 1, such as 0.999")
+        self._came_evaluating = is_evaluating(model)
         own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
             with with_its_line():
@@ -188,6 +198,7 @@ class Run:
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
+                    self._first_step = self.step
                     placed.take_settings(resumed.state.recipe, self._rank.warn)
                     self._state |= resumed.state.recipe.get("state", {})
                 every = self._member.settings.run.digest_every
@@ -212,14 +223,17 @@ class Run:
         weight: Callable[[Batch], int] | None = None,
         collate: Collate | None = None,
         drop_last: bool = False,
+        order: str | NumbersOf = SHUFFLED,
     ) -> Iterator[Step]:
         """Yield the remaining steps, up to so many `epochs` or `steps` counted from the beginning of the run.
 
         `dataset` has a length and items by number, on every rank alike. `batch` is the number of samples of a step over
-        all ranks, which is cut into `microbatches`, or into those of at most `microbatch` samples; left out 8, or
-        `batch` if that is smaller. Batch and number of micro-batches decide the bits.
+        all ranks. It is cut into `microbatches`, or into as few as have at most `microbatch` samples, which defaults to
+        32; their sizes differ by at most one. Batch and number of micro-batches decide the bits.
         `weight` returns what a batch on the CPU counts for, a whole number; left out, its samples. `collate` makes a
-        batch of a list of items. With `drop_last` an epoch has no smaller last step.
+        batch of a list of items. With `drop_last` an epoch has no smaller last step. `order` is `shuffled`,
+        `sequential`, or a function of the epoch, from 0, that returns the numbers of its samples: the same on every
+        rank, and equally many in each epoch. `lockstep.orders` has some.
 
         After the last step the run is saved, if it has a folder. So it is after a signal, which then ends the script
         with exit code 75 (130 for Ctrl-C). UsageError where a resumed run had another length of the dataset, another
@@ -229,7 +243,10 @@ class Run:
         _refuse_autocast("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
-            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last)
+            by = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
+            if microbatches is None and microbatch is None and self._resumed is not None:
+                microbatches = earlier_microbatches_of(self._resumed, batch)
+            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, by)
             check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         if callable(getattr(dataset, "set_epoch", None)):
             self._rank.warn(
@@ -259,10 +276,28 @@ class Run:
         self._loop, self._seen, self._evaluated = loop, (dataset, ends), plan.largest
         if self._resumed is not None:
             warn_of_changes(self._rank, self._resumed.pop("began", {}), self._began(placed))
+        self._too_few = plan.too_few
+        self._refuse_done(plan, epochs)
         audits = placed.audit_schedule(plan.microbatches)
-        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits)
+        loader = self._loader(plan.items, plan.steps, plan.microbatches, placed, plan.weigh(self._world), audits, by)
+        self._compare_order = partial(self._compare_orders, by) if by.is_function and self.size > 1 else None
         self._steps = self._run(placed, plan, loader, audits, faults)
         return self._steps
+
+    def _refuse_done(self, plan: OwnPlan, epochs: int | None) -> None:
+        """Raise UsageError if no step is left, unless a resumed run had done all of them."""
+        done = self._rank.progress.step
+        if done < plan.steps.total or (done > 0 and done == self._first_step):
+            return
+        if epochs is None:
+            raise refusal(
+                f"run.steps: no step is left of steps={plan.steps.steps}: {done} are done",
+                "`steps` counts from the start of the run: drop the outer loop, or ask for more",
+            )
+        raise refusal(
+            f"run.steps: no step is left of epochs={epochs}: {done} steps are done",
+            "`epochs` counts from the start of the run: drop the outer loop, or write `epochs=epoch + 1`",
+        )
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
@@ -429,7 +464,10 @@ class Run:
         self, placed: Placed, plan: OwnPlan, loader: Loader, audits: AuditSchedule | None, faults: Sequence[CodeFinding]
     ) -> Generator[Step]:
         """Yield the steps; what is between two of them is the loop's."""
+        hint = self._verify_hint()
         self._rank.write(self._start_event(placed, plan))
+        if hint:
+            print(hint)
         for fault in faults:
             self._rank.write(Warned(**self._rank.progress.at, culprit=fault.culprit, text=fault.text))
         if self._rank.progress.step >= plan.steps.total:
@@ -464,6 +502,15 @@ class Run:
         draws = random.key(random.OWN_LOOP, self._member.settings.seed, plan.steps.total)
         seed_all(self._world, random.extend_key(draws, AFTER_LOOP))
 
+    def _verify_hint(self) -> str:
+        """Return how to verify the loop, on rank 0 of its first run; not if verify or a replay runs it."""
+        member = self._member
+        began = self._loops > 0
+        self._loops += 1
+        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.last is not None:
+            return ""
+        return verify_hint(self.size, self.dir, sys.argv)
+
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""
         last = self._member.last
@@ -480,6 +527,8 @@ class Run:
         _refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             placed.check_structure()
+            if self._compare_order is not None:
+                self._compare_order(turn.step.epoch)
         self._rank.phase = "training"
         placed.modes.restore()
         self._compare_figures()
@@ -488,6 +537,16 @@ class Run:
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
         placed.guard.mark()
         return self._step
+
+    def _compare_orders(self, order: SampleOrder, epoch: int) -> None:
+        """Raise UsageError if ranks go through an epoch in different orders. All ranks call it."""
+        try:
+            self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
+        except UsageError as error:
+            differ, _, _ = str(error).rpartition("; ")
+            raise refusal(
+                differ, "let order= follow from the epoch and a seed alone, as lockstep.orders does"
+            ) from None
 
     def _write_report(self) -> None:
         for event in self._turn.report() if self._turn is not None else ():
@@ -511,7 +570,22 @@ class Run:
     def _module_check(self, phase: int) -> StrayModuleCheck | None:
         """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
         looked, self._modules_checked = self._modules_checked > phase, max(self._modules_checked, phase + 1)
-        return None if looked else StrayModuleCheck(self._here().model)
+        if looked:
+            return None
+        model = self._here().model
+        self._check_mode(model)
+        assert self._step is not None
+        return StrayModuleCheck(model, self._step._turn.microbatches[0].samples, self._too_few)
+
+    def _check_mode(self, model: nn.Module) -> None:
+        """Raise UsageError if the model came to `place` in evaluation mode, is in it still, and depends on it."""
+        if self._came_evaluating and is_evaluating(model) and (layer := mode_dependent_layer(model)):
+            raise refusal(
+                f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, and {layer}, "
+                "computes something else in training",
+                "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "
+                "run.place and model.eval() after it",
+            )
 
     def _loss_check(self, phase: int) -> LossCheck:
         """Return what looks at the losses of that update of a step, from 0."""
@@ -582,12 +656,25 @@ class Run:
         placed: Placed,
         weigh: Weigh | None,
         audits: AuditSchedule | None = None,
+        order: SampleOrder | None = None,
     ) -> Loader:
         data_rank = placed.chosen.mesh(self.size).data_rank(self.rank)
         seed, workers = self._member.settings.seed, self._member.settings.placement.workers
         extra = None if audits is None else partial(audits.assignment, self.rank)
         data, transforms = DataSet(items, items), NoTransforms()
-        return Loader(data, steps, microbatches, transforms, self.device, seed, data_rank, workers, extra, weigh)
+        return Loader(
+            data,
+            steps,
+            microbatches,
+            transforms,
+            self.device,
+            seed,
+            data_rank,
+            workers,
+            extra,
+            weigh,
+            order and order.of,
+        )
 
     def _compare_figures(self) -> None:
         """Warn of figures that were logged with other values on other ranks, the first time there are any."""

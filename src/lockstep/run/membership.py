@@ -23,6 +23,7 @@ from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.launchers import detect_rank, ray
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
 from lockstep.ranks.failure import failure_of
+from lockstep.ranks.open_group import rank_in_open_group
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
@@ -68,7 +69,7 @@ class Member:
         """Join the other ranks and set up; an error ends this process, or is raised where it is alone or Ray's."""
         context, held = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
-        info = detect_rank() if context is None and worker is None else None
+        info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
         if context is None and worker is None and not _interactive():
             sys.excepthook = _report  # `register` replaces it, once there is a run
         settings = _read(read, info)
@@ -78,8 +79,8 @@ class Member:
             kept = again.settings(kept)
         if context is not None:
             rendezvous = context.rendezvous
-            if context.folder is not None:
-                kept = kept.model_copy(update={"dir": kept.dir and str(context.folder)})
+            if context.folder is not None and (kept.dir is not None or (context.keeps and not context.runs)):
+                kept = kept.model_copy(update={"dir": str(context.folder)})
         elif worker is not None:
             kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
             # Ray watches its workers, and ends all where one is lost or fails: no heartbeats, and errors are raised.

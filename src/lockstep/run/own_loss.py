@@ -107,6 +107,8 @@ class LossCheck:
                 f"step {step}: the loss has no graph that leads to the model",
                 "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
             )
+        if not microbatch.weight:
+            return  # a mean over nothing is not finite, and shows nothing
         self._first_step = self._first_step or step
         form = (mean, *_last_operations(root))
         if form in self._forms and step != self._first_step:
@@ -170,7 +172,7 @@ class LossCheck:
             )
         weight = looked.microbatch.weight
         fewest = min(looked.count_of_sum(term) for term in looked.terms)
-        decided = weighs and weight and not fewest % weight
+        decided = weighs and not fewest % weight
         if fewest > weight and not decided:
             unit = f"weighs {weight}" if weighs else f"has {weight} samples"
             self._ask(
@@ -207,7 +209,7 @@ class LossCheck:
         weight = looked.microbatch.weight
         counts = [looked.count_of_mean(term) for term, kind in looked.kinds() if kind == "mean"]
         (step_before, weight_before, before), self._counts = self._counts, (step, weight, counts)
-        if microbatches == 1 or not weight:
+        if microbatches == 1:
             return
         comparable = step_before == step and len(before) == len(counts)
         for number, count in enumerate(counts):
@@ -263,7 +265,9 @@ class _Looked:
         """Yield each term with its kind, after the counts that it was multiplied or divided by."""
         for term in self.terms:
             multipliers = [scale.value for scale in term.scales if not scale.divides]
-            if term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
+            if term.kind == "mean" and term.count == 1:
+                yield term, ""  # of one value
+            elif term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
                 yield term, "sum"  # a mean times how many it is over
             elif term.kind == "sum" and self.divisor_of_mean(term):
                 yield term, "mean"
@@ -278,7 +282,8 @@ class _Looked:
         for scale in _uncancelled(term):
             value = scale.value
             part = samples > 1 and value > 1 and not value % samples and not term.count % value
-            if (value in self.counts or part) and not self._averages_terms(scale):
+            one = self._mean and value == 1  # nobody writes that: a count that is 1 here
+            if (value in self.counts or part or one) and not self._averages_terms(scale):
                 return scale
         return None
 
@@ -319,7 +324,7 @@ class _Looked:
         beneath = [term for term in self.terms if scale in term.scales]
         alike = len({term.factor(scale.node) for term in beneath}) == 1
         one_each = all(term.count == 1 for term in beneath)
-        return len(beneath) == scale.value and alike and not one_each
+        return len(beneath) == scale.value > 1 and alike and not one_each
 
 
 def _last_operations(node: Node) -> Iterator[type]:
@@ -449,7 +454,7 @@ def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
         sizes = tuple(node._saved_self_sym_sizes)
         term = term._replace(kind="sum", sizes=sizes, count=math.prod(sizes))
     elif name.startswith("MeanBackward") and (stacked := _stack_size(node)):
-        term = term._replace(scales=(*term.scales, Scale(node, stacked, divides=True)))
+        term = term._replace(scales=(*term.scales, Scale(node, float(stacked), divides=True)))
     elif (mask := _mask_of(node)) is not None:
         term = term._replace(masks=(*term.masks, mask))
     return [term._replace(node=each) for each, _ in node.next_functions if each is not None]

@@ -87,7 +87,7 @@ class Gate:
 
         Of a container, which has no forward, that goes for what it contains.
         """
-        for number, each in enumerate(_entry_modules(model)):
+        for number, each in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
             # Where torch puts a compiled call, around all hooks: hooks of our own would take 7 us of each call more.
@@ -177,8 +177,14 @@ def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Ex
 class StrayModuleCheck:
     """Checks all modules that are called until it is closed: trained parameters must be in the placed model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, samples: int = 0, too_few: str = "") -> None:
+        """Look at `model`; if `too_few` says that a later micro-batch has one sample, at its BatchNorm layers too.
+
+        `samples` are those of the micro-batch that is looked at.
+        """
         self._known = set(model.modules())
+        self._samples = samples
+        self._too_few = too_few
         self._parameters = {*model.parameters()}
         self._hooks = [register_module_forward_pre_hook(self._check), register_module_forward_hook(self._gather)]
 
@@ -204,6 +210,7 @@ class StrayModuleCheck:
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
         if module in self._known:
+            self._check_values(module, _inputs)
             return
         kind = type(module).__name__
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
@@ -218,6 +225,19 @@ class StrayModuleCheck:
             raise refusal(
                 f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
                 "make it a part of the model that run.place is given",
+            )
+
+    def _check_values(self, module: nn.Module, inputs: Any) -> None:
+        """Raise UsageError if a BatchNorm layer gets one value of a channel from a sample, and some have one sample."""
+        if not self._too_few or not isinstance(module, _BatchNorm) or not module.training:
+            return
+        first = inputs[0] if inputs else None
+        if isinstance(first, Tensor) and first.ndim > 1 and first.numel() == self._samples * first.shape[1]:
+            self.close()
+            raise refusal(
+                f"{self._too_few}, and BatchNorm needs two values of each channel",
+                "set drop_last=True in run.steps, "
+                "or choose another batch or fewer micro-batches, so that each has two samples",
             )
 
 
@@ -252,11 +272,11 @@ def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
-def _entry_modules(model: nn.Module) -> Sequence[nn.Module]:
+def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return what the user calls of the placed model."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
-    return [each for member in model.children() for each in _entry_modules(member)]
+    return [each for member in model.children() for each in entry_modules(member)]
 
 
 def _in_dtype(module: nn.Module, numerics: Numerics) -> None:

@@ -29,12 +29,13 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.run.chunking import cut
 from lockstep.run.membership import Member
+from lockstep.run.own_chunk_check import FirstCallCheck
 from lockstep.run.own_guard import Guard, Unguarded
 from lockstep.run.own_model import structure
 from lockstep.run.own_modes import Modes, evaluating
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import Settings
-from lockstep.run.placing import Groups, check_steps, hyperparameters, optimizer_factory
+from lockstep.run.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
 from lockstep.run.probe.state import digest
 from lockstep.run.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
@@ -211,6 +212,8 @@ def spread(
     agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
+    if type(chunks.count) is int and chunks.count > 1:
+        FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
@@ -222,7 +225,7 @@ def spread(
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    rate, groups = float(optimizer.defaults["lr"]), Groups(optimizer, engine.groups, scheduler is not None)
+    rate, groups = base_rate(optimizer), Groups(optimizer, engine.groups, scheduler is not None)
     what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
     audit = Audit(engine, world, log, every)

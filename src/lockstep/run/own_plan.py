@@ -12,6 +12,7 @@ from lockstep.common.own_code import OwnCode, refusal
 from lockstep.config.recipe import default_microbatches
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
+from lockstep.core.sample_order import SampleOrder
 from lockstep.data.items import Items
 from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
@@ -29,16 +30,34 @@ class OwnPlan:
     steps: Steps
     microbatches: int
     weight: Callable[[Batch], int] | None
+    order: SampleOrder
 
     @property
     def largest(self) -> int:
         """The samples of the largest micro-batch."""
         return -(-self.steps.batch // self.microbatches)
 
+    @property
+    def too_few(self) -> str:
+        """Which steps have a micro-batch of a single sample, "" if there are none."""
+        steps, count = self.steps, self.microbatches
+        last = steps[steps.per_epoch - 1]
+        if steps.total >= steps.per_epoch and last.samples // min(count, last.samples) == 1:
+            if last.samples == 1:
+                return "the last step of an epoch has a single sample"
+            return (
+                f"the last step of an epoch has {last.samples} samples in {min(count, last.samples)} micro-batches, "
+                f"some of one sample"
+            )
+        if steps.per_epoch > 1 and steps.batch // count == 1:
+            return f"a step has {steps.batch} samples in {count} micro-batches, some of one sample"
+        return ""
+
     def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers; its length does not, so a run may be made longer."""
         steps = self.steps
         of_data = {"samples": len(self.items), "drop_last": steps.drop_last, "weighs": self.weight is not None}
+        of_data["order"] = self.order.name
         return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
 
     def weigh(self, world: World) -> Weigh | None:
@@ -60,12 +79,13 @@ def make_plan(
     steps: int | None,
     weight: Callable[[Batch], int] | None,
     drop_last: bool,
+    order: SampleOrder,
 ) -> OwnPlan:
     """Return the plan; UsageError where it cannot be."""
     if (epochs is None) == (steps is None):
         raise refusal("run.steps: give either epochs or steps", "give one of the two")
-    if batch < 1 or (drop_last and batch > len(items)):
-        raise refusal(f"run.steps: batch is {batch}, of {len(items)} samples", "take 1 or more, and at most those")
+    if batch < 1 or (drop_last and batch > order.length):
+        raise refusal(f"run.steps: batch is {batch}, of {order.length} samples", "take 1 or more, and at most those")
     if microbatch is not None and (microbatches is not None or microbatch < 1):
         raise refusal(
             f"run.steps: microbatch is {microbatch}, and microbatches {microbatches}",
@@ -74,7 +94,7 @@ def make_plan(
     count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
         raise refusal(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
-    return OwnPlan(items, Steps(len(items), batch, drop_last, epochs, steps), count, weight)
+    return OwnPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
 def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.recipe import earlier_microbatches
+from lockstep.core.sample_order import SHUFFLED
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.run.checkpoints import Resumed
@@ -22,10 +24,16 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
     # Runs of earlier versions do not say so.
-    loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, **loop}
+    loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
     refuse_other(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
+
+
+def earlier_microbatches_of(before: Mapping[str, Any], batch: int) -> int | None:
+    """Return the number of micro-batches of a loop that began with the default of an earlier version, else None."""
+    earlier = earlier_microbatches(batch)
+    return earlier if (before.get("batch"), before.get("microbatches")) == (batch, earlier) else None
 
 
 def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

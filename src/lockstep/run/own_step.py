@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Never, final
 
+import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
-from lockstep.core.batch import Batch
+from lockstep.core.batch import Batch, tensors_of
 from lockstep.data.items import seed_python_and_numpy
 from lockstep.parallel.audited import Part
 from lockstep.run.own_loss import LossCheck
@@ -64,6 +65,7 @@ class Step:
         self._stray_check: StrayModuleCheck | None = None
         self._begun = self._duplicate = self._updated = self._saved = False
         self._done = 0  # backwards
+        self._versions: dict[int, list[int]] = {}  # of the tensors of each micro-batch, when it was first gone through
         self._phase = 0  # iterations over the micro-batches that ended with an update
         self._where = ""  # the line of the loop over micro-batches, once it was left too early
         self._draws = random.key(random.OWN_LOOP, self._placed.settings.seed, self._turn.step.number)
@@ -145,7 +147,11 @@ class Step:
         have different numbers of them. A step that is left before the last one raises UsageError.
         """
         if self._begun:
-            raise refusal(f"step {self.number}: its micro-batches are gone through a second time", "do it once")
+            raise refusal(
+                f"step {self.number}: its micro-batches are gone through a second time",
+                'end each pass with an update of its own groups, such as step.update(of="D"), whose groups have names: '
+                '{"params": ..., "name": "D"}; or give step.backward the sum of all losses in one pass',
+            )
         if self._saved:
             raise refusal(
                 f"step {self.number}: its micro-batches are gone through again after run.save",
@@ -171,6 +177,7 @@ class Step:
                 if not self._done:
                     self._placed.modes.check(self.number)
                 self._guard.mark(modes=not self._done)
+                self._check_unchanged(microbatch)
                 yield microbatch.batch
                 if self._current is not None:
                     raise refusal(
@@ -184,6 +191,15 @@ class Step:
             else:
                 self._where = calling()
                 self._leave(early=True)
+
+    def _check_unchanged(self, microbatch: MicroBatch) -> None:
+        """Raise UsageError if an earlier pass over the step changed the tensors of a micro-batch in place."""
+        versions = [each._version for each in tensors_of(microbatch.batch) if not each.is_inference()]
+        if self._versions.setdefault(id(microbatch), versions) != versions:
+            raise refusal(
+                f"step {self.number}: an earlier pass changed its batch in place, and this one would get what it left",
+                "make new tensors, such as x = x + noise in place of x += noise",
+            )
 
     def sum(self, **numbers: Tensor | float) -> None:
         """Add numbers over the micro-batches of the step and over ranks: `step.sum(correct=(z.argmax(1) == y).sum())`.
@@ -235,6 +251,9 @@ class Step:
         )
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)
+        if is_mean and not microbatch.weight:
+            for node in self._gate.returned:  # a mean over nothing has gradients of 0 / 0
+                node.register_prehook(_zeros)
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
@@ -377,3 +396,8 @@ class Step:
     def _seed_between(self, place: int) -> None:
         """Seed all generators by the step and this place in it, since ranks have drawn for other micro-batches."""
         seed_all(self._placed.world, random.extend_key(self._draws, place))
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return zeros in place of the gradients of a node's outputs."""
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)

@@ -30,6 +30,7 @@ from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 _NO_HOOK: Final = "do before or after step.update what it does, as far as that leaves weights and gradients alone"
+_TRIAL_RATE: Final = 0.1
 _ITSELF: Final = "give the model itself, which run.place spreads over the ranks"
 _WRAPPERS: Final = {  # by their names, because some take long to import
     "DataParallel": _ITSELF,
@@ -64,6 +65,18 @@ def check_pair(model: Any, optimizer: Any) -> None:
             f"own do not reach a layer together",
             "use torch.nn.BatchNorm layers, which normalise by micro-batch, or a recipe with batchnorm: sync",
         )
+    if isinstance(optimizer, list | tuple | Mapping):
+        raise refusal(
+            f"run.place: {len(optimizer)} optimizers in a {type(optimizer).__name__}, and it takes one",
+            'make one with a group for each model, such as torch.optim.Adam([{"params": G.parameters(), "name": "G"}, '
+            '{"params": D.parameters(), "name": "D", "lr": 4e-4}], lr=1e-4), and call step.update(of="G")',
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise refusal(
+            "run.place: LBFGS computes the loss several times in a step, by a closure that Lockstep does not call",
+            "use an optimizer that steps once for each gradient, such as SGD or Adam, or minimise by LBFGS on one "
+            "process without run.place",
+        )
     if not isinstance(optimizer, Optimizer):
         raise refusal(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
@@ -90,10 +103,7 @@ def check_pair(model: Any, optimizer: Any) -> None:
             f"run.place: {watched} has a hook of its gradient, which strategies keep in other tensors",
             "take it away; compute in the model what changes gradients, and log step.norm",
         )
-    frozen = [names[each] for each in held if not each.requires_grad]
     missing = [name for each, name in names.items() if each.requires_grad and each not in set(held)]
-    if frozen:
-        raise refusal(f"run.place: the optimizer has {frozen[0]}, which wants no gradient", "leave it out")
     if missing:
         raise refusal(
             f"run.place: {missing[0]} wants a gradient and is in no group of the optimizer",
@@ -124,10 +134,26 @@ def check_steps(
             check_rows(tried, strategy, dtype)
 
 
+def base_rate(optimizer: Optimizer) -> float:
+    """Return the rate that those of the groups are measured by, and that an update without `lr` takes.
+
+    It is the optimizer's default if a group has it, else that of the first group with another rate than 0: a default
+    that no group has, such as SGD's 0.001, means nothing.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    default = float(optimizer.defaults["lr"])
+    return default if default and default in rates else next((rate for rate in rates if rate), 0.0)
+
+
 def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
-    """Return what makes this optimizer over the tensors that a strategy trains in place of the model's parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [(group, [names[each] for each in group["params"]]) for group in optimizer.param_groups]
+    """Return what makes this optimizer over the tensors that a strategy trains in place of the model's parameters.
+
+    Frozen parameters are left out: torch passes over them too, since they have no gradient.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = [
+        (group, [names[each] for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups
+    ]
 
     def make(trained: Sequence[Named], norms: Norms) -> Optimizer:
         own = dict(trained)
@@ -165,7 +191,8 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CALLED}
     # Some have a state before they step, such as Adagrad.
     state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
-    twin.__dict__ |= {**attributes, "state": state, "param_groups": groups}
+    defaults = {**optimizer.defaults, "lr": base_rate(optimizer)}
+    twin.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
     return twin
 
 
@@ -203,6 +230,9 @@ def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: It
     for name, value in vars(twin).items():
         with suppress(TypeError, RuntimeError):  # of what cannot be copied, such as a lock
             twin.__dict__[name] = deepcopy(value, kept)
+    # A rate of 0 comes from a schedule, and a trial at 0 would show nothing.
+    twin.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
+    twin.defaults["lr"] = twin.defaults["lr"] or _TRIAL_RATE
     return twin
 
 
@@ -331,6 +361,10 @@ class Groups:
             # The engine's are those of the last update before the save: what was set back since then is in no change.
             numbers = {name: value for name, value in group.items() if _is_number(value) or _is_pair(value)}
             own.update({name: value for name, value in numbers.items() if name != "lr"})
+            if (
+                SCALE not in group and not self._scheduled
+            ):  # a checkpoint may have one that another rate was measured by
+                own.pop(SCALE, None)
 
 
 def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", scheduled: bool = False) -> None:

@@ -32,6 +32,7 @@ from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import Resumed
 from lockstep.run.checks import check_cut, check_kernels, check_placement
+from lockstep.run.chunk_check import check_plan
 from lockstep.run.computing import computing_device
 from lockstep.run.data_facts import setup_facts
 from lockstep.run.first_weights import First, load_first_weights
@@ -196,7 +197,9 @@ def open_and_check(resolved: Resolved, first: First | None, kernels: bool = True
     check_cut(resolved, ready)
     if kernels:
         check_kernels(resolved.placement, ready)
-    for warning in ready.warnings if warns else ():
+    # One rank compares: an error on one rank ends all.
+    compared = check_plan(ready) if warns else []
+    for warning in [*ready.warnings, *compared] if warns else ():
         run_folder.say(f"warning: {warning}")
     return ready
 

@@ -106,6 +106,55 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
     return location(file, max(first, 1) + line - 1)
 
 
+def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
+    """Return whether a loop reads a variable before it assigns it, so that a value leads from one turn to the next.
+
+    None if no loop of this module or function assigns it. A tensor may still be written in place.
+    """
+    file = _file(scope)
+    if file is None:
+        return None
+    lines, _ = inspect.getsourcelines(scope)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    orders = [[*_accesses(loop, name)] for loop in loops]
+    assigned = [order for order in orders if any(not reads for reads, _ in order)]
+    if not assigned:
+        return None
+    # An assignment under a condition may not happen: what is read after it may be the value of an earlier turn.
+    return any(next((reads for reads, maybe in order if reads or not maybe), False) for order in assigned)
+
+
+def _accesses(node: ast.AST, name: str, maybe: bool = False) -> Iterator[tuple[bool, bool]]:
+    """Yield each access to a variable in the order of evaluation: whether it reads, and whether it may be skipped."""
+    parts: list[ast.AST] = []
+    skipped: list[ast.AST] = []  # unless a condition holds
+    match node:
+        case ast.Name():
+            if node.id == name:
+                yield isinstance(node.ctx, ast.Load), maybe
+        case ast.AugAssign():
+            if isinstance(node.target, ast.Name) and node.target.id == name:
+                yield True, maybe
+            parts = [node.value, node.target]
+        case ast.Assign():
+            parts = [node.value, *node.targets]
+        case ast.AnnAssign() | ast.NamedExpr():
+            parts = [each for each in (node.value, node.target) if each is not None]
+        case ast.For():
+            parts = [node.iter, node.target, *node.body, *node.orelse]
+        case ast.If():
+            parts, skipped = [node.test], [*node.body, *node.orelse]
+        case ast.Try():
+            skipped = [*ast.iter_child_nodes(node)]
+        case _:
+            parts = [*ast.iter_child_nodes(node)]
+    for each in parts:
+        yield from _accesses(each, name, maybe)
+    for each in skipped:
+        yield from _accesses(each, name, True)
+
+
 def own_frames() -> Iterator[FrameType]:
     """Yield the functions of the user's own code that have called this."""
     frame: FrameType | None = sys._getframe(1)

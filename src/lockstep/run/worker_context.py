@@ -38,12 +38,15 @@ class OpenRun(Protocol):
 class WorkerContext:
     """The ranks, which have joined already; `strategy` and `folder` replace what the function asks for.
 
+    A run without a folder has none here either, unless it is the first one and the context `keeps` it.
+
     Unless `guarded`, code that would make the numbers depend on the placement is not refused (run/own_guard.py).
     """
 
     rendezvous: Rendezvous
     strategy: str | dict[str, Any] | None = None
     folder: Path | None = None
+    keeps: bool = False
     observe: Observe | None = None
     sinks: Sequence[Sink] = ()  # of one that observes
     guarded: bool = True

@@ -27,6 +27,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Verdict, VerdictRow, Verification
 from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checks import check_cut, check_kernels, check_placement
+from lockstep.run.chunk_check import check_chunks, check_sequence_chunks
 from lockstep.run.probe.findings import ProbeResult, findings
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import import_for_all, in_workers_silently
@@ -34,7 +35,6 @@ from lockstep.run.user_code import import_paths
 from lockstep.strategies import names
 from lockstep.verification import trace
 from lockstep.verification.causes import EVALUATED, Diagnosis, cause
-from lockstep.verification.chunk_check import check_chunks, check_sequence_chunks
 from lockstep.verification.compare import Difference, Values, differences, largest, select_tensors, values
 from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, prepare_setup, probe, work

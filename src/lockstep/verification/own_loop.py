@@ -2,19 +2,24 @@
 
 The function, or the script, is run once for each placement, in processes of its own. What rank 0 saw is written after
 each step, its loss and a digest of each tensor of the model, and compared with one process.
+
+Then one placement is stopped between two steps, as by a signal, which saves it, and another one resumes: what a
+checkpoint does not hold shows in the steps after that.
 """
 
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from random import Random
+from typing import Any, Final, final
 
 from lockstep.common import plainfile
 from lockstep.common.hashing import other_seed
@@ -22,14 +27,16 @@ from lockstep.common.patterns import list_some
 from lockstep.config.blame import with_places
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
-from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError, VerificationError
+from lockstep.errors import EXIT_DONE, EXIT_SAVED, EXIT_USAGE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
+from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, against
 from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.run.script import run_script
 from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import of_hashes
 from lockstep.verification.kept import Kept
@@ -38,6 +45,9 @@ STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
 _OF_STRATEGY: Final = re.compile(r"\bstrategy\b(?!\.)")  # stands in refusals of what only some strategies can be
 _WITNESSED: Final = "witnessed-{}.json"  # by a rank
+_RUN: Final = "run"  # the run folder of a placement
+_STATE: Final = "state.json"  # of the script, as the run that was stopped had it
+_LOST: Final = "lost.json"  # of that, what the run that resumed it has not
 _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
 _STEPS: Final = 4  # of a recipe, as the command compares
@@ -55,13 +65,19 @@ class Trace:
     plans: list[dict[str, int]]
     warnings: list[str]
 
+    @property
+    def first_run(self) -> list[Step]:
+        """The steps of the first run, if the function joins several."""
+        later = [number for number, step in enumerate(self.steps) if number and step[0] <= self.steps[number - 1][0]]
+        return self.steps[: later[0]] if later else self.steps
+
 
 @dataclass(frozen=True)
 class Checked:
     """The result of one placement in `verify`.
 
     `verdict` is identical, within tolerance, differs, failed or not possible; `reason` names the first difference, or
-    why it failed or is not possible.
+    why it failed or is not possible. `resumed` says after which step the run was stopped, and what resumed it.
     """
 
     strategy: str
@@ -69,6 +85,7 @@ class Checked:
     verdict: Verdict
     steps: int = 0
     reason: str = ""
+    resumed: str = ""
 
     @property
     def good(self) -> bool:
@@ -80,7 +97,8 @@ class Checked:
         """The placement and its verdict, in a line."""
         steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
-        return f"{self.strategy} on {self.processes}: {self.verdict}{steps}{reason}"
+        resumed = f", {self.resumed}" if self.resumed else ""
+        return f"{self.strategy} on {self.processes}{resumed}: {self.verdict}{steps}{reason}"
 
 
 def verify(
@@ -89,6 +107,7 @@ def verify(
     processes: Sequence[int] = (1, 2, 3),
     strategies: Sequence[str | Mapping[str, Any]] = STRATEGIES,
     steps: int | None = None,
+    seed: int | None = 0,
 ) -> list[Checked]:
     """Compare each step of a training loop on these placements with one process: its loss and all weights.
 
@@ -98,14 +117,20 @@ def verify(
 
     `strategies`, names or mappings of `name` and options, replace what the function gives to `run.place`, on each of
     `processes` above 1. With 1 among them the reference is run twice, the second time with another seed of Python's
-    hashes. VerificationError where any placement differs or fails, UsageError where the function joins no run or no
-    placement is possible.
+    hashes.
+
+    Then a placement is stopped after a step that `seed` draws, saved as by a signal, and resumed on another one, also
+    if the function saves nothing itself. With `seed=None` a function or a script is not resumed. A recipe is resumed
+    on each placement, half way.
+
+    VerificationError where any placement differs or fails, UsageError where the function joins no run or no placement
+    is possible.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _of_recipe(str(function), processes, strategies, steps or _STEPS)
     if isinstance(function, str | Path):
         function = script(Path(function), ())
-    rows = list(check_placements(function, processes, strategies, steps))
+    rows = list(check_placements(function, processes, strategies, steps, seed=seed))
     if not all(row.good for row in rows):
         raise VerificationError("\n".join(["placements differ from one process:", *(row.line for row in rows)]))
     check_compared(rows)
@@ -140,8 +165,10 @@ def check_placements(
     strategies: Sequence[Asked],
     steps: int | None,
     guarded: bool = True,
+    *,
+    seed: int | None = 0,
 ) -> Iterator[Checked]:
-    """Yield what becomes of each placement, as it is known.
+    """Yield what becomes of each placement, as it is known, and of one that is stopped after a step and resumed.
 
     Not `guarded`, what a loop must leave as it is (run/own_guard.py) is no longer refused, and shows in the numbers
     instead: this is for tests of the comparison, since a refusal with its line is the better answer. What no comparison
@@ -158,12 +185,16 @@ def check_placements(
         places = _places(processes, strategies)
         if reference.warnings and 1 not in processes:
             places = [("single", 1), *places]
+        agreeing: list[tuple[Asked, int]] = []
         for number, (strategy, count) in enumerate(places):
             if count == 1:
-                yield _again(loop, reference, can_be_spawned(function))
+                again = _again(loop, reference, can_be_spawned(function))
+                if again.verdict == "identical":
+                    agreeing.append((strategy, count))
+                yield again
                 continue
             code, message = loop.run(strategy, count, str(number))
-            label = strategy if isinstance(strategy, str) else str(strategy["name"])
+            label = _label(strategy)
             if code != EXIT_DONE:  # what one process passed, and several are refused, is a fault of the loop
                 unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
                 yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
@@ -172,7 +203,57 @@ def check_placements(
             departure = _mismatch(reference, found)
             if departure:
                 departure += _likely_cause(*loop.witnessed(strategy, count, f"{number}-witnessed"))
+            else:
+                agreeing.append((strategy, count))
             yield Checked(label, count, "differs" if departure else "identical", len(found.steps), departure)
+        if seed is not None and agreeing and not reference.warnings and len(reference.first_run) > 1:
+            yield _resume(loop, reference, agreeing, seed)
+
+
+def _label(strategy: Asked) -> str:
+    return strategy if isinstance(strategy, str) else str(strategy["name"])
+
+
+def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int]], seed: int) -> Checked:
+    """Stop the last placement that agrees after a step, resume on another, and compare its steps with the reference."""
+    last = len(reference.first_run) - 1
+    strategy, count = agreeing[-1] if last > 1 else ("single", 1)
+    # Several ranks agree to stop while the next step computes, so none stops after the first.
+    stop = Random(seed).randint(min(count, 2), last)
+    others = [each for each in agreeing if each[1] != count]
+    carrier, size = others[0] if others else ("single", 1)
+    resumed = f"stopped after step {stop} (seed {seed}) and resumed by {_label(carrier)} on {size}"
+    row = Checked(_label(strategy), count, "failed", resumed=resumed)
+    code, message = loop.run(strategy, count, "stopped", stop=stop)
+    if code != EXIT_DONE:
+        return replace(row, reason=message)
+    code, message = loop.run(carrier, size, "resumed", resumes="stopped")
+    if code != EXIT_DONE:
+        return replace(row, reason=f"resumed: {message}")
+    found = loop.trace("resumed")
+    departure = _mismatch(replace(reference, steps=reference.steps[stop:]), found)
+    if not departure:
+        return replace(row, verdict="identical", steps=len(found.steps))
+    if loop.run(strategy, count, "stopped-again", stop=stop, witness=True)[0] == EXIT_DONE:
+        loop.run(carrier, size, "resumed-again", resumes="stopped-again", witness=True)
+    departure += _lost_state(loop.lost("resumed-again"))
+    if not loop.has_folder("reference"):
+        departure += "; lockstep.join has no dir=, so runs of this loop are never resumed: --no-resume skips this check"
+    return replace(row, verdict="differs", steps=len(found.steps), reason=departure)
+
+
+def _lost_state(lost: Mapping[str, str]) -> str:
+    """Name the state of the script that a resume lost, as the likely cause."""
+    if not lost:
+        return (
+            "; likely cause: the loop depends on something that no checkpoint holds, and that is in none of its "
+            "variables: a file, the clock, or the state of an object of a library"
+        )
+    names = list_some([f"{name} ({change})" for name, change in lost.items()], _SHOWN)
+    return (
+        f"; likely cause: no checkpoint holds {names}; keep numbers in run.state and tensors in buffers of the model, "
+        "or compute the value from step.number"
+    )
 
 
 def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
@@ -224,18 +305,37 @@ class _Loop:
     folder: Path
 
     def run(
-        self, strategy: str | Mapping[str, Any], count: int, name: str, hashes: str | None = None, witness: bool = False
+        self,
+        strategy: Asked,
+        count: int,
+        name: str,
+        hashes: str | None = None,
+        *,
+        witness: bool = False,
+        stop: int | None = None,
+        resumes: str | None = None,
     ) -> tuple[int, str]:
         """Run the function; return the exit code, and the message of a failure.
 
-        `hashes` is a seed of Python's hashes for it, left out this process's. A `witness` writes down what it reads.
+        `hashes` is a seed of Python's hashes for it, left out this process's. A `witness` writes down what it reads. A
+        run is stopped and saved after step `stop`, and resumes the one that was stopped under the name `resumes`.
         """
         folder = self.folder / name
         folder.mkdir()
         given = strategy if isinstance(strategy, str) else dict(strategy)
-        work = partial(self._work, given, folder, witness)
+        stopped = None if resumes is None else self.folder / resumes
+        work = partial(self._work, given, folder, witness, stop, stopped)
         code, text = in_workers_silently(work, None, Placement(), count, hashes)
         return code, text.partition("error: ")[2] or text
+
+    def has_folder(self, name: str) -> bool:
+        """Return whether the function keeps its run in a folder."""
+        return (self.folder / name / _RUN).exists()
+
+    def lost(self, name: str) -> Mapping[str, str]:
+        """Return the state of the script that a run which resumed has lost, and how it changed."""
+        path = self.folder / name / _LOST
+        return dict(plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
     def trace(self, name: str) -> Trace:
         """Return what rank 0 saw; UsageError where it made no step."""
@@ -259,11 +359,21 @@ class _Loop:
         return reads, kept
 
     def _work(
-        self, strategy: str | dict[str, Any], folder: Path, witness: bool, _ready: None, rendezvous: Rendezvous
+        self,
+        strategy: str | dict[str, Any],
+        folder: Path,
+        witness: bool,
+        stop: int | None,
+        resumes: Path | None,
+        _ready: None,
+        rendezvous: Rendezvous,
     ) -> int:
         """Be one of the ranks of a placement."""
         sys.stderr = sys.__stderr__
         rank = rendezvous.info.rank
+        reads: dict[str, str] = {}
+        kept: dict[str, str] = {}
+        states: list[Kept] = []
 
         def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
             if rank == 0:
@@ -273,21 +383,29 @@ class _Loop:
                 kept.update(states[0].changes(_kept(ambient)))
             if self.steps is not None and number >= self.steps:
                 raise _Enough
+            if stop is None or rank or len(ambient.runs) > 1:
+                return
+            if witness and number == stop:
+                (folder / _STATE).write_text(json.dumps(_kept(ambient).texts()), encoding="utf-8")
+            if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
+                signal.raise_signal(signal.SIGUSR1)  # the run saves itself after step `stop`, and ends
 
-        sinks = [JsonLines(folder / EVENTS)] if rank == 0 else []
-        ambient = WorkerContext(rendezvous, strategy, folder / "run", observe, sinks, self.guarded)
+        sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []
+        if rank == 0 and witness and resumes is not None:
+            before = plainfile.parse_json((resumes / _STATE).read_text(encoding="utf-8"))
+            sinks.append(_LostState(before, folder / _LOST, lambda: _kept(ambient)))
+        place, keeps = (resumes or folder) / _RUN, stop is not None or resumes is not None
+        ambient = WorkerContext(rendezvous, strategy, place, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(ambient)
-        reads: dict[str, str] = {}
-        kept: dict[str, str] = {}
-        states: list[Kept] = []
+        recorded = _record_reads(ambient, reads, states) if witness and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
-                with _record_reads(ambient, reads, states) if witness else nullcontext():
+                with recorded:
                     self.function()
             except _Enough:
                 pass
             except SystemExit as end:
-                if end.code not in (None, 0):
+                if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
                     raise
             if not ambient.runs:
                 raise UsageError("it joined no run: call lockstep.join in it")
@@ -297,6 +415,25 @@ class _Loop:
             found = {"reads": reads, "kept": kept}
             (folder / _WITNESSED.format(rank)).write_text(json.dumps(found), encoding="utf-8")
         return EXIT_DONE
+
+
+@final
+class _LostState:
+    """A sink that compares the script's state, when its first loop begins, with that of the run that was stopped."""
+
+    def __init__(self, before: Mapping[str, str], path: Path, state: Callable[[], Kept]) -> None:
+        self._before = before
+        self._path = path
+        self._state = state
+
+    def write(self, event: Event, time: float) -> None:
+        """See Sink. The loop over run.steps writes its first event when the script asks for the first step."""
+        if isinstance(event, Started) and not self._path.exists():
+            lost = self._state().lost(self._before)
+            self._path.write_text(json.dumps(dict(lost)), encoding="utf-8")
+
+    def close(self) -> None:
+        """See Sink."""
 
 
 @contextmanager

@@ -225,7 +225,7 @@ def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not (parameter.is_contiguous() or _channels_last(parameter)):
             raise UsageError(
-                f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, but rows of "
+                f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}; rows of "
                 f"weights are contiguous, and torch may take another kernel for them; make it contiguous in the model, "
                 f"as with nn.Parameter(tensor.contiguous()), or use strategy ddp or zero1"
             )

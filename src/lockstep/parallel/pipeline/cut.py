@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from lockstep.common.names import suggestion
 from lockstep.core.batch import Inputs, call
+from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import units_to_compile
@@ -43,6 +44,13 @@ def find_cut(
     with None parameters alone are. `model`, which may lie on the meta device, is left as it is. A model that cannot be
     cut so raises UsageError that says why.
     """
+    with new_tensors_dropped():
+        return _find_cut(model, stages, example, names, whole_blocks)
+
+
+def _find_cut(
+    model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str], whole_blocks: bool
+) -> PipelineCut:
     blank, runs = _blank(model, example)
     blocks = _names_to_compile(blank) if whole_blocks else frozenset()
     regions = region_names(blank)

@@ -105,6 +105,11 @@ class Globals:
         """Return how they changed, by name."""
         return _changes(self._values, after._values)
 
+    @property
+    def values(self) -> Mapping[str, str]:
+        """The values as texts, by name."""
+        return self._values
+
     def place(self, name: str) -> str:
         """Return where in the user's code what bears this name is changed."""
         return self._places[name]() if name in self._places else ""
@@ -148,17 +153,18 @@ def is_spectral_norm(module: nn.Module) -> bool:
     return by_hook or isinstance(module, parametrizations._SpectralNorm)
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    names = [*before, *(name for name in after if name not in before)]
-    pairs = {name: (before.get(name, "unset"), after.get(name, "unset")) for name in names}
-    return {name: _change(one, other) for name, (one, other) in pairs.items() if one != other}
-
-
-def _change(before: str, after: str) -> str:
+def change_of(before: str, after: str) -> str:
+    """Return how a value changed, from the texts of both: `0 -> 2`, or `a tensor`."""
     kind, other = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _BRIEF:
         return f"{before} -> {after}"
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    names = [*before, *(name for name in after if name not in before)]
+    pairs = {name: (before.get(name, "unset"), after.get(name, "unset")) for name in names}
+    return {name: change_of(one, other) for name, (one, other) in pairs.items() if one != other}
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -168,8 +174,14 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
         torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
-        if name not in {*registries, *made} and not torchs:
+        if name not in {*registries, *made} and not torchs and not _lists_parameters(value):
             yield name, value
+
+
+def _lists_parameters(value: Any) -> bool:
+    """Return whether a value holds parameters, such as the `_flat_weights` of an RNN: the optimizer changes those."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, nn.Parameter) for each in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:

@@ -2,17 +2,30 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.config.load import load
+from lockstep.config.recipe import ModelConfig
+from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.run.build import Setup
+from lockstep.run.chunk_check import (
+    check_plan,
+    check_saved,
+    feature_departure,
+    quick_departure,
+    sequence_departure,
+)
+from lockstep.run.resolved import resolve
+from lockstep.run.training import open_and_check
 from lockstep.tasks.language import Language
-from lockstep.verification.chunk_check import feature_departure, sequence_departure
 
 IDS = torch.randint(20, (2, 17), generator=torch.Generator().manual_seed(0))
 
@@ -124,3 +137,93 @@ def test_what_mixes_positions_is_found(fault: str, what: str, narrow: bool) -> N
     found = sequence_departure(_model(fault, narrow), Language(), IDS, 2)
     assert found[0] == what
     assert found[1] > 1e-3
+
+
+NETS = """
+from torch import nn
+
+def net(num_classes, flips):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), Block(False), Block(flips), nn.Linear(8, num_classes))
+
+class Block(nn.Module):
+    def __init__(self, flips):
+        super().__init__()
+        self.up, self.down, self.flips = nn.Linear(8, 16), nn.Linear(16, 8), flips
+
+    def forward(self, x):
+        h = self.up(x)
+        return x + self.down(h.flip(-1) if self.flips else h.relu())
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "its_blocks.py").write_text(NETS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = "{'*.up': colwise, '*.down': rowwise}"
+    return f"recipe.model={{name: 'its_blocks:net', chunks: 4, plan: {plan}, options: {{flips: FLIPS}}}}"
+
+
+def _opened(net: str, flips: str) -> Setup:
+    resolved = resolve(load("digits", [net.replace("FLIPS", flips), "placement.processes=1"]))
+    return open_and_check(resolved, None)
+
+
+def test_a_run_is_refused_before_it_starts_with_the_layer_that_mixes_features(net: str) -> None:
+    with pytest.raises(UsageError, match=r"recipe\.model\.plan: in 4 chunks 3 computes something else than whole: "):
+        _opened(net, "true")
+
+
+def test_a_right_plan_is_compared_without_a_trace(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    ready = _opened(net, "false")
+    torch.set_rng_state(before)
+    assert check_plan(ready) == []
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "not compared" not in capsys.readouterr().err
+
+
+def test_a_large_model_is_warned_of(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = _opened(net, "false")
+    monkeypatch.setattr("lockstep.run.chunk_check.LARGEST", 100)
+    [warning] = check_plan(ready)
+    assert "was not compared with the whole model" in warning
+
+
+def test_a_quick_comparison_takes_two_samples_and_short_sequences() -> None:
+    seen = []
+
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up, self.down = nn.Embedding(20, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            seen.append(tuple(ids.shape))
+            found: Tensor = self.down(self.up(self.table(ids)).relu())
+            return found
+
+    plan = {"table": "whole", "up": "colwise", "down": "rowwise"}
+    ids = torch.randint(20, (5, 100), generator=torch.Generator().manual_seed(0))
+    assert quick_departure(Seeing(), partial(cut_into_chunks, plan=plan, count=2), (ids,)) is None
+    assert set(seen) == {(2, 64)}
+
+
+def test_a_model_that_takes_nothing_less_is_given_all() -> None:
+    class Exact(OnlySingle):
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x) == 5
+            return super().forward(x)
+
+    plan = {"up": "colwise", "down": "rowwise"}
+    found = quick_departure(Exact(normed=True), partial(cut_into_chunks, plan=plan, count=2), (torch.randn(5, 6),))
+    assert found is not None
+
+
+def test_saved_weights_of_another_function_are_refused() -> None:
+    config = ModelConfig.model_validate({"name": "x", "chunks": 2, "plan": {"up": "colwise", "down": "rowwise"}})
+    given = (torch.randn(5, 6),)
+    check_saved(Path("runs/a"), OnlySingle(normed=False), config, given)
+    with pytest.raises(UsageError, match=r"^runs/a: recipe\.model\.plan: in 2 chunks the model"):
+        check_saved(Path("runs/a"), OnlySingle(normed=True), config, given)

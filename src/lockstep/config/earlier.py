@@ -1,0 +1,41 @@
+"""Defaults of earlier versions, for runs that began with them.
+
+A run folder's config.yaml has every value written out. A recipe that leaves a key out still resumes its run after the
+key's default has changed: it takes the value that the run began with.
+"""
+
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from lockstep.common import plainfile
+from lockstep.config.document import Document, Path, mapping_at, parse
+from lockstep.config.recipe import earlier_microbatches
+
+_CONFIG: Final = "config.yaml"
+_LARGEST: Final = 1 << 18  # bytes
+_KEY: Final[Path] = ("recipe", "microbatches")
+
+
+def keep_earlier_defaults(document: Document) -> None:
+    """Add the number of micro-batches to `document` if it resumes a run that began with the earlier default."""
+    recipe, run = mapping_at(document.values, "recipe"), mapping_at(document.values, "run")
+    batch, folder = recipe.get("batch"), run.get("dir")
+    if recipe.get("microbatch") is not None or recipe.get("microbatches") is not None:
+        return
+    if type(batch) is not int or not isinstance(folder, str) or run.get("resume", "auto") != "auto":
+        return
+    began = _read(FilePath(folder) / _CONFIG)
+    if began is None:
+        return
+    before = mapping_at(began.values, "recipe")
+    if before.get("batch") == batch and before.get("microbatches") == earlier_microbatches(batch):
+        recipe["microbatches"] = before["microbatches"]
+        document.places[_KEY] = began.places[_KEY]
+
+
+def _read(file: FilePath) -> Any:
+    """Return the document in a run folder's config.yaml; None if it cannot be read, which the start reports."""
+    try:
+        return parse(plainfile.content(file, _LARGEST).decode(), str(file))
+    except (OSError, ValueError):  # ValueError: not UTF-8, or a path with a NUL character
+        return None

@@ -1,0 +1,104 @@
+"""In which order each epoch visits the samples: shuffled, sequential, or by a function of the epoch alone.
+
+A function makes the order a part of the recipe. It returns the numbers of the samples that an epoch visits, as many in
+each epoch, and some of them more often than once or not at all if it likes. Because it depends on nothing but the
+epoch, every rank and every resumed run gets the same.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.common.own_code import OwnCode
+from lockstep.core.shuffle import Order, shuffle
+from lockstep.errors import UsageError
+
+NumbersOf = Callable[[int], Any]  # the samples of an epoch, as a sequence, an array or a tensor of whole numbers
+
+SHUFFLED: Final = "shuffled"
+SEQUENTIAL: Final = "sequential"
+
+
+@final
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order of a dataset of so many `samples`, as it was `asked` for; `label` begins messages about it."""
+
+    asked: str | NumbersOf
+    seed: int
+    samples: int
+    label: str = "order"
+
+    def __post_init__(self) -> None:
+        known = self.asked in (SHUFFLED, SEQUENTIAL) if isinstance(self.asked, str) else callable(self.asked)
+        if not known:
+            raise UsageError(
+                f"{self.label}: order is {self.asked!r}; give 'shuffled', 'sequential', or a function of the epoch "
+                f"that returns the numbers of its samples"
+            )
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the user's code decides the order, so that ranks have to compare it."""
+        return not isinstance(self.asked, str)
+
+    @cached_property
+    def length(self) -> int:
+        """The samples that an epoch visits."""
+        return len(self._numbers(0)) if self.is_function else self.samples
+
+    @cached_property
+    def name(self) -> str:
+        """What decides the numbers: the order by its name, or a digest of what a function returns for epoch 0."""
+        return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.asked)
+
+    def of(self, epoch: int) -> Order:
+        """Return the samples at positions in an epoch."""
+        if self.asked == SHUFFLED:
+            return shuffle(self.seed, epoch, self.samples)
+        if self.asked == SEQUENTIAL:
+            return _identity
+        numbers = self._numbers(epoch)
+        if len(numbers) != self.length:
+            raise UsageError(
+                f"{self.label}: the order has {len(numbers)} samples in epoch {epoch}, and {self.length} in epoch 0; "
+                f"return equally many for each epoch, by repeating some or leaving some out"
+            )
+        return numbers.__getitem__
+
+    def digest(self, epoch: int) -> str:
+        """Return a digest of the samples that the user's function returns for an epoch."""
+        return hashlib.sha256(self._numbers(epoch).tobytes()).hexdigest()[:16]
+
+    def _numbers(self, epoch: int) -> NDArray[np.int64]:
+        return self._cached(epoch)
+
+    @cached_property
+    def _cached(self) -> Callable[[int], NDArray[np.int64]]:
+        return lru_cache(2)(self._ask)  # a loader may be an epoch ahead
+
+    def _ask(self, epoch: int) -> NDArray[np.int64]:
+        assert not isinstance(self.asked, str)
+        with OwnCode(f"{self.label}: order"):
+            given = np.asarray(self.asked(epoch))
+        if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
+            raise UsageError(
+                f"{self.label}: the order of epoch {epoch} is an array of {given.dtype} of shape {list(given.shape)}; "
+                f"return one whole number for each sample"
+            )
+        numbers = given.astype(np.int64)
+        if numbers.min() < 0 or numbers.max() >= self.samples:
+            raise UsageError(
+                f"{self.label}: the order of epoch {epoch} has sample {numbers.min()} to {numbers.max()}, of "
+                f"{self.samples} samples; return numbers from 0 to {self.samples - 1}"
+            )
+        return numbers
+
+
+def _identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions

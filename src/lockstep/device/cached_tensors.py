@@ -1,0 +1,156 @@
+"""Tensors that user code caches at module level while Lockstep looks at a model, such as masks in an `lru_cache`.
+
+A look computes on the meta device, on the CPU or in float64. A mask that the model caches there would be handed to the
+run, which computes on another device or in another dtype.
+"""
+
+import gc
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+from torch import Tensor
+
+# Libraries that are not searched, besides Python's own: torch's dependencies and ours, which keep no masks of a model.
+# A library that is missing here costs milliseconds, nothing else.
+_LIBRARIES: Final = frozenset(
+    [
+        *("PIL", "accelerate", "anyio", "boto3", "botocore", "charset_normalizer", "click", "cryptography", "cuda"),
+        *("datasets", "fsspec", "functorch", "google", "grpc", "h11", "httpcore", "httpx", "huggingface_hub"),
+        *("hypothesis", "idna", "joblib", "jinja2", "lockstep", "markupsafe", "matplotlib", "mpmath", "multiprocess"),
+        *("networkx", "numpy", "onnx", "pandas", "pip", "pkg_resources", "psutil", "pynvml", "pyarrow", "pydantic"),
+        *("pydantic_core", "pygments", "pytest", "_pytest", "ray", "regex", "requests", "rich", "safetensors", "scipy"),
+        *("setuptools", "sklearn", "sympy", "tensorboard", "timm", "tokenizers", "torch", "torchgen", "torchvision"),
+        *("tqdm", "transformers", "triton", "typing_extensions", "urllib3", "wandb", "yaml"),
+    ]
+)
+# Subclasses may load on access.
+_MAPPINGS: Final = (dict, OrderedDict, defaultdict)
+_HOLDERS: Final = frozenset(
+    (*_MAPPINGS, list, tuple, set, frozenset, staticmethod, classmethod, FunctionType, _lru_cache_wrapper)
+)
+_DEPTH: Final = 6  # of containers within containers that are searched
+
+Tensors = Mapping[int, Tensor]  # by their id, which none of them loses while it is here
+
+
+@contextmanager
+def new_tensors_dropped() -> Iterator[None]:
+    """Drop the tensors that module-level caches gained in the block.
+
+    Searches modules, classes, functions with their defaults and closures, and the containers that these hold. An
+    `lru_cache` that holds a new tensor is cleared. A variable that was rebound to one gets its old value back.
+    """
+    before = {id(each): each for each in _all_tensors()}
+    variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
+    try:
+        yield
+    finally:
+        if any(id(each) not in before for each in _all_tensors()):
+            _drop(before, variables)
+
+
+def _all_tensors() -> list[Tensor]:
+    return _tensors_in(each for _, namespace in _namespaces() for each in [*namespace.values()])
+
+
+def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each module and class of user code and third-party packages, and its variables."""
+    for name, module in [*sys.modules.items()]:
+        top = name.partition(".")[0]
+        if top in _LIBRARIES or (top in sys.stdlib_module_names and top != "__main__"):
+            continue
+        if not isinstance(module, ModuleType):
+            continue
+        variables = vars(module)
+        yield module, variables
+        for value in [*variables.values()]:
+            if type(value) is type and value.__module__ == name:
+                yield value, dict(vars(value))
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in the containers, caches and functions among them, level by level."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    level = [*values]
+    for _ in range(_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if type(value) in _HOLDERS:
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    below += _contents(value)
+            elif isinstance(value, Tensor):
+                found.append(value)
+        level = below
+    return found
+
+
+def _contents(value: Any) -> list[Any]:
+    """Return what a container, a cache or a function holds."""
+    if isinstance(value, _lru_cache_wrapper):
+        return [each for each in gc.get_referents(value) if not isinstance(each, FunctionType | ModuleType | type)]
+    if type(value) in _MAPPINGS:
+        return [*value.values()]
+    if type(value) in (list, tuple, set, frozenset):
+        return [*value]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, FunctionType):
+        return [vars(value), *(value.__defaults__ or ()), value.__kwdefaults__, *_cells(value)]
+    return []
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+
+
+def _drop(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
+    seen: set[int] = set()
+    for owner, namespace in _namespaces():
+        old = variables.get(id(owner), {})
+        for name, value in [*namespace.items()]:
+            if isinstance(value, Tensor) and id(value) not in before and name in old:
+                setattr(owner, name, old[name])
+            elif isinstance(value, Tensor) and id(value) not in before:
+                delattr(owner, name)
+            else:
+                _drop_inside(value, before, _DEPTH, seen)
+
+
+def _drop_inside(value: Any, before: Tensors, depth: int, seen: set[int]) -> None:
+    if not depth or type(value) not in _HOLDERS or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, _lru_cache_wrapper):
+        if _holds_new(value, before):
+            value.cache_clear()
+    elif type(value) in _MAPPINGS:
+        for key in [key for key, each in value.items() if _is_new(each, before)]:
+            del value[key]
+    elif type(value) is list:
+        value[:] = [each for each in value if not _is_new(each, before)]
+    elif type(value) is set:
+        value -= {each for each in value if _is_new(each, before)}
+    for each in _contents(value):
+        _drop_inside(each, before, depth - 1, seen)
+
+
+def _is_new(value: Any, before: Tensors) -> bool:
+    """Say whether an entry is a new tensor, or a tuple that holds one; other containers are cleaned inside."""
+    if type(value) in (tuple, frozenset):
+        return _holds_new(value, before)
+    return isinstance(value, Tensor) and id(value) not in before
+
+
+def _holds_new(value: Any, before: Tensors) -> bool:
+    return any(id(each) not in before for each in _tensors_in([value]))

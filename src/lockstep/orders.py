@@ -1,0 +1,96 @@
+"""Orders of samples for `run.steps(..., order=)` and `BatchSampler(..., order=)`: weighted, and by length.
+
+An order is a function of the epoch that returns the numbers of its samples. These draw random numbers by hashes of
+(seed, epoch, sample), so every rank has the same order, and a run resumes in the middle of an epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core import random
+from lockstep.core.shuffle import permutation
+from lockstep.errors import UsageError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """Visits samples as often as their `weights` say: `order=lockstep.orders.Weighted(weights, seed=0)`.
+
+    It takes the place of WeightedRandomSampler. `weights` are numbers from 0, one for each sample of the dataset. An
+    epoch has so many `samples`, by default as many as the dataset. With `replacement` each of them is drawn by itself,
+    and a sample may come several times. Without, no sample comes twice, and those of large weight tend to come first.
+
+    UsageError if a weight is negative, not finite, or if fewer samples than asked for have a weight above 0.
+    """
+
+    weights: Sequence[float] | NDArray[np.float64]
+    seed: int = 0
+    samples: int | None = None
+    replacement: bool = True
+
+    def __post_init__(self) -> None:
+        weights = np.asarray(self.weights, np.float64)
+        if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
+            raise UsageError("orders.Weighted: give one finite weight from 0 for each sample, and not all of them 0")
+        positive = int(np.count_nonzero(weights))
+        count = len(weights) if self.samples is None else self.samples
+        if count < 1 or (not self.replacement and count > positive):
+            raise UsageError(
+                f"orders.Weighted: samples is {count}, and {positive} of {len(weights)} samples have a weight above 0; "
+                f"take from 1 to {positive}, or replacement=True"
+            )
+
+    def __call__(self, epoch: int) -> NDArray[np.int64]:
+        """Return the samples of an epoch."""
+        weights = np.asarray(self.weights, np.float64)
+        count = len(weights) if self.samples is None else self.samples
+        key = random.key(random.SELECTION, self.seed, epoch)
+        if self.replacement:
+            ends = np.cumsum(weights)
+            drawn = random.uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
+            # A product may round up to the end: the last sample with a weight is meant.
+            last = int(np.flatnonzero(weights)[-1])
+            return np.minimum(np.searchsorted(ends, drawn, side="right"), last).astype(np.int64)
+        # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": the smallest of exponential times.
+        uniform = 1.0 - random.uniform(key, np.arange(len(weights)), 1)[:, 0]
+        times = np.full(len(weights), np.inf)
+        np.divide(-np.log(uniform), weights, out=times, where=weights > 0)
+        return np.argsort(times, kind="stable")[:count].astype(np.int64)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ByLength:
+    """Puts samples of similar length into a batch: `order=lockstep.orders.ByLength(lengths, batch=32, seed=0)`.
+
+    Padding then costs little. Each epoch shuffles the samples, sorts them by length within pools of so many batches,
+    and shuffles the batches. `lengths` has one number for each sample, and `batch` is that of `run.steps`. A batch is
+    in order of length, too, so its micro-batches are even more alike. The last, smaller batch stays the last.
+    """
+
+    lengths: Sequence[int] | NDArray[np.int64]
+    batch: int
+    seed: int = 0
+    pool: int = 100
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.pool < 1 or np.asarray(self.lengths).ndim != 1 or not len(self.lengths):
+            raise UsageError("orders.ByLength: give one length for each sample, and a batch and a pool from 1")
+
+    def __call__(self, epoch: int) -> NDArray[np.int64]:
+        """Return the samples of an epoch."""
+        lengths: NDArray[Any] = np.asarray(self.lengths)
+        count = len(lengths)
+        shuffled = permutation(self.seed, epoch, count)
+        size = self.batch * self.pool
+        pools = [shuffled[first : first + size] for first in range(0, count, size)]
+        ordered = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
+        whole = count // self.batch
+        batches = ordered[: whole * self.batch].reshape(whole, self.batch)
+        keys = random.bits(random.key(random.SELECTION, self.seed, epoch), np.arange(whole, dtype=np.uint64))
+        return np.concatenate([batches[np.argsort(keys)].ravel(), ordered[whole * self.batch :]]).astype(np.int64)

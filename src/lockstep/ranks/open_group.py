@@ -1,0 +1,55 @@
+"""A process group that a script has opened itself, as after mp.spawn: its ranks are those of the run.
+
+No launcher says which rank such a process is, but the group does. Its ranks meet in the store of that group, which the
+script's rank 0 keeps open.
+"""
+
+import socket
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from lockstep.comm.world import process_group
+from lockstep.common.rank import RankInfo
+from lockstep.errors import UsageError
+
+LAUNCHER: Final = "process group"
+_HOST: Final = "lockstep host"
+_ADVICE: Final = (
+    "leave init_process_group out and start the script by torchrun or lockstep launch, or open the group with "
+    "init_method='tcp://HOST:PORT' or 'env://'"
+)
+
+
+def rank_in_open_group() -> RankInfo | None:
+    """Return this process's rank in the process group that is open, None if there is none of several ranks.
+
+    All ranks of the group call it. UsageError if the group has no store on the network, where the ranks could meet.
+    """
+    found = process_group()
+    if found is None or found[1] == 1:
+        return None
+    rank, size = found
+    store: Any = dist.distributed_c10d._get_default_store()
+    inner = store
+    while isinstance(inner, dist.PrefixStore):  # type: ignore[attr-defined]
+        inner = inner.underlying_store
+    if not isinstance(inner, dist.TCPStore):  # type: ignore[attr-defined]
+        raise UsageError(
+            f"lockstep.join: a process group is open, in which this is rank {rank} of {size}, and its ranks met by a "
+            f"{type(inner).__name__}, which Lockstep cannot join; {_ADVICE}"
+        )
+    store.set(f"{_HOST} {rank}", socket.gethostname())
+    hosts = [store.get(f"{_HOST} {other}").decode() for other in range(size)]
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return RankInfo(
+        rank,
+        size,
+        local_rank=here.index(rank),
+        local_size=len(here),
+        launcher=LAUNCHER,
+        master=inner.host,
+        port=inner.port,
+        advice=_ADVICE,
+        hosted=True,
+    )

@@ -1,0 +1,66 @@
+"""Whether a model that trains is in the mode that its author meant, and which of its layers depend on the mode."""
+
+from types import CodeType
+from typing import Any, Final, cast
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+# Classes of timm, torchvision and transformers that are left out at random in training, by a part of their names.
+_RANDOM: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
+# Attributes with the probability of such a layer, or of a dropout that a forward calls as a function.
+_PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
+_CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # which have no forward, so their mode means nothing
+
+
+def is_evaluating(model: nn.Module) -> bool:
+    """Return whether the whole model is in evaluation mode."""
+    return not any(each.training for each in model.modules() if not isinstance(each, _CONTAINERS))
+
+
+def mode_dependent_layer(model: nn.Module) -> str:
+    """Return the name and class of the first layer that computes something else in training, "" if there is none.
+
+    Layers of torch are known by their class and settings. Any other module depends on its mode if its class is named
+    like a dropout, or if its forward reads `self.training`, unless all its probabilities are 0.
+    """
+    for name, each in model.named_modules():
+        if _depends_on_mode(each):
+            return f"{name or 'the model'}, a {type(each).__name__}"
+    return ""
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    match module:
+        case _NormBase():
+            return module.track_running_stats
+        case _DropoutNd():
+            return module.p > 0
+        case nn.RNNBase():
+            return module.dropout > 0 and module.num_layers > 1
+        case nn.MultiheadAttention():
+            return module.dropout > 0
+        case nn.RReLU():
+            return True
+    kind = type(module)
+    if kind.__module__.startswith("torch.nn."):
+        return False
+    probabilities = _probabilities(module)
+    if any(probabilities):
+        return True
+    named = any(word in kind.__name__ for word in _RANDOM)
+    # With gradient checkpointing transformers' forwards read it too, and compute the same.
+    reads = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
+    return (named or reads) and not probabilities
+
+
+def _probabilities(module: nn.Module) -> list[float]:
+    held = vars(module)
+    names = [name for name in held if name in _PROBABILITIES or name.endswith(("_dropout", "_drop_prob"))]
+    return [float(held[name]) for name in names if isinstance(held[name], int | float)]
+
+
+def _reads_mode(module: nn.Module) -> bool:
+    code: Any = getattr(type(module).forward, "__code__", None)
+    return code is not None and "training" in cast(CodeType, code).co_names
