@@ -58,7 +58,8 @@ _ERROR: Final = re.compile(
     r"^(model \w+: )?\w*(Error|Exception): "
 )  # of the program's own code, or of torch, passed on
 _DIVERGED: Final = re.compile(r"error: (loss|the norm|.*gradient).* is (nan|inf|-inf)")
-_TRACEBACK: Final = re.compile(r"^Traceback ", re.MULTILINE)
+_TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\)")
+_AUDITED: Final = re.compile(r"error: audit at step \d+: ")  # a micro-batch gave something else when it was repeated
 _SHOWN: Final = 400  # characters of a message
 _LONGEST: Final = 2000  # of that of a failure, whose end says most
 
@@ -253,7 +254,7 @@ class _Trial:
         return Seen(ended, lines, weights)
 
     def _fault(self, seen: Seen, place: object) -> Result | None:
-        """Return the failure of a run that neither trained nor was refused in the right way."""
+        """Return the result for a run that neither trained nor was refused in the right way, which is the program's."""
         if place == ONE and (_ERROR.search(seen.error) or _TRACEBACK.search(seen.ended.err)):
             return Result(Outcome.INVALID, "invalid", seen.error[:_SHOWN], str(place))
         if seen.trained or (seen.refused and _LINE.search(seen.error)):
@@ -261,6 +262,8 @@ class _Trial:
         code, err = seen.ended.code, seen.ended.err
         if place == ONE and _DIVERGED.search(err):
             return Result(Outcome.INVALID, "diverged", seen.error[:_SHOWN], str(place))
+        if Verdict.STATE in self._verdicts and _AUDITED.search(err):
+            return Result(Outcome.DOCUMENTED, place=str(place), message=seen.error)
         if code is None:
             return self._failed("hang", place, err)
         if seen.refused:
