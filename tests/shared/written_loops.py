@@ -1330,8 +1330,8 @@ def frozen_for_an_evaluation(run):
     model, _ = placed(run)
     for step in computed(steps(run, epochs=2), model):
         step.update()
-        model[0].requires_grad_(False)
-        run.sum(summed(model(x), y) for x, y in run.each(data()))  # <-
+        model[0].requires_grad_(False)  # <-
+        run.sum(summed(model(x), y) for x, y in run.each(data()))
         model[0].requires_grad_(True)
 
 
