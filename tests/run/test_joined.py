@@ -694,32 +694,6 @@ def test_weights_of_two_dtypes_in_a_block_that_is_gathered_are_explained():
     assert "give them one dtype, or use strategy ddp or zero1" in str(explain_error(error, loops.net()))
 
 
-def test_a_figure_that_is_no_number_is_refused_with_its_line():
-    with (
-        pytest.raises(lockstep.UsageError, match=r"run\.log: could not convert .*test_joined\.py:\d+\)"),
-        joined() as run,
-    ):
-        run.log(a="x")
-
-
-def weighed_too_much(run: Any) -> None:
-    loops.placed(run)
-    next(run.steps(loops.data(), batch=16, microbatches=4, steps=1, weight=lambda _: 2**62))
-
-
-def test_a_weight_that_float64_has_not_is_refused():
-    with (
-        pytest.raises(lockstep.UsageError, match=r"weight: it gave 4611686018427387904; .* below 2\*\*53"),
-        joined() as run,
-    ):
-        weighed_too_much(run)
-
-
-def test_weights_of_two_dtypes_in_a_block_that_is_gathered_are_explained():
-    error = AssertionError("FSDP expects uniform original parameter dtype but got {torch.float32, torch.float64}")
-    assert "give them one dtype, or use strategy ddp or zero1" in str(explain_error(error, loops.net()))
-
-
 def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
     class Curriculum(TensorDataset):
         def set_epoch(self, epoch: int) -> None: ...

@@ -35,7 +35,7 @@ def drawn(extra: int = 0) -> tuple[list[Draws], list[Draws], list[Draws]]:
         for step in loops.steps(run):
             for batch in step:
                 within.append(draw())
-                step.backward(loops.loss(model, batch))
+                step.backward(sum=loops.loss(model, batch))
                 for _ in range(extra):
                     draw()
             step.update()

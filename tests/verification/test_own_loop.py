@@ -209,7 +209,7 @@ def carrying_hidden() -> None:
         for inputs, targets in step:
             outputs, hidden = model["r"](inputs[:, None], hidden)
             hidden = hidden.detach()
-            step.backward(nn.functional.cross_entropy(model["out"](outputs[:, 0]), targets, reduction="sum"))
+            step.backward(sum=nn.functional.cross_entropy(model["out"](outputs[:, 0]), targets, reduction="sum"))
         step.update()
 
 
