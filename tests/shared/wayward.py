@@ -310,3 +310,28 @@ class Reentrant(_Body):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True) if self.training else block(x)
         return x
+
+
+class PassesOn(_Body):
+    """Blocks that return one of their inputs as it is beside their output, as T5 does with its position bias."""
+
+    class Block(nn.Module):
+        def __init__(self, first: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.bias = nn.Parameter(torch.ones(WIDTH)) if first else None
+
+        def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            if bias is None:
+                bias = self.bias * 2
+            return x + self.linear(x).tanh() * bias, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(number == 0) for number in range(3))
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x

@@ -104,6 +104,7 @@ class Sharded:
             self._units[number].set_force_sum_reduction_for_comms(True)
             if (group := _group(self._units[number])) is not None:
                 group._register_post_backward_hook = _leave_inputs
+                group.pre_backward = partial(self._before_backward, number, group.pre_backward)
             if unit is not model:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
             unit.register_forward_hook(partial(self._own_outputs, number), prepend=True, with_kwargs=True)
@@ -287,6 +288,11 @@ class Sharded:
         done = [unit for unit, first in self._first_calls.items() if first > call and unit not in self._complete]
         for unit in sorted(done, key=lambda unit: -self._first_calls[unit]):
             self._finish(unit)
+
+    def _before_backward(self, unit: int, pre_backward: Callable[[bool], None], prefetch: bool, *_: Any) -> None:
+        """Gather a unit for its backward, unless that is over: one of its outputs may be an input, which is older."""
+        if unit not in self._complete:
+            pre_backward(prefetch)
 
     def _finish(self, unit: int) -> None:
         """Take the gradients of a unit, whose backward is over, and free what is gathered for it."""

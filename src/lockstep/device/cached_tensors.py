@@ -42,7 +42,7 @@ Tensors = Mapping[int, Tensor]  # by their id, which none of them loses while it
 def new_tensors_dropped() -> Iterator[None]:
     """Drop the tensors that module-level caches gained in the block.
 
-    Searches modules, classes, functions with their defaults and closures, and the containers that these hold. An
+    Searches modules, types, functions with their defaults and closures, and the containers that these hold. An
     `lru_cache` that holds a new tensor is cleared. A variable that was rebound to one gets its old value back.
     """
     before = {id(each): each for each in _all_tensors()}

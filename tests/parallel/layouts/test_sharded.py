@@ -79,6 +79,7 @@ def test_blocks_need_not_be_called_in_each_micro_batch(model):
         wayward.Detached,
         wayward.FrozenBase,
         wayward.NotReentrant,
+        wayward.PassesOn,
     ],
 )
 def test_gradients_of_shared_activations_are_added_in_the_order_of_one_process(model):

@@ -248,11 +248,11 @@ def _watch_memory_formats(model: nn.Module) -> None:
     """
 
     def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        [image, *_] = inputs
-        if isinstance(image, Tensor) and image.ndim == 4 and not image.stride(1) == min(image.stride()):
+        [tensor, *_] = inputs
+        if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.stride(1) != min(tensor.stride()):
             raise refusal(
                 f"{name} has channels_last weights and an input that is not channels_last",
-                "convert both: images.to(memory_format=torch.channels_last) too; or neither; or use strategy ddp or "
+                "convert both, the input by tensor.to(memory_format=torch.channels_last), or neither; or use strategy ddp or "
                 "zero1",
             )
 
