@@ -484,6 +484,7 @@ _SMALL: Final = {
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
+_WITHOUT_WIDTH: Final = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
 _DECODER: Final = {**_SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1}
 _MOE: Final = {**_DECODER, "num_experts_per_tok": 2}
 _IMAGE: Final = {
@@ -534,10 +535,10 @@ _TRANSFORMERS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "opt": (
         "OPTForCausalLM",
         "tokens",
-        {**_SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32},
+        {**_WITHOUT_WIDTH, "ffn_dim": 64, "word_embed_proj_dim": 32},
     ),
     "bloom": ("BloomForCausalLM", "tokens", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "falcon": ("FalconForCausalLM", "tokens", {**_SMALL, "new_decoder_architecture": False}),
+    "falcon": ("FalconForCausalLM", "tokens", {**_WITHOUT_WIDTH, "new_decoder_architecture": False}),
     "mixtral": ("MixtralForCausalLM", "tokens", {**_MOE, "num_local_experts": 4, "output_router_logits": False}),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
