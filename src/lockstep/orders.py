@@ -55,7 +55,7 @@ class Weighted:
             drawn = random.uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
             # A product may round up to the end: the last sample with a weight is meant.
             last = int(np.flatnonzero(weights)[-1])
-            return np.minimum(np.searchsorted(ends, drawn, side="right"), last).astype(np.int64)
+            return np.asarray(np.minimum(np.searchsorted(ends, drawn, side="right"), last), np.int64)
         # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": the smallest of exponential times.
         uniform = 1.0 - random.uniform(key, np.arange(len(weights)), 1)[:, 0]
         times = np.full(len(weights), np.inf)

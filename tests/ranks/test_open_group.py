@@ -6,6 +6,7 @@ from typing import Any
 
 import loops
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from one_process import joined
@@ -40,7 +41,7 @@ def spawned(rank: int, port: int, folder: Path) -> None:
 def refused(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     texts = []
-    for ask in (rank_in_open_group, lambda: open_world(alone(), None)):  # type: ignore[arg-type]
+    for ask in (rank_in_open_group, lambda: open_world(alone(), torch.device("cpu"))):
         try:
             ask()
         except UsageError as error:

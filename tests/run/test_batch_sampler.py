@@ -275,3 +275,12 @@ def test_a_trainer_of_others_has_the_order_on_any_ranks_and_resumed(train: Any, 
     before = worlds.run(2, as_torchrun, train, 0, killed, tmp_path)
     after = worlds.run(3, as_torchrun, train, killed, STEPS, tmp_path)
     assert [[*chain(*ranks)] for life in (before, after) for ranks in zip(*life, strict=True)] == [*steps]
+
+
+def test_an_order_of_the_user_s_own_is_dealt_out_as_the_shuffle_is() -> None:
+    def samples(**given: Any) -> list[int]:
+        ranks = [BatchSampler(10, batch=4, rank=rank, world_size=2, **given) for rank in range(2)]
+        return [sample for parts in zip(*map(iter, ranks), strict=True) for part in parts for sample in part]
+
+    assert samples(order="sequential") == [*range(10)]
+    assert samples(order=lambda epoch: [7] * 8) == [7] * 8

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-# Classes of timm, torchvision and transformers that are left out at random in training, by a part of their names.
+# Modules of timm, torchvision and transformers that are left out at random in training, by a part of their names.
 _RANDOM: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
 # Attributes with the probability of such a layer, or of a dropout that a forward calls as a function.
 _PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
@@ -34,13 +34,13 @@ def mode_dependent_layer(model: nn.Module) -> str:
 def _depends_on_mode(module: nn.Module) -> bool:
     match module:
         case _NormBase():
-            return module.track_running_stats
+            return bool(module.track_running_stats)
         case _DropoutNd():
-            return module.p > 0
+            return bool(module.p > 0)
         case nn.RNNBase():
-            return module.dropout > 0 and module.num_layers > 1
+            return bool(module.dropout > 0 and module.num_layers > 1)
         case nn.MultiheadAttention():
-            return module.dropout > 0
+            return bool(module.dropout > 0)
         case nn.RReLU():
             return True
     kind = type(module)
@@ -57,7 +57,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 def _probabilities(module: nn.Module) -> list[float]:
     held = vars(module)
-    names = [name for name in held if name in _PROBABILITIES or name.endswith(("_dropout", "_drop_prob"))]
+    names = [name for name in held if name in _PROBABILITIES or name.endswith(("dropout", "drop_prob"))]
     return [float(held[name]) for name in names if isinstance(held[name], int | float)]
 
 

@@ -56,7 +56,11 @@ class OwnPlan:
     def decisive(self) -> dict[str, Any]:
         """Return what decides the numbers; its length does not, so a run may be made longer."""
         steps = self.steps
-        of_data = {"samples": len(self.items), "drop_last": steps.drop_last, "weighs": self.weight is not None}
+        of_data: dict[str, Any] = {
+            "samples": len(self.items),
+            "drop_last": steps.drop_last,
+            "weighs": self.weight is not None,
+        }
         of_data["order"] = self.order.name
         return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
 
