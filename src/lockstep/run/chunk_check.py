@@ -29,7 +29,7 @@ ADVICE: Final = (
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
 QUICKLY: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
-_POSITIONS: Final = 64  # of a sequence of whole numbers, to which a quick comparison crops it
+_POSITIONS: Final = 64  # of a sequence of whole numbers, to which a quick comparison shortens it
 LARGEST: Final = 250_000_000  # parameters of a model of which this host has memory for two copies before a run
 
 T = TypeVar("T")
