@@ -24,7 +24,7 @@ _LIBRARIES: Final = frozenset(
         *("hypothesis", "idna", "joblib", "jinja2", "lockstep", "markupsafe", "matplotlib", "mpmath", "multiprocess"),
         *("networkx", "numpy", "onnx", "pandas", "pip", "pkg_resources", "psutil", "pynvml", "pyarrow", "pydantic"),
         *("pydantic_core", "pygments", "pytest", "_pytest", "ray", "regex", "requests", "rich", "safetensors", "scipy"),
-        *("setuptools", "sklearn", "sympy", "tensorboard", "timm", "tokenizers", "torch", "torchgen", "torchvision"),
+        *("setuptools", "sklearn", "sympy", "tensorboard", "timm", "torch", "torchgen", "torchvision"),
         *("tqdm", "transformers", "triton", "typing_extensions", "urllib3", "wandb", "yaml"),
     ]
 )
@@ -42,7 +42,7 @@ Tensors = Mapping[int, Tensor]  # by their id, which none of them loses while it
 def new_tensors_dropped() -> Iterator[None]:
     """Drop the tensors that module-level caches gained in the block.
 
-    Searches modules, types, functions with their defaults and closures, and the containers that these hold. An
+    Searches modules, their types, functions with their defaults and closures, and the containers that these hold. An
     `lru_cache` that holds a new tensor is cleared. A variable that was rebound to one gets its old value back.
     """
     before = {id(each): each for each in _all_tensors()}
