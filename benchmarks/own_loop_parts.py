@@ -35,7 +35,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("guards: note how all is, and the user's line", Guard, "mark"),
     ("guards: what stands in the places of gradients", Guard, "withhold"),
     ("guards: gradients in their places again", Guard, "give_back"),
-    ("is the loss a sum?", LossCheck, "check"),
+    ("is the loss what it is called?", LossCheck, "check"),
     ("is the optimizer as it was, on all ranks?", Placed, "agree"),
     ("keys of random numbers", random, "extend_key"),
     ("samples and micro-batches of the step", Loader, "_send"),

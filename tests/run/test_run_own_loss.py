@@ -339,7 +339,7 @@ def test_a_loss_of_another_form_is_looked_at_in_any_step() -> None:
 def test_a_loss_of_a_known_form_is_not_taken_apart_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = LossCheck(warn=no_warning)
     check(entropy, seen=seen)
-    monkeypatch.setattr("lockstep.run.own_loss._terms", lambda *_: pytest.fail("a walk through the graph"))
+    monkeypatch.setattr("lockstep.run.own_loss.find_terms", lambda *_: pytest.fail("a walk through the graph"))
     check(entropy, seen=seen, step=2)
 
 

@@ -12,62 +12,33 @@ looked at again when these are new.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
 from lockstep.common.own_code import calling, refusal
-from lockstep.parallel.gradients import nodes_behind
+from lockstep.run.own_loss_terms import (
+    Kind,
+    LossTerm,
+    Node,
+    Scale,
+    are_of_one_sample_each,
+    are_of_samples,
+    find_terms,
+    follows,
+    mask_totals,
+    operation_name,
+    reduces,
+    uncancelled,
+)
 from lockstep.tasks.base import MicroBatch
 
-Node = Any  # of an autograd graph
-Kind = Literal["mean", "sum", ""]  # "" is unknown
-
-_REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
-_LINEAR: Final = (
-    *("AddBackward", "SubBackward", "RsubBackward", "NegBackward", "SumBackward", "NansumBackward", "MeanBackward"),
-    *("StackBackward", "CatBackward", "WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"),
-    *("SelectBackward", "SliceBackward", "ToCopyBackward", "AliasBackward", "CloneBackward", "ViewBackward"),
-    *("UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward", "ExpandBackward"),
-    *("TBackward", "TransposeBackward", "PermuteBackward"),
-)
-_SCALING: Final = ("MulBackward", "DivBackward")
-_ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 _SCALED: Final = 256.0  # the least factor that is taken for a scaler's, which begins with 65,536 and halves it
 _COMPARED: Final = 4  # operations at the end of a loss
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
-
-
-class Scale(NamedTuple):
-    """A constant in a loss, which multiplies or divides all terms beneath `node`."""
-
-    node: Node
-    value: float
-    divides: bool
-
-
-class LossTerm(NamedTuple):
-    """A term of a loss: the node where the walk ended, and how the node is reduced.
-
-    `count` is how many values the mean is over or the sum adds up, in a tensor of the shape `sizes`. Its values were
-    multiplied by `masks` on the way.
-    """
-
-    node: Node
-    scales: tuple[Scale, ...] = ()
-    kind: Kind = ""
-    count: float = 0
-    sizes: tuple[int, ...] = ()
-    masks: tuple[Tensor, ...] = ()
-
-    def factor(self, below: Node) -> float:
-        """Return the product of the constants below a node."""
-        nodes = [scale.node for scale in self.scales]
-        inner = self.scales[nodes.index(below) + 1 :]
-        return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
 
 
 @final
@@ -187,10 +158,10 @@ class LossCheck:
         sums = [term for term, kind in looked.kinds() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in _uncancelled(sums[0]) if not looked.is_usual(scale)]
+        divisors = [scale.value for scale in uncancelled(sums[0]) if not looked.is_usual(scale)]
         if len(sums) == len(looked.terms) and not divisors and all(map(looked.is_over_samples, sums)):
             raise refusal(
-                f"step {step}: the loss is a sum over {sums[0].count:g} values",
+                f"step {step}: the loss is a sum over {sums[0].size:g} values",
                 "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; "
                 "step.backward(sum=step.weight * loss) keeps the gradient of a script that never divides it",
             )
@@ -199,7 +170,7 @@ class LossCheck:
             whole = "the loss" if len(sums) == len(looked.terms) else "a part of the loss"
             self._ask(
                 "part",
-                f"step {step}: {whole} is a sum over {sums[0].count:g} values{by} ({calling()}), in one of "
+                f"step {step}: {whole} is a sum over {sums[0].size:g} values{by} ({calling()}), in one of "
                 f"{microbatches} micro-batches, of {looked.microbatch.samples} samples: its gradient depends on the "
                 f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all as sums",
             )
@@ -227,7 +198,7 @@ class LossCheck:
     def _ask_of_function(self, step: int, looked: "_Looked") -> None:
         """Ask about a term that is a function of what all samples of the micro-batch give."""
         for term in looked.terms:
-            if not term.kind and _reduces(term.node) and term.node not in looked.returned:
+            if not term.kind and reduces(term.node) and term.node not in looked.returned:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
@@ -250,13 +221,13 @@ class _Looked:
         self.microbatch = microbatch
         self.returned = returned
         self._mean = mean
-        every = _terms(root, microbatch.samples, returned)
-        terms = [each for each in every if _follows(each.node, returned) or _of_samples(each, microbatch, returned)]
-        if _are_of_one_sample_each(terms, microbatch.samples):
-            terms = [each._replace(kind="sum", count=1) for each in terms]
+        every = find_terms(root, microbatch.samples, returned)
+        terms = [each for each in every if follows(each.node, returned) or are_of_samples(each, microbatch, returned)]
+        if are_of_one_sample_each(terms, microbatch.samples):
+            terms = [each._replace(kind="sum", size=1) for each in terms]
         self.terms: Sequence[LossTerm] = terms
-        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(each.count for each in terms)} - {0, 1}
-        self.counts |= {total for each in terms for mask in each.masks for total in _mask_totals(mask)} - {0, 1}
+        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(each.size for each in terms)} - {0, 1}
+        self.counts |= {total for each in terms for mask in each.masks for total in mask_totals(mask)} - {0, 1}
         nodes = [{scale.node for scale in each.scales} for each in terms]
         common = set.intersection(*nodes) if nodes else set()
         self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
@@ -265,7 +236,7 @@ class _Looked:
         """Yield each term with its kind, after the counts that it was multiplied or divided by."""
         for term in self.terms:
             multipliers = [scale.value for scale in term.scales if not scale.divides]
-            if term.kind == "mean" and term.count == 1:
+            if term.kind == "mean" and term.size == 1:
                 yield term, ""  # of one value
             elif term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
                 yield term, "sum"  # a mean times how many it is over
@@ -279,9 +250,9 @@ class _Looked:
         if term.kind != "sum":
             return None
         samples = self.microbatch.samples
-        for scale in _uncancelled(term):
+        for scale in uncancelled(term):
             value = scale.value
-            part = samples > 1 and value > 1 and not value % samples and not term.count % value
+            part = samples > 1 and value > 1 and not value % samples and not term.size % value
             one = self._mean and value == 1  # nobody writes that: a count that is 1 here
             if (value in self.counts or part or one) and not self._averages_terms(scale):
                 return scale
@@ -290,13 +261,13 @@ class _Looked:
     def count_of_mean(self, term: LossTerm) -> float:
         """Return how many values a mean is over."""
         scale = self.divisor_of_mean(term)
-        return term.count if scale is None else scale.value
+        return term.size if scale is None else scale.value
 
     def count_of_sum(self, term: LossTerm) -> float:
         """Return how many values a sum adds up, each a mean over a dim if the sum is divided by its length."""
         if term.kind != "sum":
             return 0
-        return term.count / math.prod(scale.value for scale in _uncancelled(term) if scale.value in term.sizes[1:])
+        return term.size / math.prod(scale.value for scale in uncancelled(term) if scale.value in term.sizes[1:])
 
     def is_over_samples(self, term: LossTerm) -> bool:
         """Return whether a sum certainly is over the samples of the micro-batch."""
@@ -307,7 +278,7 @@ class _Looked:
         """Yield divisions of the whole loss by whole numbers from 2, but for usual ones and those that make a mean."""
         for scale in self.shared:
             whole = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not whole or any(scale not in _uncancelled(term) for term in self.terms):
+            if not whole or any(scale not in uncancelled(term) for term in self.terms):
                 continue
             makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
             if not (makes_mean or self.is_usual(scale)):
@@ -315,7 +286,7 @@ class _Looked:
 
     def is_usual(self, scale: Scale) -> bool:
         """Return whether a division is an average of several losses, the half of squares, or a mean over a dim."""
-        half = scale.value == 2 and any(_name(term.node).startswith(_SQUARES) for term in self.terms)
+        half = scale.value == 2 and any(operation_name(term.node).startswith(_SQUARES) for term in self.terms)
         over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
         return half or over_dim or self._averages_terms(scale)
 
@@ -323,7 +294,7 @@ class _Looked:
         """Return whether a division averages as many losses as it divides by; those of one sample each are no such."""
         beneath = [term for term in self.terms if scale in term.scales]
         alike = len({term.factor(scale.node) for term in beneath}) == 1
-        one_each = all(term.count == 1 for term in beneath)
+        one_each = all(term.size == 1 for term in beneath)
         return len(beneath) == scale.value > 1 and alike and not one_each
 
 
@@ -336,36 +307,12 @@ def _last_operations(node: Node) -> Iterator[type]:
             return
 
 
-def _uncancelled(term: LossTerm) -> Sequence[Scale]:
-    """Return the divisions of a term that no multiplication by the same number undoes."""
-    multipliers = [scale.value for scale in term.scales if not scale.divides]
-    left = []
-    for scale in term.scales:
-        if scale.divides and scale.value in multipliers:
-            multipliers.remove(scale.value)
-        elif scale.divides:
-            left.append(scale)
-    return left
-
-
 def _is_of_a_scaler(scale: Scale) -> bool:
     """Return whether a factor is a tensor, as GradScaler keeps it, and a large power of two."""
     if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
         return False
     saved = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
     return any(each is not None and not each.ndim and each.dtype == torch.float32 for each in saved)
-
-
-def _are_of_one_sample_each(terms: Sequence[LossTerm], samples: int) -> bool:
-    """Return whether these are the losses of the samples, one by one."""
-    return len(terms) == samples > 1 and all(each.kind == "mean" and _rows(each.node) != samples for each in terms)
-
-
-def _mask_totals(mask: Tensor) -> Iterator[float]:
-    total = float(mask.sum())
-    yield total
-    if mask.dtype == torch.bool:  # of what was filled, the rest counts
-        yield mask.numel() - total
 
 
 def _suggest_weight(looked: _Looked) -> str:
@@ -396,144 +343,3 @@ def _name_in_batch(batch: Any, target: Tensor) -> str:
         ):
             return f"batch[{key!r}]"
     return ""
-
-
-def _follows(node: Node, returned: Collection[Node]) -> bool:
-    """Return whether a part of the loss follows from what the model returned; True if that is not known."""
-    return not returned or any(each in returned for each in nodes_behind(node))
-
-
-def _of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
-    """Return whether a term is a mean over as many values as there are samples, of what a forward has computed.
-
-    Such as a penalty on gradients or on what is inside the model: nothing that was returned is behind it. Weights, too,
-    may be as many; but with them a forward shares no operation.
-    """
-    if term.kind != "mean" or _rows(term.node) != microbatch.samples:
-        return False
-    behind = {each for node in returned for each in nodes_behind(node)}
-    return any(each in behind and not each.name().endswith("AccumulateGrad") for each in nodes_behind(term.node))
-
-
-def _reduces(node: Node) -> bool:
-    """Return whether an operation of torch's gives one number, and is no sum and no loss."""
-    name = _name(node)
-    if not name or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
-        return False
-    return not node._input_metadata[0].shape
-
-
-def _name(node: Node) -> str:
-    """Return the name of an operation of torch; "" for a function of the user's own, which may have the same name."""
-    name: str = node.name()
-    return name if name[-1:].isdigit() else ""
-
-
-def _terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms of a loss: the walk ends at means, at losses, and at what is not linear or was returned."""
-    found, waiting = [], [LossTerm(root)]
-    while waiting:
-        term = waiting.pop()
-        if kind := _reduction(term.node, samples):
-            found.append(term._replace(kind=kind, count=_reduced(term.node), sizes=()))
-        elif term.node not in returned and (below := _below(term, returned)):
-            waiting += reversed(below)
-        else:
-            found.append(term)
-    return found
-
-
-def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms that an operation is linear in, or none."""
-    node, name = term.node, _name(term.node)
-    if name.startswith(_SCALING):
-        return _scaling_operands(term, [each for each, _ in node.next_functions], returned)
-    if not name.startswith(_LINEAR):
-        return []
-    if name.startswith("SumBackward") and not term.sizes:
-        sizes = tuple(node._saved_self_sym_sizes)
-        term = term._replace(kind="sum", sizes=sizes, count=math.prod(sizes))
-    elif name.startswith("MeanBackward") and (stacked := _stack_size(node)):
-        term = term._replace(scales=(*term.scales, Scale(node, float(stacked), divides=True)))
-    elif (mask := _mask_of(node)) is not None:
-        term = term._replace(masks=(*term.masks, mask))
-    return [term._replace(node=each) for each, _ in node.next_functions if each is not None]
-
-
-def _mask_of(node: Node) -> Tensor | None:
-    """Return the mask of an operation that fills or selects values, as far as it has kept that."""
-    try:
-        return (
-            getattr(node, "_saved_mask", None)
-            if _name(node).startswith("Masked")
-            else getattr(node, "_saved_condition", None)
-        )
-    except RuntimeError:  # it was written to, which its backward will report
-        return None
-
-
-def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
-    """Return what is beneath a product or a quotient, of which one side is a constant or follows from weights alone."""
-    node = term.node
-    divides = node.name().startswith("DivBackward")
-    of_model = [each for each in sides if each is not None]
-    if len(of_model) > 1:
-        of_model = [each for each in sides if _follows(each, returned)]
-    if len(of_model) != 1 or (divides and of_model[0] is not sides[0]):
-        return []
-    inner = term._replace(node=of_model[0])
-    if len(sides) > 1 and None not in sides:
-        return [inner]
-    try:
-        constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
-    except RuntimeError:  # it was written to, which its backward will report
-        return [inner]
-    if constant is None:
-        return [inner]
-    if isinstance(constant, Tensor) and constant.numel() != 1:  # one for each sample
-        return [inner] if divides else [inner._replace(masks=(*term.masks, constant))]
-    return [inner._replace(scales=(*term.scales, Scale(node, float(constant), divides)))]
-
-
-def _reduction(node: Node, samples: int) -> Kind:
-    """Return what an operation is over samples, by its name or by the reduction that it has kept."""
-    if not _name(node).startswith("MeanBackward"):
-        return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
-    sizes = node._saved_self_sym_sizes
-    dims = _dims(node)
-    if math.prod(sizes[dim] for dim in dims) == 1 or _stack_size(node):
-        return ""
-    return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == samples) else ""
-
-
-def _reduced(node: Node) -> float:
-    """Return how many values a mean or a loss reduces by itself, 0 if it has not kept that."""
-    if _name(node).startswith("MeanBackward"):
-        count = math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node))
-        inner = node.next_functions[0][0]  # a mean of means
-        return count * (_reduced(inner) if _name(inner).startswith("MeanBackward") else 1)
-    try:
-        total = getattr(node, "_saved_total_weight", None)
-        return float(node._saved_self.numel() if total is None else total)
-    except (AttributeError, RuntimeError):  # it was written to, which its backward will report
-        return 0
-
-
-def _stack_size(node: Node) -> int:
-    """Return of how many losses, stacked up, a node is the mean; 0 if it is another one."""
-    inner = node.next_functions[0][0]
-    stacks = inner is not None and _name(inner).startswith("StackBackward")
-    return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0
-
-
-def _dims(node: Node) -> list[int]:
-    """Return which dims a mean is over."""
-    ndim = len(node._saved_self_sym_sizes)
-    given = getattr(node, "_saved_dim", None) or range(ndim)
-    return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in given})
-
-
-def _rows(node: Node) -> int:
-    """Return the length along dim 0 of what a mean is over."""
-    sizes = node._saved_self_sym_sizes if _name(node).startswith("MeanBackward") else node._saved_self.shape
-    return int(sizes[0]) if sizes else 1

@@ -1,0 +1,219 @@
+"""The terms of a loss, as its graph shows them: what is averaged or added up, and by which constants it is scaled."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.parallel.gradients import nodes_behind
+from lockstep.tasks.base import MicroBatch
+
+Node = Any  # of an autograd graph
+Kind = Literal["mean", "sum", ""]  # "" is unknown
+
+_REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
+_LINEAR: Final = (
+    *("AddBackward", "SubBackward", "RsubBackward", "NegBackward", "SumBackward", "NansumBackward", "MeanBackward"),
+    *("StackBackward", "CatBackward", "WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"),
+    *("SelectBackward", "SliceBackward", "ToCopyBackward", "AliasBackward", "CloneBackward", "ViewBackward"),
+    *("UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward", "ExpandBackward"),
+    *("TBackward", "TransposeBackward", "PermuteBackward"),
+)
+_SCALING: Final = ("MulBackward", "DivBackward")
+_ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
+
+
+class Scale(NamedTuple):
+    """A constant in a loss, which multiplies or divides all terms beneath `node`."""
+
+    node: Node
+    value: float
+    divides: bool
+
+
+class LossTerm(NamedTuple):
+    """A term of a loss: the node where the walk ended, and how the node is reduced.
+
+    `size` is how many values the mean is over or the sum adds up, in a tensor of the shape `sizes`. Its values were
+    multiplied by `masks` on the way.
+    """
+
+    node: Node
+    scales: tuple[Scale, ...] = ()
+    kind: Kind = ""
+    size: float = 0
+    sizes: tuple[int, ...] = ()
+    masks: tuple[Tensor, ...] = ()
+
+    def factor(self, below: Node) -> float:
+        """Return the product of the constants below a node."""
+        nodes = [scale.node for scale in self.scales]
+        inner = self.scales[nodes.index(below) + 1 :]
+        return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
+
+
+def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
+    """Return the terms of a loss: the walk ends at means, at losses, and at what is not linear or was returned."""
+    found, waiting = [], [LossTerm(root)]
+    while waiting:
+        term = waiting.pop()
+        if kind := _reduction(term.node, samples):
+            found.append(term._replace(kind=kind, size=_reduced(term.node), sizes=()))
+        elif term.node not in returned and (below := _below(term, returned)):
+            waiting += reversed(below)
+        else:
+            found.append(term)
+    return found
+
+
+def uncancelled(term: LossTerm) -> Sequence[Scale]:
+    """Return the divisions of a term that no multiplication by the same number undoes."""
+    multipliers = [scale.value for scale in term.scales if not scale.divides]
+    left = []
+    for scale in term.scales:
+        if scale.divides and scale.value in multipliers:
+            multipliers.remove(scale.value)
+        elif scale.divides:
+            left.append(scale)
+    return left
+
+
+def mask_totals(mask: Tensor) -> Iterator[float]:
+    total = float(mask.sum())
+    yield total
+    if mask.dtype == torch.bool:  # of what was filled, the rest counts
+        yield mask.numel() - total
+
+
+def are_of_one_sample_each(terms: Sequence[LossTerm], samples: int) -> bool:
+    """Return whether these are the losses of the samples, one by one."""
+    return len(terms) == samples > 1 and all(each.kind == "mean" and _rows(each.node) != samples for each in terms)
+
+
+def follows(node: Node, returned: Collection[Node]) -> bool:
+    """Return whether a part of the loss follows from what the model returned; True if that is not known."""
+    return not returned or any(each in returned for each in nodes_behind(node))
+
+
+def are_of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
+    """Return whether a term is a mean over as many values as there are samples, of what a forward has computed.
+
+    Such as a penalty on gradients or on what is inside the model: nothing that was returned is behind it. Weights, too,
+    may be as many; but with them a forward shares no operation.
+    """
+    if term.kind != "mean" or _rows(term.node) != microbatch.samples:
+        return False
+    behind = {each for node in returned for each in nodes_behind(node)}
+    return any(each in behind and not each.name().endswith("AccumulateGrad") for each in nodes_behind(term.node))
+
+
+def reduces(node: Node) -> bool:
+    """Return whether an operation of torch's gives one number, and is no sum and no loss."""
+    name = operation_name(node)
+    if not name or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
+        return False
+    return not node._input_metadata[0].shape
+
+
+def operation_name(node: Node) -> str:
+    """Return the name of an operation of torch; "" for a function of the user's own, which may have the same name."""
+    name: str = node.name()
+    return name if name[-1:].isdigit() else ""
+
+
+def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
+    """Return the terms that an operation is linear in, or none."""
+    node, name = term.node, operation_name(term.node)
+    if name.startswith(_SCALING):
+        return _scaling_operands(term, [each for each, _ in node.next_functions], returned)
+    if not name.startswith(_LINEAR):
+        return []
+    if name.startswith("SumBackward") and not term.sizes:
+        sizes = tuple(node._saved_self_sym_sizes)
+        term = term._replace(kind="sum", sizes=sizes, size=math.prod(sizes))
+    elif name.startswith("MeanBackward") and (stacked := _stack_size(node)):
+        term = term._replace(scales=(*term.scales, Scale(node, float(stacked), divides=True)))
+    elif (mask := _mask_of(node)) is not None:
+        term = term._replace(masks=(*term.masks, mask))
+    return [term._replace(node=each) for each, _ in node.next_functions if each is not None]
+
+
+def _mask_of(node: Node) -> Tensor | None:
+    """Return the mask of an operation that fills or selects values, as far as it has kept that."""
+    try:
+        return (
+            getattr(node, "_saved_mask", None)
+            if operation_name(node).startswith("Masked")
+            else getattr(node, "_saved_condition", None)
+        )
+    except RuntimeError:  # it was written to, which its backward will report
+        return None
+
+
+def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
+    """Return what is beneath a product or a quotient, of which one side is a constant or follows from weights alone."""
+    node = term.node
+    divides = node.name().startswith("DivBackward")
+    of_model = [each for each in sides if each is not None]
+    if len(of_model) > 1:
+        of_model = [each for each in sides if follows(each, returned)]
+    if len(of_model) != 1 or (divides and of_model[0] is not sides[0]):
+        return []
+    inner = term._replace(node=of_model[0])
+    if len(sides) > 1 and None not in sides:
+        return [inner]
+    try:
+        constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
+    except RuntimeError:  # it was written to, which its backward will report
+        return [inner]
+    if constant is None:
+        return [inner]
+    if isinstance(constant, Tensor) and constant.numel() != 1:  # one for each sample
+        return [inner] if divides else [inner._replace(masks=(*term.masks, constant))]
+    return [inner._replace(scales=(*term.scales, Scale(node, float(constant), divides)))]
+
+
+def _reduction(node: Node, samples: int) -> Kind:
+    """Return what an operation is over samples, by its name or by the reduction that it has kept."""
+    if not operation_name(node).startswith("MeanBackward"):
+        return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
+    sizes = node._saved_self_sym_sizes
+    dims = _dims(node)
+    if math.prod(sizes[dim] for dim in dims) == 1 or _stack_size(node):
+        return ""
+    return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == samples) else ""
+
+
+def _reduced(node: Node) -> float:
+    """Return how many values a mean or a loss reduces by itself, 0 if it has not kept that."""
+    if operation_name(node).startswith("MeanBackward"):
+        count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node)))
+        inner = node.next_functions[0][0]  # a mean of means
+        return count * (_reduced(inner) if operation_name(inner).startswith("MeanBackward") else 1)
+    try:
+        total = getattr(node, "_saved_total_weight", None)
+        return float(node._saved_self.numel() if total is None else total)
+    except (AttributeError, RuntimeError):  # it was written to, which its backward will report
+        return 0
+
+
+def _stack_size(node: Node) -> int:
+    """Return of how many losses, stacked up, a node is the mean; 0 if it is another one."""
+    inner = node.next_functions[0][0]
+    stacks = inner is not None and operation_name(inner).startswith("StackBackward")
+    return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0
+
+
+def _dims(node: Node) -> list[int]:
+    """Return which dims a mean is over."""
+    ndim = len(node._saved_self_sym_sizes)
+    given = getattr(node, "_saved_dim", None) or range(ndim)
+    return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in given})
+
+
+def _rows(node: Node) -> int:
+    """Return the length along dim 0 of what a mean is over."""
+    sizes = node._saved_self_sym_sizes if operation_name(node).startswith("MeanBackward") else node._saved_self.shape
+    return int(sizes[0]) if sizes else 1
