@@ -182,6 +182,7 @@ BLOCKS: Final[dict[str, Block]] = {
     "channels last": Block(
         "self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)",
         "h = x.view(-1, 4, 2, 2).to(memory_format=torch.channels_last)\nreturn self.conv(h).relu().flatten(1)",
+        Verdict.ROWS,
     ),
     "mixture of experts, masked": Block(
         "self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))\nself.router = nn.Linear(16, 3)",
@@ -267,11 +268,14 @@ class Symmetric(nn.Module):
     ),
     "half in float32": Block(_LAYER, "return F.linear(x.bfloat16(), self.layer.weight.bfloat16()).to(x.dtype).tanh()"),
     "transposed parameter": Block(
-        "self.weight = nn.Parameter(torch.randn(16, 16).t() * 0.3)", "return F.linear(x, self.weight).tanh()"
+        "self.weight = nn.Parameter(torch.randn(16, 16).t() * 0.3)",
+        "return F.linear(x, self.weight).tanh()",
+        Verdict.ROWS,
     ),
     "transposed parameter of another shape": Block(
         "self.weight = nn.Parameter(torch.randn(24, 16).t().div(4))",
         "return ((x @ self.weight).relu() @ self.weight.t())",
+        Verdict.ROWS,
     ),
     "expanded parameter": Block(
         "self.weight = nn.Parameter(torch.randn(16, 1) * 0.3)", "return x * self.weight.expand(16, 16).sum(1)"

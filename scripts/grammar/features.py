@@ -272,7 +272,7 @@ FEATURES: Final[dict[str, Feature]] = {
         {
             "step": 'optimizer.param_groups[0]["lr_scale"] = 0.0 if step.number < 3 else 1.0',
         },
-        "groups",
+        "rate",  # a scheduler sets the rates of all groups
     ),
     "averaged weights": Feature({"place arguments": "ema=0.8"}, "average"),
     "average by hand": Feature(

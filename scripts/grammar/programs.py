@@ -20,6 +20,7 @@ MOST_FEATURES: Final = 5
 _BATCH: Final = 16
 _WIDTH: Final = 110
 _VERDICTS: Final = (*(Verdict.RIGHT,) * 6, Verdict.ROWS, Verdict.RESUME, Verdict.STATE, Verdict.WRONG, Verdict.WRONG)
+_UNDERIVED: Final = ("use_reentrant=True", "no_grad", "long()")  # there inputs may have no derivative
 _ALL_PARAMETERS: Final = "model.parameters()"
 _TRAINED: Final = "[p for p in model.parameters() if p.requires_grad]"
 
@@ -254,7 +255,7 @@ def _suits(feature: Feature, model: Model) -> bool:
         or (feature.refuses_auxiliary and model.has_auxiliary)
         or (feature.needs_block and feature.needs_block not in model.blocks)
         or (feature.splits_samples and "BatchNorm" in source)
-        or ("autograd.grad" in str(feature.lines) and "use_reentrant=True" in source)
+        or ("autograd.grad" in str(feature.lines) and any(word in source for word in _UNDERIVED))
     )
 
 

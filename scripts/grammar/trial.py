@@ -231,6 +231,8 @@ class _Trial:
         seen = self._start(resume.second, folder)
         if fault := self._fault(seen, resume):
             return fault
+        if seen.refused and self._start(resume.second).refused:  # whatever it would resume from
+            return Result(Outcome.IN_PART, place=str(resume.second), message=seen.error)
         if seen.refused:
             return self._failed("resume refused", resume, seen.error)
         lines = {**stopped.lines, **seen.lines}
