@@ -43,7 +43,7 @@ TOGETHER: Final[dict[str, str]] = {
     "commands/test_run_folder.py": "run: completed folder",
     "commands/test_show.py": "commands: _recipe",
     "commands/test_sinks.py": "reporting: sink\nrun: sinks",
-    "commands/test_stalls.py": "ranks: flight\nrun: stall_detection",
+    "commands/test_stalls.py": "ranks: flight",
     "commands/test_submit.py": "jobs: submit",
     "commands/test_tensor_train.py": "strategies: tensor",
     "commands/test_train.py": "run: build checkpoints computing engine events examples rank rank_training training",

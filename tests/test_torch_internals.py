@@ -30,6 +30,7 @@ OTHERS: Final = {
     *("_asdict", "_current_frames", "_exit", "_fields", "_getframe"),  # Python
     *("_hp_mapping", "_reassign_or_swap_out_partitioned_parameters"),  # DeepSpeed
     "_model_mapping",  # transformers
+    "_pytest",  # the name of a library
     *("_32x4d", "_EnterBackward", "_dir", "_get_", "_hooks", "_hooks_", "_snapshot", "_test"),
 }
 # What modules of torch keep by these names, in strings or of another object than self.

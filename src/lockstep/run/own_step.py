@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Never, final
+from typing import Final, Never, final
 
 import torch
 from torch import Tensor
@@ -31,7 +31,10 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 # Places of a step that generators are seeded for.
-_HEAD, _AFTER_MICROBATCHES, _MICROBATCH, AFTER_LOOP = range(4)
+_HEAD: Final = 0
+_AFTER_MICROBATCHES: Final = 1
+_MICROBATCH: Final = 2
+AFTER_LOOP: Final = 3
 
 
 def seed_all(world: World, key: int) -> None:

@@ -252,8 +252,8 @@ def _watch_memory_formats(model: nn.Module) -> None:
         if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.stride(1) != min(tensor.stride()):
             raise refusal(
                 f"{name} has channels_last weights and an input that is not channels_last",
-                "convert both, the input by tensor.to(memory_format=torch.channels_last), or neither; or use strategy ddp or "
-                "zero1",
+                "convert both, the input by tensor.to(memory_format=torch.channels_last), or neither; or use strategy "
+                "ddp or zero1",
             )
 
     for name, module in model.named_modules():
