@@ -580,7 +580,7 @@ def steps_of_a_loader(run: Any, *_: object) -> None:
     ],
 )
 def test_what_breaks_the_contract_is_refused_with_its_line(body: Body, text: str) -> None:
-    line = r".* \(.*loops\.py:\d+\); "
+    line = r".* \(.*(test_joined|loops)\.py:\d+\); "
     with pytest.raises(lockstep.UsageError, match=re.escape(text) + line), joined() as run:
         body(run, *loops.placed(run))
 
