@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.core.mesh import DataRank
+from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, flatten, partition, unflatten, wide_gradient
 from lockstep.tasks.base import MicroBatch
 
@@ -143,13 +145,14 @@ def test_an_unused_parameter_holds_back_only_what_comes_after_it() -> None:
     first, unused, last = _sizes((1,), (1,), (1,))
     stream = Noted()
     gradients = _gradients([first, unused, last], stream, alone=False)
-    gradients.begin(1, microbatches(1))
-    gradients.before_backward(microbatches(1)[0])
-    (first + last).sum().backward()
-    gradients.after_backward(microbatches(1)[0])
-    assert stream.count == 1
-    gradients.finish()
-    assert stream.count == 3
+    for sent, finished in ((0, 3), (4, 6)):  # the first backward is waited for
+        gradients.begin(1, microbatches(1))
+        gradients.before_backward(microbatches(1)[0])
+        (first + last).sum().backward()
+        gradients.after_backward(microbatches(1)[0])
+        assert stream.count == sent
+        gradients.finish()
+        assert stream.count == finished
 
 
 def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:
@@ -161,6 +164,58 @@ def test_a_shared_parameter_is_ready_once_both_uses_are_added() -> None:
     gradients.after_backward(microbatches(1)[0])
     gradients.finish()
     assert shared.grad.item() == pytest.approx(2 + 5 * torch.tensor(15.0).cos().item())
+
+
+class Reentrant(nn.Module):
+    """A layer that is called in several reentrant checkpoints, each with a backward of its own, before a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, calls: int) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(calls):
+            x = x + checkpoint(self.layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+def _reentrant_steps(alone: bool, steps: Sequence[Sequence[int]], head: bool = True) -> list[Tensor]:
+    """Return the gradients after steps whose micro-batches call the layer so often."""
+    torch.manual_seed(0)
+    model = Reentrant()
+    model.head.requires_grad_(head)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    gradients = _gradients(trained, Noted(), alone)
+    sums = []
+    for calls in steps:
+        of_step = microbatches(len(calls))
+        gradients.begin(len(calls), of_step)
+        for microbatch, count in zip(of_step, calls, strict=True):
+            gradients.before_backward(microbatch)
+            model(torch.randn(3, 4), count).sum().backward()
+            gradients.after_backward(microbatch)
+        gradients.finish()
+        sums += [each.grad.clone() for each in trained]
+        model.zero_grad()
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("steps", "head"),
+    [([[2], [2]], True), ([[2], [2]], False), ([[1, 3], [3]], True), ([[3, 1], [3]], False), ([[1], [2]], True)],
+    ids=str,
+)
+def test_a_gradient_that_a_nested_backward_adds_to_again_is_sent_when_complete(
+    steps: Sequence[Sequence[int]], head: bool
+) -> None:
+    several, one = (_reentrant_steps(alone, steps, head) for alone in (False, True))
+    assert all(map(torch.equal, several, one))
+
+
+def test_a_gradient_that_a_later_step_adds_to_after_it_was_sent_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"gradient of parameter \d after that was sent.*; pass use_reentrant=False"):
+        _reentrant_steps(alone=False, steps=[[1], [2]], head=False)
 
 
 def test_what_a_copy_in_16_bits_gets_is_added_in_float32() -> None:

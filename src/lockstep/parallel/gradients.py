@@ -7,6 +7,9 @@ one order on all ranks: that of backward, from the last parameter to the first.
 
 A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
 
+A nested backward, such as that of a reentrant checkpoint, may add to a gradient that looked complete. So after the
+first one, buckets leave when the whole backward is over. The first backward of a run is waited for in any case.
+
 Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after the other, each in its order in memory and
 followed by zeros, so that the next one begins where memory of its own might.
 """
@@ -14,13 +17,14 @@ followed by zeros, so that the next one begins where memory of its own might.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import Sum
 from lockstep.comm.stream import CommStream
+from lockstep.common.own_code import refusal
 from lockstep.core.tree import Counter, LeafBlock, total
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
@@ -38,6 +42,7 @@ class _Bucket:
     add: Sum
     counter: Counter[Parts] = field(default_factory=lambda: Counter(add_parts_))
     missing: int = 0  # parameters whose gradient backward has not yet made
+    sent: bool = False  # in this step
 
 
 @final
@@ -66,6 +71,9 @@ class Gradients:
         self._leaves = 0
         self._last_leaf: int | None = None
         self._armed = False
+        self._graph_task = -1  # autograd's number of the first backward that made a gradient of this micro-batch
+        self._nested = False  # whether a micro-batch had a second one, within the first or around it
+        self._watched = False  # whether a micro-batch's backward has shown that
         self._note: Note | None = None
         for bucket in () if alone else self._buckets:
             for parameter in bucket.parameters:
@@ -80,6 +88,7 @@ class Gradients:
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.dummy)
+        self._graph_task = -1
         self._note = microbatch.note
         if microbatch.dummy:  # it is beside the step, whose sums may be there: what it makes must not be added to them
             for parameter in self._parameters:
@@ -87,10 +96,13 @@ class Gradients:
         if self._armed:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
+                bucket.sent = False
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
+        self._watched = True
         if self._armed:
+            self._armed = False
             return
         if self._nothing_to_add and not microbatch.dummy:
             if self._note is not None:
@@ -124,11 +136,21 @@ class Gradients:
         """Whether backward leaves the sum itself: of one micro-batch on one rank."""
         return self._alone and self._leaves == 1
 
-    def _ready(self, bucket: _Bucket, _: Tensor) -> None:
+    def _ready(self, bucket: _Bucket, parameter: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._graph_task == -1:
+            self._graph_task = task
+        self._nested = self._nested or self._graph_task != task
         if not self._armed:
             return
+        if bucket.sent:
+            raise refusal(
+                f"a backward within the backward, as torch.utils.checkpoint runs with use_reentrant=True, adds to the "
+                f"gradient of {self._names[cast(nn.Parameter, parameter)]} after that was sent to the other ranks",
+                "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+            )
         bucket.missing -= 1
-        if bucket.missing == 0:
+        if bucket.missing == 0 and self._watched and not self._nested:
             self._send_ready(everything=False)
 
     def _send_ready(self, everything: bool) -> None:
@@ -137,6 +159,7 @@ class Gradients:
                 return
             if self._last_leaf is not None:
                 bucket.counter.push(self._last_leaf, self._take(bucket))
+            bucket.sent = True
             self._waiting.append(self._stream.submit(partial(self._sum, bucket, bucket.counter.pieces())))
 
     def _take(self, bucket: _Bucket) -> Parts:

@@ -55,6 +55,17 @@ def load_optimizer_state(
         else:
             state.setdefault(numbers[owner], {})[slot] = _in_memory_format(value, parameters[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, parameter in trained:
+        if (number := numbers.get(name)) in state:
+            _restore_dtypes(optimizer.state[parameter], state[number])
+
+
+def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Put back tensors that torch has converted to the dtype of their parameter, such as NAdam's `mu_product`."""
+    for slot, value in saved.items():
+        converted = loaded.get(slot)
+        if isinstance(value, Tensor) and isinstance(converted, Tensor) and converted.dtype is not value.dtype:
+            loaded[slot] = value.to(converted.device, copy=True)
 
 
 def _in_memory_format(value: Any, parameter: Tensor) -> Any:

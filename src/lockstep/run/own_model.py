@@ -33,8 +33,9 @@ _ONE_DTYPE: Final = (
     "this strategy gathers the weights of a block together: give them one dtype, or use strategy ddp or zero1"
 )
 _IN_ROWS: Final = (
-    "this strategy keeps weights in rows on the ranks, whole only while their layer is called: call it, leave the rest "
-    "to step.update, and read them after it by their full_tensor(), on all ranks; or use strategy ddp or zero1"
+    "this strategy keeps weights in rows on the ranks, whole only while their block is called: use a weight in the "
+    "forward of its own block, leave updates to step.update, and read weights after it by their full_tensor(), on all "
+    "ranks; or use strategy ddp or zero1"
 )
 
 

@@ -48,7 +48,8 @@ def _work(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous
     WORKER_CONTEXT.set(context)
     code = EXIT_DONE
     try:
-        run_script(path, argv)
+        with context.explain_errors():
+            run_script(path, argv)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise

@@ -431,7 +431,7 @@ class _Loop:
         recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
-                with recorded:
+                with recorded, ambient.explain_errors():
                     self.function()
             except _Enough:
                 pass

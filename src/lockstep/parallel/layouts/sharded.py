@@ -79,6 +79,7 @@ class ShardedLayout:
         rank = mesh.data_rank(world.rank)
         self._primary = not (rank.replica or rank.seat)
         units = find_units(model)
+        _check_dtypes(model, units)
         paths = {module: path for path, module in model.named_modules()}
         names = [*(paths[unit] for unit in units), "what is in no block"]
         exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
@@ -234,6 +235,26 @@ def _check(model: nn.Module) -> None:
         raise UsageError(
             f"parameter {scalars[0]} has no dim to cut; give it shape (1,) in the model, or use strategy ddp or zero1"
         )
+
+
+def _check_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise UsageError if trained parameters that are gathered together have several dtypes."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    left = dict(names)
+    for unit in (*units, model):
+        gathered = [parameter for parameter in unit.parameters() if left.pop(parameter, None)]
+        trained = [parameter for parameter in gathered if parameter.requires_grad]
+        for parameter in trained[1:]:
+            if parameter.dtype is not trained[0].dtype:
+                raise UsageError(
+                    f"parameter {names[parameter]} is {_dtype_name(parameter)} and {names[trained[0]]} is "
+                    f"{_dtype_name(trained[0])}; this strategy gathers the weights of a block together: give them one "
+                    f"dtype, move one into a block of its own, or use strategy ddp or zero1"
+                )
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _channels_last(tensor: Tensor) -> bool:
