@@ -82,7 +82,7 @@ TOGETHER: Final[dict[str, str]] = {
     "comparison/test_comparison_result.py": "comparison: output page",
     "reporting/test_console.py": "reporting: terminal",
     "reporting/test_outside.py": "reporting: mlflow_sink wandb_sink",
-    "run/test_joined.py": "run: membership worker_context\nrun: own_model own_placed own_resume own_sums",
+    "run/test_joined.py": "run: membership\nrun: own_model own_placed own_resume own_sums",
     "run/test_run_own_loss.py": "run: own_loss_terms",
     "commands/test_replay.py": "commands: bisect\nreplay: drive own page run\nrun: replaying",
     "strategies/test_strategies.py": "strategies: context ddp hsdp single zero1 zero2 zero3",

@@ -265,6 +265,7 @@ class Symmetric(nn.Module):
     "float64 beside float32": Block(
         "self.layer = nn.Linear(16, 16)\nself.scale = nn.Parameter(torch.ones(16, dtype=torch.float64))",
         "return (self.layer(x) * self.scale).to(x.dtype)",
+        Verdict.ROWS,
     ),
     "half in float32": Block(_LAYER, "return F.linear(x.bfloat16(), self.layer.weight.bfloat16()).to(x.dtype).tanh()"),
     "transposed parameter": Block(
