@@ -41,7 +41,7 @@ def test_a_seed_repeats_its_placements() -> None:
 
 @pytest.mark.thorough
 def test_all_productions_are_reached() -> None:
-    reached = {name for number in range(1200) for name in proving.draw_program("reach", number).productions}
+    reached = {name for number in range(4000) for name in proving.draw_program("reach", number).productions}
     assert set(all_productions()) - reached == set()
 
 
