@@ -259,11 +259,11 @@ class TestMicrobatchesLeftOut:
 
     WORDS = (*TRAIN, "recipe.microbatches=")
 
-    def test_a_run_that_began_on_two_processes_resumes_on_three(self, start, run, finished):
+    def test_a_run_that_began_on_two_processes_resumes_on_one(self, start, run, finished):
         stopped = stop(start, "recipe.microbatches=", "placement.processes=2")
-        assert load(str(stopped.folder / "run/config.yaml")).config.recipe.microbatches == 8
-        resumed = run(*self.WORDS, "placement.processes=3")
-        assert resumed.sha256 == finished("recipe.microbatches=8", "placement.processes=1").sha256
+        assert load(str(stopped.folder / "run/config.yaml")).config.recipe.microbatches == 2
+        resumed = run(*self.WORDS, "placement.processes=1")
+        assert resumed.sha256 == finished("recipe.microbatches=2", "placement.processes=1").sha256
 
 
 class TestTheDataOfACheckpoint:
