@@ -339,7 +339,7 @@ class Sharded:
         if self._counts_parameters:
             return
         self._counts_parameters = True
-        for unit, number in zip(self._units[:-1], range(len(self._units)), strict=False):
+        for number, unit in enumerate(self._units[:-1]):
             group = _group(unit)
             parameters = [] if group is None else [each._unsharded_param for each in group.fsdp_params]
             if parameters and all(parameter.requires_grad for parameter in parameters):
