@@ -1,10 +1,13 @@
 """Training on a pretended card: the CPU's bits, all tensors on one device, no wait between reports, no race."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
+import toys
+import wayward
 from card import DEVICE, Card
 from streams import Streams
 from torch import Tensor, nn
@@ -190,18 +193,37 @@ def test_what_streams_do_to_one_memory_is_in_order(strategy: str) -> None:
         _check(cpu, found, [], races)
 
 
-def passed_on_anywhere(world: World) -> list[str]:
+class WithoutLastBlock(wayward.LayerDrop):
+    """A model that leaves out its last block every second time: its gradients are zeros that no backward hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def through(self, x: Tensor, images: Tensor) -> Tensor:
+        self.forwards += 1
+        for block in self.blocks[: 3 + self.forwards % 2]:
+            x = block(x)
+        return x
+
+
+def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
+    """Return the races of a training; gradients are passed on on whichever stream is current if `anywhere`."""
+
     def pass_on(self: Sharded, unit: int, may_wait: bool) -> None:
         self.receive(unit, *self._waiting.pop(unit), may_wait)
 
-    with mock.patch.object(Sharded, "_pass_on", pass_on):
-        return on_streams(world, "zero3")[1]
+    with mock.patch.object(Sharded, "_pass_on", pass_on) if anywhere else nullcontext(), Streams() as streams:
+        toys.whole_trace(world, case)
+    return streams.races
 
 
 @pytest.mark.worlds
-def test_what_is_added_in_memory_of_another_stream_is_seen() -> None:
-    races, _ = run(2, passed_on_anywhere)
-    assert any(each.startswith("made where another stream may still read") for each in races)
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_gradients_are_passed_on_on_one_stream_whenever_they_come(anywhere: bool) -> None:
+    case = toys.Case(6, model=WithoutLastBlock, strategy="zero3")
+    races, _ = run(2, blocks_left_out, case, anywhere)
+    assert bool(races) == anywhere, races
 
 
 def _check(expected: dict[str, Tensor], found: dict[str, Tensor], waits: list[str], races: list[str]) -> None:
