@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.common.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lockstep.comparison.drive import compare
     from lockstep.comparison.result import Comparison
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
         Warned,
     )
     from lockstep.verification.own_loop import Checked, verify
-
-__version__ = "0.1.0"
 
 _PLACES = {
     "comparison.drive": "compare",

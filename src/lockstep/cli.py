@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Final, final
 import click
 from click.shell_completion import BashComplete, add_completion_class
 
-from lockstep import __version__
 from lockstep.common.own_code import own_error
 from lockstep.common.platforms import need_posix
 from lockstep.common.text import printable
+from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 
 # click's own, but for two things: it leaves the cursor after `key=` and `folder/`, and offers files beside other words.

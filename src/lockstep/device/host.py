@@ -12,10 +12,10 @@ from typing import Any, Final
 import psutil
 import torch
 
-from lockstep import __version__
 from lockstep.common.control_groups import limit_bytes, quota_cores
 from lockstep.common.importing import version_of
 from lockstep.common.platforms import has_gpu_driver, usable_cores
+from lockstep.common.version import __version__
 from lockstep.device import machine
 
 _PACKAGE: Final = "lockstep-train"

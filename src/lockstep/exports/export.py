@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import nn
 
-import lockstep
 from lockstep.common.names import choices
 from lockstep.common.own_code import OwnCode
+from lockstep.common.version import __version__
 from lockstep.core.batch import Inputs, call, map_tensors
 from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.exports.base import ExportSource, Format
@@ -124,7 +124,7 @@ def model_card(saved: SavedModel) -> dict[str, Any]:
         "step": saved.step,
         "weights": saved.weights,
         "weights_sha256": saved.weights_sha256,
-        "lockstep": lockstep.__version__,
+        "lockstep": __version__,
     }
     return {name: value for name, value in found.items() if value is not None}
 

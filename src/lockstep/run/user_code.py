@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-import lockstep
 from lockstep.common.own_code import is_installed, is_own, location
+from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
@@ -219,4 +219,4 @@ def _python() -> tuple[str, ...]:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    return tuple(f"{Path(inspect.getfile(package)).parent}/" for package in (lockstep, np, torch))
+    return (f"{PACKAGE}/", *(f"{Path(inspect.getfile(package)).parent}/" for package in (np, torch)))
