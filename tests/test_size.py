@@ -51,3 +51,16 @@ def test_the_report_compares_the_working_tree_with_a_commit(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("package: 17 tokens, +14 since ")
     assert lines[1].split() == ["17", "+14", "package/room"]
+
+
+def test_modules_without_a_test_file_of_their_own_are_listed(
+    size: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("src/lockstep/a/b.py", "src/lockstep/a/c.py", "src/lockstep/a/d.py", "src/lockstep/a/__init__.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    for path in ("tests/a/test_b.py", "tests/a/test_a_c.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    monkeypatch.setattr(size, "ROOT", tmp_path)
+    assert size.modules_without_tests() == ["a/d.py"]
