@@ -11,7 +11,7 @@ from conftest import invoke
 
 from lockstep.core import norm
 from lockstep.device import machine
-from lockstep.run import computing
+from lockstep.run import session
 
 RECIPE = ["digits", "recipe.epochs=1", "recipe.microbatches=4", "run.log_every=8", "run.probe=off"]
 PLACEMENT = ["placement.processes=1", "placement.affinity=off"]
@@ -45,7 +45,7 @@ def _weights(arguments: list[str]) -> str:
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     numerics = machine.numerics
     properties = SimpleNamespace(name="a card", uuid="0", total_memory=1 << 36, major=9, minor=0)
-    monkeypatch.setattr(computing, "choose_device", lambda *_: DEVICE)
+    monkeypatch.setattr(session, "choose_device", lambda *_: DEVICE)
     monkeypatch.setattr(machine, "numerics", lambda _, **more: numerics(torch.device("cpu"), **more))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 from lockstep.comm.named_sums import NamedSums
-from lockstep.comm.world import World, open_world
+from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.comparison.result import NAIVE, OF_ALL, PRINTED
 from lockstep.config import plan as planning
@@ -45,13 +45,12 @@ from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run.build import Setup, evaluation_batch, setup
-from lockstep.run.computing import computing_device
 from lockstep.run.examples import transforms_of
 from lockstep.run.first_weights import load_first_weights
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
-from lockstep.run.stall_detection import stall_detector
+from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import on_ranks_of
 from lockstep.training.checkpoint.store import weights_sha256
 from lockstep.training.evaluate import batch_sums, figures_of
@@ -109,19 +108,15 @@ def _ready(loaded: Loaded) -> tuple[Resolved, Setup]:
 def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, rendezvous: Rendezvous) -> int:
     if ready is None:  # a spawned process: see on_ranks
         _, ready = _ready(resolved.loaded)
-    recipe, placement, info = resolved.recipe, resolved.placement, rendezvous.info
-    device = computing_device(placement, info, recipe.threads, recipe.precision)
-    with stall_detector(rendezvous, placement, device):
-        world = open_world(rendezvous, device, placement.backend)
+    with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         script = NaiveDDP(ready, world, resolved.run.log_every)
         rendezvous.status = lambda: RankStatus("training", script.step)
-        log = JsonLines(folder / run_folder.EVENTS) if info.rank == 0 else None
+        log = JsonLines(folder / run_folder.EVENTS) if world.rank == 0 else None
         for event in script.events():
             for sink in (log, also) if log else ():
                 sink.write(event, time.time())
         if log:
             log.close()
-        world.close()
     return EXIT_DONE
 
 

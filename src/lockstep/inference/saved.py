@@ -27,9 +27,9 @@ from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model, tuning_of
-from lockstep.run.computing import computing_device
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.resume import check_tensors
+from lockstep.run.session import Compute, prepare_device
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
 from lockstep.training.checkpoint import saved_state, store
@@ -141,7 +141,7 @@ class SavedModel:
     def computing(self) -> "Computing":
         """Return the model on its device, computing as an evaluation of the run does, but for its chunks."""
         recipe = self.recipe
-        device = computing_device(self.placement, ALONE, recipe.threads, recipe.precision)
+        device = prepare_device(self.placement, ALONE, Compute.of_recipe(recipe))
         return Computing(self.model(), recipe, device)
 
 

@@ -49,8 +49,12 @@ class Refusal:
         )
 
 
-def find_refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
+def find_refused_operations(
+    build: Build, inputs: Inputs, batch: Batch, loss: Loss, *, training: bool = True
+) -> list[Refusal]:
     """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in order of occurrence.
+
+    Without `training`, return what of an evaluation has none: it has no backward, and the model is in evaluation mode.
 
     `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
     left alone. What fails here returns nothing: the first step of the run fails in the same way, with the reason.
@@ -58,21 +62,22 @@ def find_refused_operations(build: Build, inputs: Inputs, batch: Batch, loss: Lo
     for look in (_on_fake_cuda, _on_the_cpu):
         try:
             with warnings.catch_warnings(action="ignore"), new_tensors_dropped(), _deterministic():
-                return look(build, inputs, batch, loss)
+                return look(build, inputs, batch, loss, training)
         except Exception:  # a stranger's model may raise anything
             continue
     return []
 
 
-def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
+def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
     model = on_meta(build)
     with _fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
-        return _record_step(model.train(), map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch), loss, cuda=True)
+        inputs, batch = map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch)
+        return _record_step(model.train(training), inputs, batch, loss, cuda=True)
 
 
-def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss) -> list[Refusal]:
-    return _record_step(build().train(), inputs, batch, loss, cuda=False)
+def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
+    return _record_step(build().train(training), inputs, batch, loss, cuda=False)
 
 
 @contextmanager
@@ -106,13 +111,14 @@ def _deterministic() -> Iterator[None]:
 
 
 def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
-    """Run forward and backward, and return what was refused on the way."""
+    """Run forward, and backward of a model in training mode, and return what was refused on the way."""
     recorder = _Recorder(model, cuda)
-    with recorder, torch.enable_grad():
+    with recorder, torch.set_grad_enabled(model.training):
         with recorder.forward():
             outputs = call(model, inputs)
         _backward(loss(outputs, batch), recorder)
-    return list(dict.fromkeys([*_rnn_dropouts(model), *recorder.found]))
+    dropouts = _rnn_dropouts(model) if model.training else ()
+    return list(dict.fromkeys([*dropouts, *recorder.found]))
 
 
 def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:

@@ -17,17 +17,17 @@ from typing import Final
 import torch
 
 from lockstep.comm.pretended import Traffic, pretended_world
-from lockstep.comm.world import World, open_world
+from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup, first_setup
 from lockstep.run.checkpoints import Checkpoints
-from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
 from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
+from lockstep.run.session import open_recipe_rank
 from lockstep.training.digests import StepDigests
 
 TIMED: Final = 5  # steps, of whose times the median is taken
@@ -57,14 +57,13 @@ def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, ren
     One that was spawned has the recipe to make real.
     """
     gc.freeze()  # collections, before each look at memory, leave out what is there by now: 0.25 s each
-    recipe, placement = resolved.recipe, resolved.placement
-    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
     with ExitStack() as held:
+        session = held.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
+        traffic = None
         if rendezvous.info.size == resolved.processes > 1:
-            world, traffic = open_world(rendezvous, device, placement.backend), None
-            held.callback(world.close)
+            world = held.enter_context(session.open_world())
         else:
-            world, traffic = held.enter_context(pretended_world(0, resolved.processes, device, link))
+            world, traffic = held.enter_context(pretended_world(0, resolved.processes, session.device, link))
         found = measure(ready or first_setup(resolved.loaded), resolved, world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return EXIT_DONE
@@ -95,19 +94,18 @@ def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | N
 
 def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """As `work`, be the one rank, and write how many seconds training waits for a save to the folder."""
-    device = computing_device(resolved.placement, rendezvous.info, resolved.recipe.threads, resolved.recipe.precision)
-    world = World(rendezvous.info, device)
-    engine, do = _started(ready or first_setup(resolved.loaded), resolved, world)
-    do()  # which makes the optimizer's state
-    checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
     found = []
-    for _ in range(TIMED):
-        began = time.perf_counter()
-        checkpoints.save()
-        found.append(time.perf_counter() - began)
-        checkpoints.wait()
-    checkpoints.close()
-    engine.close()
+    with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
+        engine, do = _started(ready or first_setup(resolved.loaded), resolved, world)
+        do()  # which makes the optimizer's state
+        checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            checkpoints.save()
+            found.append(time.perf_counter() - began)
+            checkpoints.wait()
+        checkpoints.close()
+        engine.close()
     (folder / "save.json").write_text(json.dumps(statistics.median(found)), encoding="utf-8")
     return EXIT_DONE
 

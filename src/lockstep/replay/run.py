@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.world import World, open_world
+from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
@@ -39,16 +39,14 @@ from lockstep.run import digest_file
 from lockstep.run.build import Setup, open_recipe_data
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.checks import check_placement
-from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
 from lockstep.run.evaluation import EvalRequest, check_code
 from lockstep.run.first_weights import load_first_weights
-from lockstep.run.handshake import recipe_handshake
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import evaluation_state, resume_state, signing_key
 from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
-from lockstep.run.stall_detection import stall_detector
+from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import on_ranks
 from lockstep.run.training import open_and_check
 from lockstep.run.user_source import source_changes
@@ -233,18 +231,14 @@ def _as_rank(
     rendezvous: Rendezvous,
 ) -> int:
     opened = shared[0] if shared else open_run(request)
-    loaded, recipe, placement = opened.loaded, opened.loaded.config.recipe, opened.loaded.config.placement
-    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
-    with stall_detector(rendezvous, placement, device):
-        rendezvous.compare(recipe_handshake(loaded, device))
+    with open_recipe_rank(rendezvous, opened.loaded) as session:
         ready = shared[1] if shared else _setup(opened)
-        world = open_world(rendezvous, device, placement.backend)
         progress = Progress()
-        rendezvous.status = lambda: RankStatus("training", progress.step)
-        found = _Steps(request, opened, ready, world, progress).run()
-        code = EXIT_DONE if found.different is None and found.same_start is not False else EXIT_VERIFICATION
-        code = int(world.tell(str(code)))  # rank 0 alone has the digests
-        world.close()
+        with session.open_world() as world:
+            rendezvous.status = lambda: RankStatus("training", progress.step)
+            found = _Steps(request, opened, ready, world, progress).run()
+            code = EXIT_DONE if found.different is None and found.same_start is not False else EXIT_VERIFICATION
+            code = int(world.tell(str(code)))  # rank 0 alone has the digests
     if rendezvous.info.rank == 0:
         report(found)
     return code

@@ -153,18 +153,19 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
-def cuda_refusals(ready: Setup) -> list[Refusal]:
-    """Return what of a training step of this recipe has no exact kernel on CUDA; no card is needed for it."""
-    example, _ = examples(ready.recipe, ready.data)
-    return find_refused_operations(ready.blank, ready.task.inputs(example), example, ready.task.loss)
+def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
+    """Return what of a training step, or of an evaluation, has no exact kernel on CUDA; no card is needed for it."""
+    example, evaluation = examples(ready.recipe, ready.data)
+    batch = example if training else evaluation
+    return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, ready.task.loss, training=training)
 
 
-def check_kernels(placement: Placement, ready: Setup) -> None:
-    """Raise UsageError where the run would compute on CUDA what is exact only elsewhere."""
+def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
+    """Raise UsageError if training, or else evaluating, would compute on CUDA what is exact only elsewhere."""
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)
-    if found := cuda_refusals(ready):
+    if found := cuda_refusals(ready, training=training):
         listed = "".join(f"\n  {each}" for each in found)
         raise UsageError(
             f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"

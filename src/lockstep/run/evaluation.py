@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from lockstep.comm.world import open_world
 from lockstep.common.rank import RankInfo
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
@@ -26,19 +25,17 @@ from lockstep.ranks.status import RankStatus
 from lockstep.run import first_weights
 from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.checks import check_compile, check_cut, check_placement
-from lockstep.run.computing import computing_device
+from lockstep.run.checks import check_compile, check_cut, check_kernels, check_placement
 from lockstep.run.data_facts import setup_facts
 from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
 from lockstep.run.first_weights import First
 from lockstep.run.folder import say
-from lockstep.run.handshake import recipe_handshake
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import checkpoint_recipe, signing_key
 from lockstep.run.resume import evaluation_state as checked_state
 from lockstep.run.runs import CONFIG
-from lockstep.run.stall_detection import stall_detector
+from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
 from lockstep.run.strategy import check_strategy
 from lockstep.run.user_code import import_paths
@@ -96,6 +93,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     _check_run(found)
     checked_state(found.path, found.snapshot, ready)
     check_cut(resolved, ready)
+    check_kernels(resolved.placement, ready, training=False)
     for problem in found.problems:
         say(f"warning: {problem}")
     return on_ranks(partial(_evaluate_as, request, report), (found, ready), resolved.placement, count)
@@ -111,6 +109,7 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
         check_placement(resolved)
         ready = _first_setup(loaded)
         check_cut(resolved, ready)
+        check_kernels(resolved.placement, ready, training=False)
     return on_ranks(partial(_on_rank, loaded, None, report), ready, resolved.placement, resolved.processes)
 
 
@@ -238,29 +237,28 @@ def _on_rank(
 ) -> int:
     """Evaluate with the other ranks, which have joined: a checkpoint, else the weights that the recipe begins from."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    device = computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
-    with stall_detector(rendezvous, placement, device):
-        weights = {} if found is None else {"weights": store.weights_sha256(found.snapshot.model)}
-        rendezvous.compare(recipe_handshake(loaded, device) | weights)
-        ready = ready or (_first_setup(loaded) if found is None else _setup(loaded))
+    weights = {} if found is None else {"weights": store.weights_sha256(found.snapshot.model)}
+    with open_recipe_rank(rendezvous, loaded, weights) as session:
+        if ready is None:
+            ready = _first_setup(loaded) if found is None else _setup(loaded)
+            check_kernels(placement, ready, training=False)
         progress = Progress() if found is None else checked_state(found.path, found.snapshot, ready).progress
         rendezvous.compare(setup_facts(ready))
         resolved = resolve(loaded, rendezvous.info.size)
         check_compile(resolved)
-        world = open_world(rendezvous, device, placement.backend)
-        if placement.affinity == "auto":
-            bind(world, recipe.threads)
-        engine, loader = start_engine(ready, resolved, world)
-        if found is not None:
-            # An optimizer is not needed; what the engine has of it is as good as what was saved.
-            engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
-        model = found.snapshot.model if found is not None else gather_whole(world, engine.state().model)
-        sha256 = store.weights_sha256(model)
-        rendezvous.status = lambda: RankStatus("evaluating", progress.step)
-        event = evaluation_event(engine, world, ready, loader, progress)
-        engine.close()
-        world.close()
-    if world.rank == 0:
+        with session.open_world() as world:
+            if placement.affinity == "auto":
+                bind(world, recipe.threads)
+            engine, loader = start_engine(ready, resolved, world)
+            if found is not None:
+                # An optimizer is not needed; what the engine has of it is as good as what was saved.
+                engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
+            model = found.snapshot.model if found is not None else gather_whole(world, engine.state().model)
+            sha256 = store.weights_sha256(model)
+            rendezvous.status = lambda: RankStatus("evaluating", progress.step)
+            event = evaluation_event(engine, world, ready, loader, progress)
+            engine.close()
+    if rendezvous.info.rank == 0:
         first = recipe.model.weights
         named = loaded.name if first is None or first.path is None else first.path
         report(EvalResult(Path(named) if found is None else found.path, event, sha256))

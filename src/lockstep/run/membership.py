@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
-from lockstep.comm.world import open_world
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement
@@ -31,14 +30,12 @@ from lockstep.reporting.console import Console
 from lockstep.reporting.ray import RayReport
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
-from lockstep.run.computing import computing_device
-from lockstep.run.handshake import placement_handshake
 from lockstep.run.own_settings import Settings
 from lockstep.run.rank import Rank
 from lockstep.run.replaying import replaying
 from lockstep.run.resume import signing_key
+from lockstep.run.session import Compute, open_rank
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
-from lockstep.run.stall_detection import stall_detector
 from lockstep.run.user_source import script_digests, source_digests
 from lockstep.run.worker_context import WORKER_CONTEXT, Observe, OpenRun
 
@@ -100,13 +97,10 @@ class Member:
                     f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
                     f"torchrun --nproc-per-node={asked}, or lockstep launch"
                 )
-            device = computing_device(placement, rendezvous.info, settings.threads, settings.precision)
-            held.enter_context(stall_detector(rendezvous, placement, device))
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
-            rendezvous.compare(
-                decided | {"your script": source} | placement_handshake(placement, device, compiled=False)
-            )
+            compute = Compute(settings.threads, settings.precision)
+            session = held.enter_context(open_rank(rendezvous, placement, compute, decided | {"your script": source}))
             where = path = None
             if (folder := kept.dir) is not None:
                 claim = run_folder.hold_run_folder(
@@ -118,9 +112,8 @@ class Member:
             if where is not None and not _interactive():
                 log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
                 streams.append(held.enter_context(rendezvous.rank_log.capture(log)))
-            world = open_world(rendezvous, device, placement.backend)
-            held.callback(world.close)
-            rank = Rank(rendezvous, world, where, machine.numerics(device), source)
+            world = held.enter_context(session.open_world())
+            rank = Rank(rendezvous, world, where, machine.numerics(session.device), source)
             if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.world import open_world
 from lockstep.common.follow_parent import parent_command
 from lockstep.common.rank import RankInfo
 from lockstep.config.blame import with_places
@@ -33,18 +32,16 @@ from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import Resumed
 from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.chunk_check import check_plan
-from lockstep.run.computing import computing_device
 from lockstep.run.data_facts import setup_facts
 from lockstep.run.first_weights import First, load_first_weights
 from lockstep.run.folder import RunStart
-from lockstep.run.handshake import recipe_handshake
 from lockstep.run.probe.first_look import first_look
 from lockstep.run.rank_training import RankTraining, sources
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.resume import check_beginning, check_first, read_alike, signing_key
 from lockstep.run.resume import resume_state as checked_state
+from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
-from lockstep.run.stall_detection import stall_detector
 from lockstep.run.start import Work, on_ranks
 
 
@@ -150,15 +147,13 @@ def run_rank(
         with with_places(resolved.loaded):
             loaded, first = load_first_weights(resolved.loaded)  # what they are is compared between the ranks
         resolved = replace(resolved, loaded=loaded)
-    loaded, placement, recipe, info = resolved.loaded, resolved.placement, resolved.recipe, rendezvous.info
-    device = computing_device(placement, info, recipe.threads, recipe.precision)
+    loaded, info = resolved.loaded, rendezvous.info
     stop = StopRequest()
-    place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
-    place = f"{place}  host {rendezvous.rank_log.host}  device {device}\n"
     terminal = sys.stdout
     with ExitStack() as held:
-        held.enter_context(stall_detector(rendezvous, placement, device))
-        rendezvous.compare(recipe_handshake(loaded, device))
+        session = held.enter_context(open_recipe_rank(rendezvous, loaded))
+        place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
+        place = f"{place}  host {rendezvous.rank_log.host}  device {session.device}\n"
         terminal.write(place)  # at once: ranks share the terminal
         terminal.flush()
         claim = partial(run_folder.claim, loaded)
@@ -183,11 +178,10 @@ def run_rank(
                 check_beginning(ready)
         looks = info.rank == 0 and resumed is None and resolved.run.probe == "auto"
         look = held.enter_context(first_look(ready)) if looks else list
-        world = open_world(rendezvous, device, placement.backend)
+        world = held.enter_context(session.open_world())
         added = also if start is None or info.rank == 0 else None
-        code = RankTraining(resolved, ready, rendezvous, world, agreed, resumed, (terminal, log), look, added).run(stop)
-        world.close()
-    return code
+        training = RankTraining(resolved, ready, rendezvous, world, agreed, resumed, (terminal, log), look, added)
+        return training.run(stop)
 
 
 def open_and_check(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Final, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from lockstep.comm.world import World, open_world
+from lockstep.comm.world import World
 from lockstep.config.load import Loaded
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.core.order import Step
@@ -30,14 +29,15 @@ from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.status import RankStatus
 from lockstep.run.build import Setup, evaluation_batch, first_setup
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.computing import computing_device
 from lockstep.run.engine import start_engine
 from lockstep.run.probe.probe import facts_of
 from lockstep.run.probe.state import digest
 from lockstep.run.resolved import resolve
 from lockstep.run.schedule import find_rate
+from lockstep.run.session import open_recipe_rank
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
@@ -79,24 +79,21 @@ def prepare_setup(loaded: Loaded, validation: int | None = None) -> Setup:
 
 def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be the process that looks at data, model and loss (run/probe/probe.py); write what it sees to the folder."""
-    device = _device(job, rendezvous)
-    trace.write(job.folder / FACTS, facts_of(ready or prepare_setup(job.loaded, job.validation), device))
+    with open_recipe_rank(rendezvous, job.loaded) as session:
+        facts = facts_of(ready or prepare_setup(job.loaded, job.validation), session.device)
+    trace.write(job.folder / FACTS, facts)
     return EXIT_DONE
 
 
 def work(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be one rank of a case."""
-    device = _device(job, rendezvous)
-    ready = ready or prepare_setup(job.loaded, job.validation)
-    world = open_world(rendezvous, device, job.loaded.config.placement.backend)
-    trace.write(trace.file_of(job.folder, world.rank), _TracedRun(job, ready, world).run())
-    world.close()
+    with open_recipe_rank(rendezvous, job.loaded) as session:
+        ready = ready or prepare_setup(job.loaded, job.validation)
+        with session.open_world() as world:
+            traced = _TracedRun(job, ready, world)
+            rendezvous.status = traced.status
+            trace.write(trace.file_of(job.folder, world.rank), traced.run())
     return EXIT_DONE
-
-
-def _device(job: TraceJob, rendezvous: Rendezvous) -> torch.device:
-    recipe, placement = job.loaded.config.recipe, job.loaded.config.placement
-    return computing_device(placement, rendezvous.info, recipe.threads, recipe.precision)
 
 
 @final
@@ -129,6 +126,11 @@ class _TracedRun:
         self._engine, self._loader = start_engine(ready, resolve(job.loaded, world.size), world)
         self._steps: list[StepTrace] = []
         self._seconds = 0.0
+        self._progress = Progress()
+
+    def status(self) -> RankStatus:
+        """Return how far this rank is, for the report of a stall."""
+        return RankStatus("training", self._progress.step)
 
     def run(self) -> Trace:
         """Train the steps of the job, evaluate, and return what was seen."""
@@ -143,7 +145,7 @@ class _TracedRun:
             log=Interval(steps=1),
             save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER,
         )
-        for _ in train(self, plan, turns(self._world, self._batches, plan, Progress(), None, self._save)):
+        for _ in train(self, plan, turns(self._world, self._batches, plan, self._progress, None, self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()

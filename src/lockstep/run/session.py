@@ -1,0 +1,144 @@
+"""The opening of a rank: its device, the watch for stalls, the handshake with the other ranks, and its world.
+
+Whatever ranks do, they begin here: training, evaluation, replay, verification, comparison, planning and loops of the
+user's own. So all of them have the same guards.
+"""
+
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from lockstep.comm.world import World, choose_device, open_world
+from lockstep.common.rank import RankInfo
+from lockstep.common.version import __version__
+from lockstep.config.base import values
+from lockstep.config.load import Loaded, comparable
+from lockstep.config.placement import Placement
+from lockstep.config.recipe import Recipe
+from lockstep.core.devices import resolve_backend
+from lockstep.core.precision import Precision
+from lockstep.device import machine
+from lockstep.device.env_flags import check_switches
+from lockstep.device.memory import keep_freed_memory
+from lockstep.device.precision import fix_kernels
+from lockstep.ranks import flight
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.stall import StallDetector
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a rank computes: its number of threads, its precision, and whether the model is compiled."""
+
+    threads: int
+    precision: Precision
+    compiled: bool = False
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe) -> "Compute":
+        """Return how a recipe computes."""
+        return cls(recipe.threads, recipe.precision, recipe.compile)
+
+
+@final
+class Session:
+    """A rank whose device is ready, that is watched for stalls, and that agrees with the other ranks."""
+
+    def __init__(self, rendezvous: Rendezvous, placement: Placement, device: torch.device) -> None:
+        self.device = device
+        self._rendezvous = rendezvous
+        self._backend = placement.backend
+
+    @contextmanager
+    def open_world(self) -> Iterator[World]:
+        """Open the process group of the ranks, and leave it at the end of the block. All ranks call it, once.
+
+        After an error the process group stays open: other ranks may be in the middle of an exchange.
+        """
+        world = open_world(self._rendezvous, self.device, self._backend)
+        yield world
+        world.close()
+
+
+@contextmanager
+def open_rank(
+    rendezvous: Rendezvous, placement: Placement, compute: Compute, facts: Mapping[str, Any]
+) -> Iterator[Session]:
+    """Open this rank, which has joined the others. All ranks call it, and leave it together.
+
+    From here on, the device's kernels, the number of threads and the memory allocator are set for the whole process. A
+    rank that the others wait for too long is reported, or ends the run, as `placement.on_stall` says.
+
+    `facts`, ready for JSON, the placement and the installed versions must be equal on all ranks, else RanksDifferError
+    is raised on all of them. An environment variable that would change the bits on a GPU raises UsageError.
+    """
+    device = prepare_device(placement, rendezvous.info, compute)
+    with _stall_detector(rendezvous, placement, device):
+        rendezvous.compare({**facts, **_placement_facts(placement, device, compute.compiled)})
+        yield Session(rendezvous, placement, device)
+
+
+@contextmanager
+def open_recipe_rank(
+    rendezvous: Rendezvous, loaded: Loaded, facts: Mapping[str, Any] | None = None
+) -> Iterator[Session]:
+    """Open this rank for a recipe, which must be equal on all ranks, as `open_rank` does."""
+    recipe = loaded.config.recipe
+    compared = {"recipe": comparable(values(recipe)), **(facts or {})}
+    with open_rank(rendezvous, loaded.config.placement, Compute.of_recipe(recipe), compared) as session:
+        yield session
+
+
+def prepare_device(placement: Placement, info: RankInfo, compute: Compute) -> torch.device:
+    """Return the device of a rank; its kernels, threads and memory are set from here on for the whole process."""
+    device = choose_device(placement.device, info, placement.backend)
+    fix_kernels(compute.threads, compute.precision, device)
+    keep_freed_memory()
+    if device.type == "cuda":
+        check_switches(compute.precision)
+    return device
+
+
+def _placement_facts(placement: Placement, device: torch.device, compiled: bool) -> dict[str, Any]:
+    """Return the parts of the placement, and the installed versions, that must be equal on all ranks."""
+    return {
+        "placement.strategy": values(placement)["strategy"],
+        "placement.affinity": placement.affinity,  # with auto, all ranks exchange where they run
+        "placement.backend": placement.backend,
+        "placement.audit_every": placement.audit_every,
+        "placement.on_corruption": placement.on_corruption,
+        "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
+        "versions of the libraries, CPU or threads": machine.numerics(device, compiled=compiled),
+    }
+
+
+def _stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
+    """Return a context manager that watches this thread for a stall and reports it, or ends the run, by `placement`."""
+    info = rendezvous.info
+
+    def end(report: str) -> None:
+        # The failure is that of the rank that the others wait for, not of the one that reports it.
+        rank = next(iter(detector.late), info.rank)
+        text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
+        host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
+        rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
+
+    tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
+    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
+    record = partial(_record_exchanges, rendezvous, nccl)
+    detector = StallDetector(rendezvous, placement.stall_timeout_s, tell, record, hidden=nccl)
+    return detector
+
+
+def _record_exchanges(rendezvous: Rendezvous, nccl: bool) -> str:
+    """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none of either."""
+    log = rendezvous.rank_log.log
+    path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")
+    return str(path) if path and flight.write(path, nccl) else ""
