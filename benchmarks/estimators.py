@@ -32,7 +32,8 @@ from lockstep.config.load import load
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.run.build import Setup, first_setup
+from lockstep.run.build import Setup
+from lockstep.run.prepare import open_unplaced
 
 
 def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:
@@ -80,5 +81,5 @@ def _tracked(ready: Setup, model: torch.nn.Module, processes: int) -> float:
 if __name__ == "__main__":
     file, strategy, processes = sys.argv[1:]
     with redirect_stdout(sys.stderr):
-        said = estimates(first_setup(load(file, ["placement.device=cpu"])), strategy, int(processes))
+        said = estimates(open_unplaced(load(file, ["placement.device=cpu"]))[1], strategy, int(processes))
     print(json.dumps(said))

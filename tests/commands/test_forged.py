@@ -25,6 +25,7 @@ from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.data_facts import model_facts
 from lockstep.run.engine import start_engine
+from lockstep.run.prepare import Prepared
 from lockstep.run.resolved import resolve
 from lockstep.run.resume import resume_state
 from lockstep.training.checkpoint import store
@@ -57,7 +58,7 @@ def ready(loaded: Any) -> Setup:
 
 
 def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
-    return start_engine(ready, resolve(loaded, 1), World(ALONE, torch.device("cpu")))
+    return start_engine(Prepared(resolve(loaded, 1), ready), World(ALONE, torch.device("cpu")))
 
 
 def save(ready: Setup, loaded: Any, folder: Path) -> Path:

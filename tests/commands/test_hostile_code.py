@@ -18,6 +18,7 @@ from lockstep.ranks.external import alone
 from lockstep.run.build import setup
 from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
+from lockstep.run.prepare import Prepared
 from lockstep.run.resolved import resolve
 from lockstep.training.loop import Progress
 
@@ -82,7 +83,7 @@ def train(folder: Path, code: str) -> None:
     resolved = resolve(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
     ready = setup(resolved.recipe)
     world = open_world(alone(), torch.device("cpu"))
-    engine, loader = start_engine(ready, resolved, world)
+    engine, loader = start_engine(Prepared(resolved, ready), world)
     for step, microbatches in islice(loader.training(0), 3):
         engine.forward_backward(microbatches, step)
         engine.update(0.1, None)

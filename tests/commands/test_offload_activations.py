@@ -10,9 +10,8 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.config.load import load
 from lockstep.parallel import data_parallel
-from lockstep.run.build import setup
 from lockstep.run.engine import start_engine
-from lockstep.run.resolved import resolve
+from lockstep.run.prepare import prepare
 
 
 @pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])
@@ -25,5 +24,5 @@ def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(data_parallel, "around_forward", note)
     loaded = load("digits", words)
-    start_engine(setup(loaded.config.recipe), resolve(loaded, 1), World(ALONE, torch.device("cpu")))
+    start_engine(prepare(loaded, 1), World(ALONE, torch.device("cpu")))
     assert told == [bool(words)]

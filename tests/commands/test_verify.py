@@ -13,8 +13,9 @@ from forked import Command
 from lockstep import strategies
 from lockstep.config.load import Loaded, load
 from lockstep.core.order import Steps
+from lockstep.run.resolved import resolve
 from lockstep.verification import cases
-from lockstep.verification.traced_run import TraceJob, prepare_setup
+from lockstep.verification.traced_run import TraceJob, open_cases
 
 # A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
 PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
@@ -106,7 +107,7 @@ def test_an_interrupt_ends_everything(start):
 
 
 def every(loaded: Loaded) -> list[cases.VerifyCase]:
-    return cases._all(loaded, prepare_setup(loaded))
+    return cases._all(loaded, open_cases(loaded))
 
 
 def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_why_not():
@@ -158,7 +159,7 @@ def test_the_first_steps_and_the_last_of_the_epoch_are_compared(steps, count, ch
 
 def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_path):
     for overrides, half in ((), 2), (("recipe.compile=true",), 4):
-        job = TraceJob(load("digits", overrides), (0, 1, 2, 3, 22), 8, tmp_path)
+        job = TraceJob(resolve(load("digits", overrides), 1), (0, 1, 2, 3, 22), 8, tmp_path)
         assert cases.save_point(job) == half
 
 
@@ -166,6 +167,6 @@ def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_
 def test_what_would_not_compile_to_the_same_bits_is_not_possible(options, refused):
     asked = f"placement.strategy={json.dumps({'name': 'pipeline', **options})}"
     loaded = load("digits", ["recipe.compile=true", asked])
-    place = cases._check_case(cases._case_of(loaded, "pipeline", 2), prepare_setup(loaded))
+    place = cases._check_case(cases._case_of(loaded, "pipeline", 2), open_cases(loaded))
     assert place.reason.startswith("recipe.compile: strategy pipeline takes the backward of a block apart") is refused
     assert bool(place.reason) is refused

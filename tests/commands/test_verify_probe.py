@@ -17,7 +17,7 @@ from lockstep.run.probe import findings as causes
 from lockstep.run.probe import probe
 from lockstep.run.probe.findings import ProbeResult, findings
 from lockstep.verification import trace
-from lockstep.verification.traced_run import prepare_setup
+from lockstep.verification.traced_run import open_cases
 
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
@@ -34,7 +34,7 @@ def look(*overrides: str) -> ProbeResult:
     """Return the facts about digits with these overrides, and a model of one layer unless they have one."""
     if not any("recipe.model" in override for override in overrides):
         overrides = (LINEAR, *overrides)
-    ready = prepare_setup(load("digits", ["recipe.batch=16", *overrides]))
+    ready = open_cases(load("digits", ["recipe.batch=16", *overrides]))
     return probe.facts_of(ready, torch.device("cpu"))
 
 

@@ -23,8 +23,7 @@ from lockstep.run.chunk_check import (
     quick_departure,
     sequence_departure,
 )
-from lockstep.run.resolved import resolve
-from lockstep.run.training import open_and_check
+from lockstep.run.prepare import prepare
 from lockstep.tasks.language import Language
 
 IDS = torch.randint(20, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -165,8 +164,9 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _opened(net: str, flips: str) -> Setup:
-    resolved = resolve(load("digits", [net.replace("FLIPS", flips), "placement.processes=1"]))
-    return open_and_check(resolved, None)
+    prepared = prepare(load("digits", [net.replace("FLIPS", flips), "placement.processes=1"]))
+    check_plan(prepared.ready)
+    return prepared.ready
 
 
 def test_a_run_is_refused_before_it_starts_with_the_layer_that_mixes_features(net: str) -> None:

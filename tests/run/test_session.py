@@ -66,7 +66,7 @@ def _replay(loaded: Loaded, folder: Path, ranks: Any) -> object:
 
 
 def _traced(loaded: Loaded, folder: Path) -> traced_run.TraceJob:
-    return traced_run.TraceJob(loaded, (0,), 1, folder)
+    return traced_run.TraceJob(resolve(loaded, 2), (0,), 1, folder)
 
 
 CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {

@@ -16,6 +16,8 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
+from lockstep.run.prepare import Prepared
+from lockstep.run.resolved import resolve
 from lockstep.training.events import Event
 from lockstep.training.loop import train
 from lockstep.verification import traced_run as verify_run
@@ -95,15 +97,14 @@ def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
 
     monkeypatch.setattr(verify_run, "train", watched)
     loaded = load("digits", ['recipe.model={name: "planted:linear"}'])
-    job = verify_run.TraceJob(loaded, (0, 1, 5), 40, tmp_path, save_after=1)
-    traced_run = verify_run._TracedRun(job, verify_run.prepare_setup(loaded, 40), World(ALONE, torch.device("cpu")))
+    job = verify_run.TraceJob(resolve(loaded, 1), (0, 1, 5), 40, tmp_path, save_after=1)
+    prepared = Prepared(job.resolved, verify_run.with_validation(verify_run.open_cases(loaded), 40))
+    traced_run = verify_run._TracedRun(job, prepared, World(ALONE, torch.device("cpu")))
     seen = traced_run.run()
     assert [event.step for event in driven] == [1, 2, 6]
     assert [step.number for step in seen.steps] == [0, 1, 5]
     assert seen.evaluation["counted"] == "40"
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
     resumed = replace(job, first=1, resume=tmp_path / "checkpoints/step-00000001", save_after=None)
-    again = verify_run._TracedRun(
-        resumed, verify_run.prepare_setup(loaded, 40), World(ALONE, torch.device("cpu"))
-    ).run()
+    again = verify_run._TracedRun(resumed, prepared, World(ALONE, torch.device("cpu"))).run()
     assert again.steps == seen.steps[1:]

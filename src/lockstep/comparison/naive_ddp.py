@@ -44,9 +44,9 @@ from lockstep.ranks.status import RankStatus
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
-from lockstep.run.build import Setup, evaluation_batch, setup
+from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.examples import transforms_of
-from lockstep.run.first_weights import load_first_weights
+from lockstep.run.prepare import Prepared, open_unplaced
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
@@ -86,30 +86,28 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
     Its events are written into the run folder, and passed to `also` on rank 0.
     """
     torch.set_num_threads(1)  # see run/start.py
-    resolved, ready = _ready(loaded)
+    prepared = _prepare(loaded)
     claim = run_folder.claim(loaded)
     with claim.hold():
         if claim.done:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
         (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")
-        return on_ranks_of(resolved, ready, partial(_on_rank, resolved, claim.folder, also), claim.folder, [])
+        return on_ranks_of(prepared, partial(_on_rank, prepared.resolved, claim.folder, also), claim.folder, [])
 
 
-def _ready(loaded: Loaded) -> tuple[Resolved, Setup]:
+def _prepare(loaded: Loaded) -> Prepared:
     with with_places(loaded):
-        loaded, first = load_first_weights(loaded)
+        loaded, ready = open_unplaced(loaded)
         resolved = resolve(loaded)
-        ready = setup(resolved.recipe, first)
         check_naive(resolved.recipe, ready, resolved.processes)
-    return resolved, ready
+    return Prepared(resolved, ready)
 
 
-def _on_rank(resolved: Resolved, folder: Path, also: Sink, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    if ready is None:  # a spawned process: see on_ranks
-        _, ready = _ready(resolved.loaded)
+def _on_rank(resolved: Resolved, folder: Path, also: Sink, prepared: Prepared | None, rendezvous: Rendezvous) -> int:
+    prepared = prepared or _prepare(resolved.loaded)  # none in a spawned process: see on_ranks
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
-        script = NaiveDDP(ready, world, resolved.run.log_every)
+        script = NaiveDDP(prepared.ready, world, resolved.run.log_every)
         rendezvous.status = lambda: RankStatus("training", script.step)
         log = JsonLines(folder / run_folder.EVENTS) if world.rank == 0 else None
         for event in script.events():

@@ -21,11 +21,12 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
 from lockstep.run.background import Train
-from lockstep.run.build import Setup, first_setup
-from lockstep.run.checks import check_cut, check_kernels, check_placement
+from lockstep.run.build import Setup
+from lockstep.run.checks import check_cut, check_kernels
 from lockstep.run.folder import fresh_folder
-from lockstep.run.resolved import resolve
-from lockstep.run.resume import check_first, check_recipe
+from lockstep.run.prepare import check, open_unplaced
+from lockstep.run.resolved import local_processes
+from lockstep.run.resume import check_recipe
 from lockstep.run.runs import CONFIG
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
@@ -146,9 +147,7 @@ def _ready(loaded: Loaded) -> Setup:
     """Check what all placements of a recipe have in common, and return what the recipe is made of."""
     with with_places(loaded):
         check_sinks(loaded.config.run)
-        ready = first_setup(loaded)
-        check_first(ready)
-    return ready
+    return open_unplaced(loaded)[1]
 
 
 def _plan(
@@ -160,11 +159,10 @@ def _plan(
     loaded = load(request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *kept])
     if (folder / CONFIG).exists():
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
-    resolved = resolve(loaded)
     if name == NAIVE:  # the naive DDP script promises nothing
-        check_naive(loaded.config.recipe, ready, resolved.processes)
+        check_naive(loaded.config.recipe, ready, local_processes(loaded.config))
         return PlannedRun(loaded, ResultRow(NAIVE, count, variant, str(folder), "none"), train_naive)
-    check_placement(resolved)
+    resolved = check(loaded)
     check_cut(resolved, ready)
     check_kernels(resolved.placement, ready)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))

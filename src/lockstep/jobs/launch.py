@@ -137,11 +137,11 @@ def _check_work(job: Job) -> None:
     """Raise UsageError where the ranks of a training would refuse so many of them."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
-    from lockstep.run.resolved import resolve  # torch takes seconds
-    from lockstep.run.strategy import check_strategy
+    from lockstep.run.strategy import check_strategy, find_strategy  # torch takes seconds
 
-    resolved = resolve(_loaded(job), job.processes)
-    check_strategy(resolved.strategy_name, resolved.strategy, job.processes, resolved.recipe.microbatches)
+    config = _loaded(job).config
+    name, strategy = find_strategy(config.placement, job.processes)
+    check_strategy(name, strategy, job.processes, config.recipe.microbatches)
 
 
 def _loaded(job: Job) -> Loaded:

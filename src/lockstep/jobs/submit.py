@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load, split
 from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch, kubernetes
@@ -109,11 +108,9 @@ def _check_training(job: Job) -> Loaded:
         raise UsageError(*problems)
     # Only now: torch takes seconds.
     from lockstep.run import folder as run_folder
-    from lockstep.run.checks import check_placement
-    from lockstep.run.resolved import resolve
+    from lockstep.run.prepare import check
 
-    with with_places(loaded):
-        check_placement(resolve(loaded, job.processes))
+    check(loaded, job.processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
         run_folder.claim(loaded).lock.release()  # refused here where it would be refused there

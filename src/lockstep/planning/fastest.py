@@ -15,7 +15,7 @@ from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
 from lockstep.planning.survey import Machine, Placed, as_predicted, made_ready, room, survey, with_strategy
 from lockstep.planning.table import in_order, refused
-from lockstep.run.resolved import resolve
+from lockstep.run.resolved import local_processes
 from lockstep.run.runs import CONFIG
 
 _KEY: Final = "placement.strategy: fastest"
@@ -31,7 +31,7 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; leave it out")
-        count = resolve(loaded.changed("placement", {"strategy": StrategyConfig()})).processes
+        count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
         predicted = _of_run(loaded, count)
         if predicted is not None:
             words = f"{_KEY}: {predicted.strategy}, as it was measured before"

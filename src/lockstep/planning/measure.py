@@ -22,9 +22,10 @@ from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup, first_setup
+from lockstep.run.build import Setup
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.engine import start_engine
+from lockstep.run.prepare import Prepared, open_unplaced
 from lockstep.run.rank import Rank
 from lockstep.run.resolved import Resolved
 from lockstep.run.session import open_recipe_rank
@@ -64,16 +65,16 @@ def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, ren
             world = held.enter_context(session.open_world())
         else:
             world, traffic = held.enter_context(pretended_world(0, resolved.processes, session.device, link))
-        found = measure(ready or first_setup(resolved.loaded), resolved, world, traffic)
+        found = measure(_prepared(resolved, ready), world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return EXIT_DONE
 
 
-def measure(ready: Setup, resolved: Resolved, world: World, traffic: Traffic | None) -> Figures:
+def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figures:
     """Let this rank do steps with the recipe's first batch: its memory is counted from before the model is built on."""
     memory = _Memory(world.device)
-    engine, do = _started(ready, resolved, world)
-    digested = resolved.run.digest_every != "off" and resolved.strategy.traits.exactness == "bits"
+    engine, do = _started(prepared, world)
+    digested = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
     digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if digested else None
     with traffic or nullcontext():
         do()  # which makes the optimizer's state
@@ -96,7 +97,7 @@ def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvou
     """As `work`, be the one rank, and write how many seconds training waits for a save to the folder."""
     found = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
-        engine, do = _started(ready or first_setup(resolved.loaded), resolved, world)
+        engine, do = _started(_prepared(resolved, ready), world)
         do()  # which makes the optimizer's state
         checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
         for _ in range(TIMED):
@@ -110,16 +111,21 @@ def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvou
     return EXIT_DONE
 
 
-def _started(ready: Setup, resolved: Resolved, world: World) -> tuple[Engine, Callable[..., None]]:
+def _prepared(resolved: Resolved, ready: Setup | None) -> Prepared:
+    """Return what is to be started; a spawned process, without `ready`, opens the recipe itself."""
+    return Prepared(resolved, ready or open_unplaced(resolved.loaded)[1])
+
+
+def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
     """Start the engine of this rank; return it, and what lets it do a step with the recipe's first batch."""
-    engine, loader = start_engine(ready, resolved, world)
+    engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
 
     def do(digests: StepDigests | None = None) -> None:
         engine.forward_backward(microbatches, step)
         if digests is not None:
             digests.add(1)
-        engine.update(0.0, ready.recipe.clip_norm)
+        engine.update(0.0, prepared.recipe.clip_norm)
 
     return engine, do
 

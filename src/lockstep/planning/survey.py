@@ -22,11 +22,12 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures, work, work_saving
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup, first_setup
-from lockstep.run.checks import check_cut, check_kernels, check_placement
-from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.resume import check_first
+from lockstep.run.build import Setup
+from lockstep.run.checks import check_cut
+from lockstep.run.prepare import check, open_unplaced
+from lockstep.run.resolved import Resolved
 from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.run.strategy import find_strategy
 from lockstep.strategies import names
 
 LINK: Final = 1e9  # bytes a second
@@ -104,9 +105,7 @@ def made_ready(loaded: Loaded) -> Setup:
     A mistake in the recipe raises UsageError.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    ready = first_setup(loaded)
-    check_first(ready)
-    check_kernels(loaded.config.placement, ready)
+    _, ready = open_unplaced(loaded)
     import_for_all()
     return ready
 
@@ -118,11 +117,16 @@ def _pairs(
     given = [*strategies]
     if not given:
         exact = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
-        traits = {each: resolve(with_placement(loaded, each, 2), 2).strategy.traits for each in exact}
-        given = [each for each, has in traits.items() if has.exactness == "bits" and not has.unpickles]
+        given = [each for each in exact if _is_exact(with_strategy(loaded, each, 2).config.placement)]
     if 1 in counts:
         yield StrategyConfig(name=_SINGLE), 1
     yield from ((each, count) for count in counts if count > 1 for each in given if each.name != _SINGLE)
+
+
+def _is_exact(placement: Placement) -> bool:
+    """Return whether a strategy promises the same bits, and unpickles nothing."""
+    _, strategy = find_strategy(placement, 2)
+    return strategy.traits.exactness == "bits" and not strategy.traits.unpickles
 
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
@@ -144,8 +148,8 @@ def _placed(
     words = f"{shlex.quote(f'placement.strategy={named}')} placement.processes={processes}"
     found = Placed(named, processes, words)
     try:
-        check_placement(resolve(with_strategy(loaded, strategy, processes), processes))
-        resolved = resolve(with_placement(loaded, strategy, processes), processes)
+        check(with_strategy(loaded, strategy, processes), processes)
+        resolved = check(with_placement(loaded, strategy, processes), processes)
         check_cut(resolved, ready)
     except UsageError as error:
         return replace(found, reason=str(error))
@@ -216,7 +220,7 @@ def save_seconds(loaded: Loaded, ready: Setup) -> float:
 
     UsageError where one process cannot.
     """
-    resolved = resolve(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
+    resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     place = Path(resolved.run.dir or ".").absolute()
     disk = next(each for each in (place, *place.parents) if each.is_dir())
     found, reason = _results(partial(work_saving, resolved), ready, resolved, 1, disk)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
-from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, load_text, read_run_recipe
 from lockstep.config.recorded import locations
 from lockstep.core.order import Step
@@ -36,19 +35,16 @@ from lockstep.replay.examine import Examined, ObservedTask, examine
 from lockstep.replay.trace import Head, Trace
 from lockstep.reporting.jsonl import EVENTS, last
 from lockstep.run import digest_file
-from lockstep.run.build import Setup, open_recipe_data
+from lockstep.run.build import open_recipe_data
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.checks import check_placement
 from lockstep.run.engine import start_engine
 from lockstep.run.evaluation import EvalRequest, check_code
-from lockstep.run.first_weights import load_first_weights
-from lockstep.run.resolved import resolve
+from lockstep.run.prepare import Prepared, prepare
 from lockstep.run.resume import evaluation_state, resume_state, signing_key
 from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import on_ranks
-from lockstep.run.training import open_and_check
 from lockstep.run.user_source import source_changes
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
@@ -158,9 +154,8 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
     """
     torch.set_num_threads(1)  # see run/start.py
     opened = open_run(request)
-    ready = _setup(opened)
-    resolved = resolve(opened.loaded)
-    return on_ranks(partial(_as_rank, request, report), (opened, ready), resolved.placement, resolved.processes)
+    prepared = _prepare(opened)
+    return on_ranks(partial(_as_rank, request, report), (opened, prepared), prepared.placement, prepared.processes)
 
 
 def open_run(request: ReplayRequest) -> OpenedRun:
@@ -213,30 +208,27 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(store.step_of(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
 
 
-def _setup(opened: OpenedRun) -> Setup:
-    with with_places(opened.loaded):
-        loaded, first = load_first_weights(opened.loaded)
-        resolved = resolve(loaded)
-        check_placement(resolved)
-        ready = open_and_check(resolved, first, warns=False)
-    if opened.last > ready.steps.total:
-        raise UsageError(f"step {opened.last}: the run has {ready.steps.total} steps; give one of them")
-    return ready
+def _prepare(opened: OpenedRun, processes: int | None = None) -> Prepared:
+    prepared = prepare(opened.loaded, processes)
+    total = prepared.ready.steps.total
+    if opened.last > total:
+        raise UsageError(f"step {opened.last}: the run has {total} steps; give one of them")
+    return prepared
 
 
 def _as_rank(
     request: ReplayRequest,
     report: Callable[[Replay], None],
-    shared: tuple[OpenedRun, Setup] | None,
+    shared: tuple[OpenedRun, Prepared] | None,
     rendezvous: Rendezvous,
 ) -> int:
     opened = shared[0] if shared else open_run(request)
     with open_recipe_rank(rendezvous, opened.loaded) as session:
-        ready = shared[1] if shared else _setup(opened)
+        prepared = shared[1] if shared else _prepare(opened, rendezvous.info.size)
         progress = Progress()
         with session.open_world() as world:
             rendezvous.status = lambda: RankStatus("training", progress.step)
-            found = _Steps(request, opened, ready, world, progress).run()
+            found = _Steps(request, opened, prepared, world, progress).run()
             code = EXIT_DONE if found.different is None and found.same_start is not False else EXIT_VERIFICATION
             code = int(world.tell(str(code)))  # rank 0 alone has the digests
     if rendezvous.info.rank == 0:
@@ -249,21 +241,22 @@ class _Steps:
     """The steps on one rank: the loop that trains drives it, and it notes what its engine does."""
 
     def __init__(
-        self, request: ReplayRequest, opened: OpenedRun, ready: Setup, world: World, progress: Progress
+        self, request: ReplayRequest, opened: OpenedRun, prepared: Prepared, world: World, progress: Progress
     ) -> None:
         self._request = request
         self._opened = opened
         self._world = world
         self._progress = progress
-        resolved = resolve(opened.loaded, world.size)
+        ready = prepared.ready
         self._models: list[nn.Module] = []  # those that are built, of which the last one computes
         self._task = ObservedTask(ready.task)
         problem = replace(ready.problem, task=self._task, build_model=self._keep(ready.problem.build_model))
         self._ready = replace(ready, problem=problem, blank=self._keep(ready.blank))
         self._engine: Engine
         self._loader: Loader
-        self._engine, self._loader = start_engine(self._ready, resolved, world, resumes=opened.checkpoint is not None)
-        self._found = Replay(request.folder, opened.start, resolved.strategy_name, world.size)
+        prepared = replace(prepared, ready=self._ready)
+        self._engine, self._loader = start_engine(prepared, world, resumes=opened.checkpoint is not None)
+        self._found = Replay(request.folder, opened.start, prepared.resolved.strategy_name, world.size)
         if request.traced:
             here = machine.numerics(world.device, compiled=ready.recipe.compile)
             self._found.trace = Trace(Head(step=request.last, numerics=here, sources=ready.source))

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
-from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, map_tensors
 from lockstep.core.mesh import DataRank
@@ -39,7 +38,7 @@ from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check
 from lockstep.parallel.weights import computing_in
 from lockstep.run.chunking import check_loss, check_sequences, chunk_layouts, in_chunks
 from lockstep.run.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
-from lockstep.run.first_weights import First, load_first_weights
+from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
 from lockstep.run.schedule import check_rate
 from lockstep.run.user_code import import_paths
@@ -179,12 +178,6 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         task_line=task_line,
         chunked=chunked,
     )
-
-
-def first_setup(loaded: Loaded) -> Setup:
-    """Return the same for a configuration, with the first weights that it names."""
-    loaded, first = load_first_weights(loaded)
-    return setup(loaded.config.recipe, first)
 
 
 class _Models(NamedTuple):

@@ -21,14 +21,21 @@ from lockstep.run.strategy import check_strategy
 from lockstep.strategies.base import CutsModel, ExternalEngine
 
 
-def check_placement(resolved: Resolved) -> None:
-    """Raise UsageError where the strategy cannot work with so many processes, or the device with the recipe."""
+def check_placement(resolved: Resolved, *, training: bool = True) -> None:
+    """Raise UsageError if the strategy cannot work with so many processes, or the device with the recipe.
+
+    An evaluation, without `training`, shares no steps, so it may have more processes than a step has micro-batches.
+    """
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
     resolve_backend(placement.backend, on_gpu)
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
-    check_strategy(resolved.strategy_name, strategy, resolved.processes, recipe.microbatches)
+    shares = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
+    check_strategy(resolved.strategy_name, strategy, resolved.processes, shares)
+    _check_compile(resolved)
+    if not training:
+        return
     if placement.audit_every is not None and isinstance(strategy, ExternalEngine):
         raise UsageError(
             f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
@@ -41,7 +48,6 @@ def check_placement(resolved: Resolved) -> None:
         )
     if placement.on_corruption == "go_on" and placement.audit_every is None:
         raise UsageError("placement.on_corruption: go_on: only audits find who is wrong; set placement.audit_every too")
-    check_compile(resolved)
     _check_batchnorm(resolved)
     _check_sequences(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
@@ -50,7 +56,7 @@ def check_placement(resolved: Resolved) -> None:
         strategy.check_recipe(numerics_for(resolved), optimizer(recipe))
 
 
-def check_compile(resolved: Resolved) -> None:
+def _check_compile(resolved: Resolved) -> None:
     """Raise UsageError where a compiled model would not give the bits of one process."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:

@@ -16,20 +16,20 @@ from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.run.build import Setup
 from lockstep.run.external_engine import numerics_for
-from lockstep.run.resolved import Resolved
+from lockstep.run.prepare import Prepared
 from lockstep.strategies.base import CutsModel
 
 
-def start_engine(ready: Setup, resolved: Resolved, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
+def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
     """Start the engine that a placement asks for; return it and this rank's loader. All ranks call it.
 
     One that `resumes` will be given all weights: it needs none before.
     """
-    placement, strategy = resolved.placement, resolved.strategy
+    ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
     problem = ready.problem
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
-    numerics = replace(numerics_for(resolved), guarded=ready.guarded)
+    numerics = replace(numerics_for(prepared.resolved), guarded=ready.guarded)
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)

@@ -13,7 +13,6 @@ import torch
 
 from lockstep.common.rank import RankInfo
 from lockstep.config.base import values
-from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
@@ -22,22 +21,17 @@ from lockstep.parallel.layouts.base import gather_whole
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.run import first_weights
-from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.checks import check_compile, check_cut, check_kernels, check_placement
 from lockstep.run.data_facts import setup_facts
 from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
-from lockstep.run.first_weights import First
 from lockstep.run.folder import say
-from lockstep.run.resolved import resolve
+from lockstep.run.prepare import Placed, Prepared, check, place
 from lockstep.run.resume import checkpoint_recipe, signing_key
 from lockstep.run.resume import evaluation_state as checked_state
 from lockstep.run.runs import CONFIG
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
-from lockstep.run.strategy import check_strategy
 from lockstep.run.user_code import import_paths
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Evaluated
@@ -75,7 +69,7 @@ class EvalResult(NamedTuple):
 
 
 ReportResult = Callable[[EvalResult], None]  # called on rank 0
-Opened = tuple[store.FoundCheckpoint, Setup]
+Opened = tuple[store.FoundCheckpoint, Prepared]
 
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
@@ -84,19 +78,12 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     found, loaded = open_checkpoint(request)
     for note in loaded.notes:
         say(f"note: {note}")
-    resolved = resolve(loaded)
-    count = resolved.processes
-    # No step is shared here, so there may be more processes than micro-batches.
-    check_strategy(resolved.strategy_name, resolved.strategy, count, max(count, resolved.recipe.microbatches))
-    check_compile(resolved)
-    ready = _setup(loaded)
+    prepared = _prepare(loaded, found)
     _check_run(found)
-    checked_state(found.path, found.snapshot, ready)
-    check_cut(resolved, ready)
-    check_kernels(resolved.placement, ready, training=False)
+    checked_state(found.path, found.snapshot, prepared.ready)
     for problem in found.problems:
         say(f"warning: {problem}")
-    return on_ranks(partial(_evaluate_as, request, report), (found, ready), resolved.placement, count)
+    return on_ranks(partial(_evaluate_as, request, report), (found, prepared), prepared.placement, prepared.processes)
 
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
@@ -104,13 +91,8 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
         say(f"note: {note}")
-    with with_places(loaded):
-        resolved = resolve(loaded)
-        check_placement(resolved)
-        ready = _first_setup(loaded)
-        check_cut(resolved, ready)
-        check_kernels(resolved.placement, ready, training=False)
-    return on_ranks(partial(_on_rank, loaded, None, report), ready, resolved.placement, resolved.processes)
+    prepared = _prepare(loaded, None)
+    return on_ranks(partial(_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes)
 
 
 def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
@@ -202,54 +184,51 @@ def _key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
-def _first_setup(loaded: Loaded) -> Setup:
-    loaded, first = first_weights.load_first_weights(loaded)
-    model = loaded.config.recipe.model
-    if first is None and not model.pretrained:
-        raise UsageError(
-            f"model {model.name}: the recipe names no weights to evaluate; give recipe.model.weights=FILE, "
-            f"recipe.model.pretrained=true, or in the place of the recipe a run folder"
-        )
-    return _setup(loaded, first)
-
-
-def _setup(loaded: Loaded, first: First | None = None) -> Setup:
-    ready = setup(loaded.config.recipe, first)
-    if ready.data.validation is None:
+def _prepare(loaded: Loaded, found: store.FoundCheckpoint | None, processes: int | None = None) -> Prepared:
+    """Open and check what is evaluated: a checkpoint has its weights, else the recipe must name some."""
+    if found is None:
+        placed = place(loaded, processes, training=False)
+        model = placed.resolved.recipe.model
+        if placed.first is None and not model.pretrained:
+            raise UsageError(
+                f"model {model.name}: the recipe names no weights to evaluate; give recipe.model.weights=FILE, "
+                f"recipe.model.pretrained=true, or in the place of the recipe a run folder"
+            )
+    else:
+        placed = Placed(check(loaded, processes, training=False))
+    prepared = placed.open(training=False)
+    if prepared.ready.data.validation is None:
         raise UsageError(
             f"data set {loaded.config.recipe.data.name}: it has no validation part, so there is nothing to evaluate; "
             f"give it one"
         )
-    return ready
+    return prepared
 
 
-def _evaluate_as(request: EvalRequest, report: ReportResult, ready: Opened | None, rendezvous: Rendezvous) -> int:
-    found, loaded = open_checkpoint(request, ready[0] if ready else None)
-    return _on_rank(loaded, found, report, ready[1] if ready else None, rendezvous)
+def _evaluate_as(request: EvalRequest, report: ReportResult, opened: Opened | None, rendezvous: Rendezvous) -> int:
+    found, loaded = open_checkpoint(request, opened[0] if opened else None)
+    return _on_rank(loaded, found, report, opened[1] if opened else None, rendezvous)
 
 
 def _on_rank(
     loaded: Loaded,
     found: store.FoundCheckpoint | None,
     report: ReportResult,
-    ready: Setup | None,
+    prepared: Prepared | None,
     rendezvous: Rendezvous,
 ) -> int:
     """Evaluate with the other ranks, which have joined: a checkpoint, else the weights that the recipe begins from."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
     weights = {} if found is None else {"weights": store.weights_sha256(found.snapshot.model)}
     with open_recipe_rank(rendezvous, loaded, weights) as session:
-        if ready is None:
-            ready = _first_setup(loaded) if found is None else _setup(loaded)
-            check_kernels(placement, ready, training=False)
+        prepared = prepared or _prepare(loaded, found, rendezvous.info.size)
+        ready = prepared.ready
         progress = Progress() if found is None else checked_state(found.path, found.snapshot, ready).progress
         rendezvous.compare(setup_facts(ready))
-        resolved = resolve(loaded, rendezvous.info.size)
-        check_compile(resolved)
         with session.open_world() as world:
             if placement.affinity == "auto":
                 bind(world, recipe.threads)
-            engine, loader = start_engine(ready, resolved, world)
+            engine, loader = start_engine(prepared, world)
             if found is not None:
                 # An optimizer is not needed; what the engine has of it is as good as what was saved.
                 engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))

@@ -25,7 +25,6 @@ from lockstep.reporting.flops import with_flops
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
 from lockstep.run import sinks
-from lockstep.run.build import Setup
 from lockstep.run.checkpoints import Checkpoints, Resumed
 from lockstep.run.data_facts import model_facts
 from lockstep.run.engine import start_engine
@@ -34,9 +33,9 @@ from lockstep.run.external_engine import engine_files
 from lockstep.run.first_weights import weights_record
 from lockstep.run.folder import RunStart
 from lockstep.run.grading import Grading, is_predicted
+from lockstep.run.prepare import Prepared
 from lockstep.run.probe.first_look import Look
 from lockstep.run.rank import Rank
-from lockstep.run.resolved import Resolved
 from lockstep.run.resume import continuation_state
 from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_digests
@@ -56,8 +55,7 @@ _FILES: Final = 100  # that could not be read, in one event
 class RankTraining:
     """What the parts of it share."""
 
-    resolved: Resolved
-    ready: Setup
+    prepared: Prepared
     rendezvous: Rendezvous
     world: World
     start: RunStart
@@ -67,7 +65,8 @@ class RankTraining:
     also: Sink | None
 
     def __post_init__(self) -> None:
-        resolved, ready, world = self.resolved, self.ready, self.world
+        resolved, ready, world = self.prepared.resolved, self.prepared.ready, self.world
+        self.resolved, self.ready = resolved, ready
         self.clock = Clock(world.device, "setting up", split="training")
         numerics = machine.numerics(world.device, compiled=resolved.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
@@ -81,8 +80,8 @@ class RankTraining:
         self.loader: Loader
         build = ready.problem.build_model
         problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
-        ready = replace(ready, problem=problem)
-        self.engine, self.loader = start_engine(ready, resolved, world, resumes=self.resumed is not None)
+        prepared = replace(self.prepared, ready=replace(ready, problem=problem))
+        self.engine, self.loader = start_engine(prepared, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
@@ -220,17 +219,17 @@ class RankTraining:
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            source = sources(self.resolved, self.ready) | source_digests(sinks.own_paths(run))
+            source = sources(self.prepared) | source_digests(sinks.own_paths(run))
             first = weights_record(recipe, self.ready.first, self.ready.taken)
             run_folder.record_config(folder, self.resolved.loaded, engine_files(self.resolved))
             run_folder.record_environment(folder, source, self.cores, exchange, first)
             yield [*found, *added]
 
 
-def sources(resolved: Resolved, ready: Setup) -> dict[str, str]:
+def sources(prepared: Prepared) -> dict[str, str]:
     """Return the hashes of the user's own source files: of what the recipe names, and of a strategy of their own.
 
     A checkpoint has but those of the recipe: the strategy may be another one after a resume.
     """
-    name = resolved.strategy_name
-    return {**ready.source, **source_digests([name] if ":" in name else [])}
+    name = prepared.resolved.strategy_name
+    return {**prepared.ready.source, **source_digests([name] if ":" in name else [])}

@@ -46,12 +46,12 @@ def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
 
     More than there are devices for, and a strategy that cannot be made, raise UsageError.
     """
-    count = _local_processes(loaded.config) if processes is None else processes
+    count = local_processes(loaded.config) if processes is None else processes
     name, strategy = find_strategy(loaded.config.placement, count)
     return Resolved(loaded, count, name, strategy)
 
 
-def _local_processes(config: Config) -> int:
+def local_processes(config: Config) -> int:
     """Return how many local processes the placement means; more than there is work or devices for raise UsageError."""
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()

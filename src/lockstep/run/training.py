@@ -1,14 +1,13 @@
 """`lockstep train` below its options: check everything in one place, then train on the ranks.
 
 Ranks that are forked here, spawned here, or started by a launcher all come to `run_rank`. What a recipe names is opened
-and checked by one list, `open_and_check`: before the ranks are forked, or by each rank once they have joined.
+and checked (run/prepare.py) before the ranks are forked, or by each rank once they have joined.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +27,15 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import StopRequest
 from lockstep.reporting.sink import Sink
 from lockstep.run import folder as run_folder
-from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import Resumed
-from lockstep.run.checks import check_cut, check_kernels, check_placement
 from lockstep.run.chunk_check import check_plan
 from lockstep.run.data_facts import setup_facts
-from lockstep.run.first_weights import First, load_first_weights
 from lockstep.run.folder import RunStart
+from lockstep.run.prepare import Placed, Prepared, check, place, prepare
 from lockstep.run.probe.first_look import first_look
 from lockstep.run.rank_training import RankTraining, sources
-from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.resume import check_beginning, check_first, read_alike, signing_key
+from lockstep.run.resolved import Resolved
+from lockstep.run.resume import check_beginning, read_alike, signing_key
 from lockstep.run.resume import resume_state as checked_state
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
@@ -53,44 +50,40 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
     with with_places(loaded):
-        complete, first = load_first_weights(loaded)
-        resolved = resolve(complete)
-        check_sinks(resolved.run)
-        check_placement(resolved)
-        ready = open_and_check(resolved, first)
-    claim = run_folder.claim(complete)
+        check_sinks(loaded.config.run)
+    prepared = prepare(loaded)
+    resolved = prepared.resolved
+    warn(prepared)
+    claim = run_folder.claim(prepared.loaded)
     with claim.hold():
         for note in claim.notes:
             run_folder.say(note)
         if claim.checkpoint is None and not claim.done:
             with with_places(loaded):
-                check_beginning(ready)
+                check_beginning(prepared.ready)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done), also)
-        code = on_ranks_of(resolved, ready, work, claim.folder, failures)
+        code = on_ranks_of(prepared, work, claim.folder, failures)
     wrong = [rank for failure in failures for rank in failure.wrong]
     if not wrong or resolved.placement.on_corruption == "end":
         return code
     others = f"without rank {', '.join(map(str, wrong))}"
     fewer = without(loaded, wrong, resolved.processes, claim.folder)
     with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot go on {others}"):
-        check_placement(resolve(fewer))
+        check(fewer)
     run_folder.say(f"placement.on_corruption: going on {others}")
     return train_here(fewer, also)
 
 
 def on_ranks_of(
-    resolved: Resolved,
-    ready: Setup,
-    work: Callable[[Setup | None, Rendezvous], int],
-    folder: Path,
-    failures: list[Failure],
+    prepared: Prepared, work: Callable[[Prepared | None, Rendezvous], int], folder: Path, failures: list[Failure]
 ) -> int:
     """Do `work` on the ranks of a placement, and return the exit code; the run folder has their logs and the end.
 
     The failure that ended the run is added to `failures`.
     """
-    code = on_ranks(work, ready, resolved.placement, resolved.processes, folder / run_folder.LOGS, failures.append)
-    if resolved.processes > 1:
+    logs = folder / run_folder.LOGS
+    code = on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
+    if prepared.processes > 1:
         run_folder.settle(folder, code, *failures[-1:])
     return code
 
@@ -116,9 +109,8 @@ def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -
     """
     _check_launch(loaded.config, info)
     with with_places(loaded):
-        resolved = resolve(loaded, info.size)
-        check_sinks(resolved.run)
-        check_placement(resolved)
+        check_sinks(loaded.config.run)
+    resolved = check(loaded, info.size)
 
     def work(rendezvous: Rendezvous) -> int:
         try:
@@ -134,7 +126,7 @@ def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -
 
 
 def run_rank(
-    resolved: Resolved, start: RunStart | None, also: Sink | None, ready: Setup | None, rendezvous: Rendezvous
+    resolved: Resolved, start: RunStart | None, also: Sink | None, prepared: Prepared | None, rendezvous: Rendezvous
 ) -> int:
     """Train as one of the ranks, which have joined, and return the exit code.
 
@@ -142,19 +134,16 @@ def run_rank(
     get from it where the run begins, and `also` is a sink of this rank in addition to those that the configuration
     names; else it is one of rank 0.
     """
-    first = None
-    if ready is None:
-        with with_places(resolved.loaded):
-            loaded, first = load_first_weights(resolved.loaded)  # what they are is compared between the ranks
-        resolved = replace(resolved, loaded=loaded)
-    loaded, info = resolved.loaded, rendezvous.info
+    # What first weights are is compared between the ranks.
+    placed = prepared or place(resolved.loaded, resolved.processes)
+    loaded, info = placed.resolved.loaded, rendezvous.info
     stop = StopRequest()
     terminal = sys.stdout
     with ExitStack() as held:
         session = held.enter_context(open_recipe_rank(rendezvous, loaded))
-        place = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
-        place = f"{place}  host {rendezvous.rank_log.host}  device {session.device}\n"
-        terminal.write(place)  # at once: ranks share the terminal
+        where = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
+        where = f"{where}  host {rendezvous.rank_log.host}  device {session.device}\n"
+        terminal.write(where)  # at once: ranks share the terminal
         terminal.flush()
         claim = partial(run_folder.claim, loaded)
         agreed = start or held.enter_context(run_folder.hold_run_folder(rendezvous, claim))
@@ -162,40 +151,35 @@ def run_rank(
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
             return EXIT_DONE
         log = held.enter_context(rendezvous.rank_log.capture(agreed.folder / run_folder.LOGS / log_name(info.rank)))
-        log.write(place)
-        if ready is None:
-            with with_places(loaded):
-                # The kernels were looked at by the process that started this one, if one of ours did.
-                ready = open_and_check(resolved, first, kernels=start is None, warns=info.rank == 0)
+        log.write(where)
+        if isinstance(placed, Placed):
+            prepared = placed.open()
+            if start is None and info.rank == 0:  # else the process that started this one has warned
+                warn(prepared)
+        else:
+            prepared = placed
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
-            rendezvous.compare(setup_facts(ready) | {"your source files": sources(resolved, ready)})
+            rendezvous.compare(setup_facts(prepared.ready) | {"your source files": sources(prepared)})
         resumed = None
         if agreed.checkpoint:
-            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(resolved.run))
-            resumed = Resumed(snapshot, checked_state(agreed.checkpoint, snapshot, ready), manifest.weights_sha256)
+            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run))
+            state = checked_state(agreed.checkpoint, snapshot, prepared.ready)
+            resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:
             with with_places(loaded):
-                check_beginning(ready)
-        looks = info.rank == 0 and resumed is None and resolved.run.probe == "auto"
-        look = held.enter_context(first_look(ready)) if looks else list
+                check_beginning(prepared.ready)
+        looks = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
+        look = held.enter_context(first_look(prepared.ready)) if looks else list
         world = held.enter_context(session.open_world())
         added = also if start is None or info.rank == 0 else None
-        training = RankTraining(resolved, ready, rendezvous, world, agreed, resumed, (terminal, log), look, added)
+        training = RankTraining(prepared, rendezvous, world, agreed, resumed, (terminal, log), look, added)
         return training.run(stop)
 
 
-def open_and_check(resolved: Resolved, first: First | None, kernels: bool = True, warns: bool = True) -> Setup:
-    """Open what a recipe names, and check model, data and optimizer with the placement; warn of what is legal."""
-    ready = setup(resolved.recipe, first)
-    check_first(ready)
-    check_cut(resolved, ready)
-    if kernels:
-        check_kernels(resolved.placement, ready)
-    # One rank compares: an error on one rank ends all.
-    compared = check_plan(ready) if warns else []
-    for warning in [*ready.warnings, *compared] if warns else ():
+def warn(prepared: Prepared) -> None:
+    """Warn of what is legal in a recipe, and probably not meant."""
+    for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.say(f"warning: {warning}")
-    return ready
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:

@@ -27,8 +27,9 @@ from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, 
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Verdict, VerdictRow, Verification
 from lockstep.run.build import Setup, evaluation_batch
-from lockstep.run.checks import check_cut, check_kernels, check_placement
+from lockstep.run.checks import check_cut, check_placement
 from lockstep.run.chunk_check import check_chunks, check_sequence_chunks
+from lockstep.run.prepare import check
 from lockstep.run.probe.findings import ProbeResult, findings
 from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import import_for_all, in_workers_silently
@@ -38,9 +39,10 @@ from lockstep.verification import trace
 from lockstep.verification.causes import EVALUATED, Diagnosis, cause
 from lockstep.verification.compare import Difference, Values, differences, largest, select_tensors, values
 from lockstep.verification.trace import Trace
-from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, prepare_setup, probe, work
+from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, open_cases, probe, with_validation, work
 
 _SINGLE: Final = StrategyConfig(name="single")
+_PLAIN: Final = {"recompute": "none", "offload_activations": False, "workers": 0}  # of what should not matter
 _LARGEST: Final = 4  # processes, with --all
 _BATCHES: Final = 4  # of validation, and a short one
 
@@ -83,14 +85,16 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 
     `tell` is called with what runs. A mistake in recipe or placement raises UsageError before any process is started.
     """
-    requested = resolve(loaded)
+    requested = None
     if not everything:
-        check_placement(requested)
+        requested = check(loaded)
         _check_promise(requested)
-    ready = _ready(loaded)
-    if not everything:
+    ready = _open(loaded)
+    if requested is None:
+        cases = _all(loaded, ready)
+    else:
         check_cut(requested, ready)
-    cases = _all(loaded, ready) if everything else _default_cases(loaded, requested.processes)
+        cases = _default_cases(loaded, requested.processes)
     found = _verify_cases(ready, loaded, cases, steps, tell)
     if not everything and (refused := [row for row in found.rows if row.verdict == "not possible"]):
         raise UsageError(refused[0].reason)
@@ -99,17 +103,16 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 
 def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
     """Compare these strategies on so many processes, where they are possible, with one process over so many steps."""
-    ready = _ready(loaded)
+    ready = _open(loaded)
     named = [({"name": each} if isinstance(each, str) else dict(each), count) for each, count in places]
     cases = [_check_case(_case(loaded, StrategyConfig.model_validate(each), count, {}), ready) for each, count in named]
     return _verify_cases(ready, loaded, cases, steps, lambda _: None)
 
 
-def _ready(loaded: Loaded) -> Setup:
+def _open(loaded: Loaded) -> Setup:
     """Open the data and check the recipe, in this process."""
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    ready = prepare_setup(loaded)
-    check_kernels(loaded.config.placement, ready)
+    ready = open_cases(loaded)
     check_chunks(ready)
     check_sequence_chunks(ready)
     return ready
@@ -126,8 +129,9 @@ def _verify_cases(
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = select_steps(ready.steps, steps)
-        job = TraceJob(loaded, numbers, evaluated, Path(folder))
-        comparison = _Comparison(job, prepare_setup(loaded, evaluated), tell)
+        single = _case(loaded, _SINGLE, 1, _PLAIN)
+        job = TraceJob(single.resolved, numbers, evaluated, Path(folder))
+        comparison = _Comparison(job, single, with_validation(ready, evaluated), tell)
         probed = comparison.look()
         rows = [] if probed.refused else comparison.rows(cases)  # nothing of such a model would run
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
@@ -156,7 +160,7 @@ def save_point(job: TraceJob) -> int:
     the order in which shapes are seen, and then the short one is seen first.
     """
     steps = len(job.numbers)
-    return max(1, steps - 1 if job.loaded.config.recipe.compile else steps // 2)
+    return max(1, steps - 1 if job.resolved.recipe.compile else steps // 2)
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
@@ -212,16 +216,15 @@ def _check_promise(resolved: Resolved) -> None:
 
 @final
 class _Comparison:
-    """The reference, and the cases so far. `job` is what they have in common."""
+    """The reference, which is `single`, and the cases so far. `job` is what they have in common."""
 
-    def __init__(self, job: TraceJob, ready: Setup, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: TraceJob, single: VerifyCase, ready: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
+        self._single = single
         self._tell = tell
         self._ready = ready
         self._launched = 0
         self._half = save_point(job)
-        # The plainest way there is: nothing of the placement that should not matter.
-        self._single = _case(job.loaded, _SINGLE, 1, {"recompute": "none", "offload_activations": False, "workers": 0})
         self._facts = ProbeResult()
 
     def look(self) -> ProbeResult:
@@ -329,7 +332,14 @@ class _Comparison:
         hashes = not after and self._hashes(case) is not None
         distance = seen.distance if seen else None
         diagnosis = Diagnosis(
-            first, self._facts, case.label, bool(after), again, hashes, distance, _command(self._job.loaded, case)
+            first,
+            self._facts,
+            case.label,
+            bool(after),
+            again,
+            hashes,
+            distance,
+            _command(self._job.resolved.loaded, case),
         )
         return Mismatch(
             step=first.step,
@@ -372,7 +382,7 @@ class _Comparison:
     def _new(self, case: VerifyCase, job: TraceJob) -> TraceJob:
         """Return the job for this placement, with a folder of its own."""
         self._launched += 1
-        job = replace(job, loaded=case.resolved.loaded, folder=self._job.folder / str(self._launched))
+        job = replace(job, resolved=case.resolved, folder=self._job.folder / str(self._launched))
         job.folder.mkdir()
         return job
 

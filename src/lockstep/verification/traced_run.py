@@ -30,12 +30,13 @@ from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.run.build import Setup, evaluation_batch, first_setup
+from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.engine import start_engine
+from lockstep.run.prepare import Prepared, open_unplaced
 from lockstep.run.probe.probe import facts_of
 from lockstep.run.probe.state import digest
-from lockstep.run.resolved import resolve
+from lockstep.run.resolved import Resolved
 from lockstep.run.schedule import find_rate
 from lockstep.run.session import open_recipe_rank
 from lockstep.tasks.base import MicroBatch
@@ -57,7 +58,7 @@ class TraceJob:
     checkpoint once `save_after` of them are done, if that is given.
     """
 
-    loaded: Loaded
+    resolved: Resolved
     numbers: tuple[int, ...]
     validation: int  # samples to evaluate
     folder: Path
@@ -67,33 +68,41 @@ class TraceJob:
     wanted: frozenset[Wanted] = frozenset()
 
 
-def prepare_setup(loaded: Loaded, validation: int | None = None) -> Setup:
-    """Open the data, check everything as training does, and leave only so many samples of the validation part."""
-    ready = replace(first_setup(loaded), guarded=False)  # what differs is to be found, and named
+def open_cases(loaded: Loaded) -> Setup:
+    """Open the data and check everything as training does, but for the placement."""
+    _, ready = open_unplaced(loaded)
+    return replace(ready, guarded=False)  # what differs is to be found, and named
+
+
+def with_validation(ready: Setup, count: int) -> Setup:
+    """Leave only so many samples of the validation part."""
     whole = ready.data.validation
     if whole is None:
         return ready
-    count = len(whole) if validation is None else min(validation, len(whole))
-    return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, count)))
+    return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, min(count, len(whole)))))
 
 
 def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be the process that looks at data, model and loss (run/probe/probe.py); write what it sees to the folder."""
-    with open_recipe_rank(rendezvous, job.loaded) as session:
-        facts = facts_of(ready or prepare_setup(job.loaded, job.validation), session.device)
+    with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
+        facts = facts_of(ready or _open_job(job), session.device)
     trace.write(job.folder / FACTS, facts)
     return EXIT_DONE
 
 
 def work(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
     """Be one rank of a case."""
-    with open_recipe_rank(rendezvous, job.loaded) as session:
-        ready = ready or prepare_setup(job.loaded, job.validation)
+    with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
+        prepared = Prepared(job.resolved, ready or _open_job(job))
         with session.open_world() as world:
-            traced = _TracedRun(job, ready, world)
+            traced = _TracedRun(job, prepared, world)
             rendezvous.status = traced.status
             trace.write(trace.file_of(job.folder, world.rank), traced.run())
     return EXIT_DONE
+
+
+def _open_job(job: TraceJob) -> Setup:
+    return with_validation(open_cases(job.resolved.loaded), job.validation)
 
 
 @final
@@ -116,14 +125,14 @@ class FirstSamples:
 class _TracedRun:
     """One rank of a case: the loop that trains drives it, and it notes what its engine does."""
 
-    def __init__(self, job: TraceJob, ready: Setup, world: World) -> None:
+    def __init__(self, job: TraceJob, prepared: Prepared, world: World) -> None:
         self._job = job
-        self._ready = ready
+        self._ready = prepared.ready
         self._world = world
         self._meter = Meter(world.device)
         self._engine: Engine
         self._loader: Loader
-        self._engine, self._loader = start_engine(ready, resolve(job.loaded, world.size), world)
+        self._engine, self._loader = start_engine(prepared, world)
         self._steps: list[StepTrace] = []
         self._seconds = 0.0
         self._progress = Progress()
