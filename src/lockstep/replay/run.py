@@ -42,14 +42,13 @@ from lockstep.run.evaluation import EvalRequest, check_code
 from lockstep.run.prepare import Prepared, prepare
 from lockstep.run.resume import evaluation_state, resume_state, signing_key
 from lockstep.run.runs import CONFIG
-from lockstep.run.schedule import find_rate
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import on_ranks
 from lockstep.run.user_source import source_changes
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import NEVER, Interval, Plan, Progress, train, turns
+from lockstep.training.loop import NEVER, Interval, Progress, train, turns
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
 # Keys that say where and how a replay computes; all others are the run's.
@@ -270,15 +269,7 @@ class _Steps:
         """Do the steps, and return what was found; whole on rank 0."""
         self._resume()
         self._digests.add_weights(self._opened.start, self._engine.state().model)
-        recipe = self._ready.recipe
-        plan = Plan(
-            steps=self._ready.steps,
-            rate=find_rate(recipe, self._ready.steps),
-            clip_norm=recipe.clip_norm,
-            stop_on_nonfinite=False,
-            log=_COLLECTED,
-            save=NEVER,
-        )
+        plan = replace(self._ready.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
         following = turns(self._world, self._batches, plan, self._progress, None, lambda _: [], digests=self._digests)
         for _ in train(self, plan, following):
             pass

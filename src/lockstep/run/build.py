@@ -40,12 +40,13 @@ from lockstep.run.chunking import check_loss, check_sequences, chunk_layouts, in
 from lockstep.run.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.run.first_weights import First
 from lockstep.run.optimizing import optimizer, special_settings, with_each
-from lockstep.run.schedule import check_rate
+from lockstep.run.schedule import check_rate, find_rate
 from lockstep.run.user_code import import_paths
 from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import Build, Problem, Task
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import with_metrics
+from lockstep.training.loop import Interval, Plan
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,22 @@ class Setup:
     def task(self) -> Task:
         """What is learned."""
         return self.problem.task
+
+    def plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
+        """Return what a loop over the recipe's steps follows, which reports, saves and evaluates at these intervals."""
+        recipe, task = self.recipe, self.task
+        return Plan(
+            steps=self.steps,
+            rate=find_rate(recipe, self.steps),
+            monitor=task.monitor,
+            figures=task.figures,
+            weighs=not task.counts_samples,
+            clip_norm=recipe.clip_norm,
+            stop_on_nonfinite=recipe.nonfinite == "stop",
+            log=log,
+            evaluate=evaluate,
+            save=save,
+        )
 
     def loader(
         self, world: World, data_rank: DataRank, workers: int, beside: Callable[[Step], int | None] | None = None

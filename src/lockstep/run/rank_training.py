@@ -37,7 +37,6 @@ from lockstep.run.prepare import Prepared
 from lockstep.run.probe.first_look import Look
 from lockstep.run.rank import Rank
 from lockstep.run.resume import continuation_state
-from lockstep.run.schedule import find_rate
 from lockstep.run.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
@@ -146,19 +145,12 @@ class RankTraining:
             yield batch
 
     def _plan(self) -> Plan:
-        recipe, run, task = self.resolved.recipe, self.resolved.run, self.ready.task
-        every = run.evaluate_every
-        return Plan(
-            steps=self.ready.steps,
-            rate=find_rate(recipe, self.ready.steps),
-            monitor=task.monitor,
-            figures=task.figures,
-            weighs=not task.counts_samples,
-            clip_norm=recipe.clip_norm,
-            stop_on_nonfinite=recipe.nonfinite == "stop",
+        run = self.resolved.run
+        validates = self.ready.data.validation is not None
+        return self.ready.plan(
             log=Interval(steps=run.log_every),
-            evaluate=None if self.ready.data.validation is None else Interval(every.steps, every.epochs),
             save=Interval(run.save_every.steps, run.save_every.epochs),
+            evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if validates else None,
         )
 
     def _evaluate(self, progress: Progress) -> Evaluated:

@@ -37,13 +37,12 @@ from lockstep.run.prepare import Prepared, open_unplaced
 from lockstep.run.probe.probe import facts_of
 from lockstep.run.probe.state import digest
 from lockstep.run.resolved import Resolved
-from lockstep.run.schedule import find_rate
 from lockstep.run.session import open_recipe_rank
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import NEVER, Interval, Plan, Progress, train, turns
+from lockstep.training.loop import NEVER, Interval, Progress, train, turns
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
@@ -143,17 +142,12 @@ class _TracedRun:
 
     def run(self) -> Trace:
         """Train the steps of the job, evaluate, and return what was seen."""
-        job, recipe = self._job, self._ready.recipe
+        job = self._job
         if job.resume is not None:
             self._engine.load(engine_state(store.read(job.resume)))
-        plan = Plan(
-            steps=replace(self._ready.steps, steps=1 << 62, epochs=None),
-            rate=find_rate(recipe, self._ready.steps),
-            clip_norm=recipe.clip_norm,
-            stop_on_nonfinite=recipe.nonfinite == "stop",
-            log=Interval(steps=1),
-            save=Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER,
-        )
+        save = Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER
+        plan = self._ready.plan(log=Interval(steps=1), save=save)
+        plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
         for _ in train(self, plan, turns(self._world, self._batches, plan, self._progress, None, self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
