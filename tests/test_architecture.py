@@ -47,7 +47,7 @@ ALLOWED = {
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
         *("training", "reporting", "run", "jobs/reader"),
     ],
-    "exports": ["core", "config", "tasks", "data", "models", "run", "inference"],
+    "exports": ["core", "config", "tasks", "data", "models", "training", "run", "inference"],
     "replay": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "parallel", "training", "reporting"),
         "run",

@@ -11,9 +11,9 @@ from test_start_from import PLACED, SHORT, a  # noqa: F401 - a fixture
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.exports.adapters import export_adapters
 from lockstep.models.adapters import Lora, adapt
 from lockstep.models.digits_convnet import digits_convnet
-from lockstep.run.adapters import export_adapters
 
 LORA = 'recipe.model.lora={target_modules: [convolutions.0, "5.convolutions.3"], r: 4, dropout: 0.1, train: "9.*"}'
 

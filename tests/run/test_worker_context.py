@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.errors import OwnCodeError
 from lockstep.ranks.external import alone
+from lockstep.run.own_model import explain_errors
 from lockstep.run.worker_context import WorkerContext
 
 
@@ -31,7 +32,7 @@ def test_an_error_of_torch_that_a_placement_explains_says_what_to_do() -> None:
     context = WorkerContext(alone(), runs=[PlacedRun(None), PlacedRun(model)])
     with (
         pytest.raises(OwnCodeError, match=r"Expected more than 1 value per channel.*take fewer micro-batches"),
-        context.explain_errors(),
+        explain_errors(context.runs),
     ):
         model(torch.ones(1, 3))
 
@@ -40,7 +41,7 @@ def test_any_other_error_passes() -> None:
     error = ValueError("no advice")
     with (
         pytest.raises(ValueError, match="no advice") as raised,
-        WorkerContext(alone(), runs=[PlacedRun(nn.Linear(1, 1))]).explain_errors(),
+        explain_errors([PlacedRun(nn.Linear(1, 1))]),
     ):
         raise error
     assert raised.value is error

@@ -30,7 +30,7 @@ from lockstep.common.rank import ALONE
 from lockstep.comparison.result import NAIVE, OF_ALL, PRINTED
 from lockstep.config import plan as planning
 from lockstep.config.blame import with_places
-from lockstep.config.load import Loaded, to_yaml
+from lockstep.config.load import CONFIG, Loaded, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.core import random
 from lockstep.core.batch import Batch, call, length, map_tensors
@@ -48,7 +48,6 @@ from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.examples import transforms_of
 from lockstep.run.prepare import Prepared, open_unplaced
 from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.runs import CONFIG
 from lockstep.run.schedule import find_rate
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import on_ranks_of

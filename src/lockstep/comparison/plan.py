@@ -15,7 +15,7 @@ from lockstep.comparison.result import NAIVE, ResultRow
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
-from lockstep.config.load import Loaded, load, read_run_recipe
+from lockstep.config.load import CONFIG, Loaded, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND
 from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
@@ -27,7 +27,6 @@ from lockstep.run.folder import fresh_folder
 from lockstep.run.prepare import check, open_unplaced
 from lockstep.run.resolved import local_processes
 from lockstep.run.resume import check_recipe
-from lockstep.run.runs import CONFIG
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
 

@@ -9,14 +9,13 @@ from lockstep.common import plainfile
 from lockstep.common.text import size, step_time
 from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
-from lockstep.config.load import Loaded
+from lockstep.config.load import CONFIG, Loaded
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
 from lockstep.planning.survey import Machine, Placed, as_predicted, made_ready, room, survey, with_strategy
 from lockstep.planning.table import in_order, refused
 from lockstep.run.resolved import local_processes
-from lockstep.run.runs import CONFIG
 
 _KEY: Final = "placement.strategy: fastest"
 _LARGEST: Final = 1 << 18  # bytes of a config.yaml

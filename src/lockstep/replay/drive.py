@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lockstep.config.load import CONFIG
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, os_error_as
 from lockstep.replay import page
 from lockstep.replay.own import replay_script
@@ -13,7 +14,6 @@ from lockstep.replay.run import Replay, ReplayRequest, checkpoint_before, list_s
 from lockstep.reporting.jsonl import EVENTS, last_step
 from lockstep.reporting.page import page as html
 from lockstep.run import digest_file
-from lockstep.run.runs import CONFIG
 from lockstep.training.checkpoint import durable
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
-from lockstep.config.load import Loaded, load_text, read_run_recipe
+from lockstep.config.load import CONFIG, Loaded, load_text, read_run_recipe
 from lockstep.config.recorded import locations
 from lockstep.core.order import Step
 from lockstep.core.shard import NamedTensors
@@ -41,7 +41,6 @@ from lockstep.run.engine import start_engine
 from lockstep.run.evaluation import EvalRequest, check_code
 from lockstep.run.prepare import Prepared, prepare
 from lockstep.run.resume import evaluation_state, resume_state, signing_key
-from lockstep.run.runs import CONFIG
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import on_ranks
 from lockstep.run.user_source import source_changes

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable, read_run_recipe
+from lockstep.config.load import CONFIG, Loaded, comparable, read_run_recipe
 from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
-from lockstep.run.runs import CONFIG
 from lockstep.training.events import Done
 
 _FIELDS: Final = {"time", *Done.__dataclass_fields__}  # of a line of the log; what is not among them are figures

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.common.rank import RankInfo
 from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
+from lockstep.config.load import CONFIG, Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
@@ -29,7 +29,6 @@ from lockstep.run.folder import say
 from lockstep.run.prepare import Placed, Prepared, check, place
 from lockstep.run.resume import checkpoint_recipe, signing_key
 from lockstep.run.resume import evaluation_state as checked_state
-from lockstep.run.runs import CONFIG
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
 from lockstep.run.user_code import import_paths

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lockstep.config import load as loading
-from lockstep.config.load import Loaded
+from lockstep.config.load import CONFIG, Loaded
 from lockstep.config.recipe import Recipe, StartingPoint, WeightsConfig
 from lockstep.config.run import RunConfig, StartFromConfig
 from lockstep.core.shard import local_tensor
@@ -22,7 +22,6 @@ from lockstep.errors import ConfigError, TrainingError, UsageError, error_as
 from lockstep.models.adapters import has_adapters
 from lockstep.models.match_state import Fit, fit
 from lockstep.models.statefiles import read_tensors, strip_prefix
-from lockstep.run.runs import CONFIG
 from lockstep.tasks.facts import DECIDE_OUTPUTS
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState

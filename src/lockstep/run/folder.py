@@ -31,7 +31,7 @@ from typing import Any, Final
 from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
 from lockstep.config import load as loading
-from lockstep.config.load import Loaded
+from lockstep.config.load import CONFIG, Loaded
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
 from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as
@@ -41,7 +41,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.completed import completion_notice
 from lockstep.run.digest_file import DIGESTS
 from lockstep.run.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
-from lockstep.run.runs import CONFIG, JOB, JOB_SCRIPT, RESULT
+from lockstep.run.runs import JOB, JOB_SCRIPT, RESULT
 from lockstep.run.worker_context import WORKER_CONTEXT
 from lockstep.tasks.base import Report
 from lockstep.training.checkpoint import durable, store

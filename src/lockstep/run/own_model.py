@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, final
+from functools import partial, reduce
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, OwnCodeError
 from lockstep.parallel.gradients import nodes_behind
 from lockstep.parallel.numerics import Numerics
+from lockstep.run.worker_context import OpenRun
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -240,6 +241,19 @@ class StrayModuleCheck:
                 "set drop_last=True in run.steps, "
                 "or choose another batch or fewer micro-batches, so that each has two samples",
             )
+
+
+@contextmanager
+def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
+    """Raise an error of the user's code with what to do, as a run does if it ends the process itself."""
+    try:
+        yield
+    except Exception as error:
+        models = [run._model for run in runs if run._model is not None]
+        explained = reduce(explain_error, models, cast(BaseException, error))
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:

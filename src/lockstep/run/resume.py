@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lockstep.config import load as loading
 from lockstep.config.base import values
-from lockstep.config.load import comparable
+from lockstep.config.load import CONFIG, comparable
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
 from lockstep.core.precision import SCALED
@@ -34,7 +34,6 @@ from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.build import Setup
 from lockstep.run.data_facts import check_facts
-from lockstep.run.runs import CONFIG
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.signing import read_key

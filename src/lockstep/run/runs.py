@@ -17,7 +17,6 @@ from lockstep.training.checkpoint import durable
 from lockstep.training.lock import LOCK
 
 RESULT: Final = "result.json"
-CONFIG: Final = "config.yaml"
 JOB_SCRIPT: Final = "job.sh"  # what `lockstep submit` leaves
 JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"

@@ -14,6 +14,7 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.folder import settle
+from lockstep.run.own_model import explain_errors
 from lockstep.run.start import on_ranks
 from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
 
@@ -48,7 +49,7 @@ def _work(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous
     WORKER_CONTEXT.set(context)
     code = EXIT_DONE
     try:
-        with context.explain_errors():
+        with explain_errors(context.runs):
             run_script(path, argv)
     except SystemExit as end:
         if not isinstance(end.code, int | None):

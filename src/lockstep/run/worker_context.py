@@ -1,18 +1,15 @@
 """The context of a worker process in which Lockstep calls a user's function: its ranks, and settings it overrides."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 from torch import nn
 
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
-from lockstep.run.own_model import explain_error
 
 # Given a step's number from 1, its loss, and a digest of each of the model's tensors after it.
 Observe = Callable[[int, float, Mapping[str, str]], None]
@@ -55,18 +52,6 @@ class WorkerContext:
     guarded: bool = True
     claimed: Callable[[Path], None] | None = None  # called with the folder of each run
     runs: list[OpenRun] = field(default_factory=list)
-
-    @contextmanager
-    def explain_errors(self) -> Iterator[None]:
-        """Raise an error of the user's code with what to do, as a run does where it ends the process itself."""
-        try:
-            yield
-        except Exception as error:
-            models = [run._model for run in self.runs if run._model is not None]
-            explained = reduce(explain_error, models, cast(BaseException, error))
-            if explained is error:
-                raise
-            raise explained from error
 
 
 # That of this process, None where Lockstep did not start it for a function.

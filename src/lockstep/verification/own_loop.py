@@ -33,6 +33,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, against
+from lockstep.run.own_model import explain_errors
 from lockstep.run.probe.traits import ModelTraits
 from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.run.script import run_script
@@ -431,7 +432,7 @@ class _Loop:
         recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             try:
-                with recorded, ambient.explain_errors():
+                with recorded, explain_errors(ambient.runs):
                     self.function()
             except _Enough:
                 pass
