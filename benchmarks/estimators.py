@@ -32,8 +32,8 @@ from lockstep.config.load import load
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.run.build import Setup
-from lockstep.run.prepare import open_unplaced
+from lockstep.setup.build import Setup
+from lockstep.setup.prepare import open_unplaced
 
 
 def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:

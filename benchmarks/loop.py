@@ -37,7 +37,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.ranks.external import alone
 from lockstep.ranks.signals import StopRequest
-from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification

@@ -33,7 +33,7 @@ from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.start import import_for_all, in_workers_silently
-from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.verification.cases import verify_on
 
 STEPS: Final = 2
@@ -97,7 +97,7 @@ def prepare() -> None:
     """Import here, once, what forked ranks need; call it before the first model is run."""
     torch.set_num_threads(1)  # forked ranks must not inherit a pool of threads
     import_for_all()
-    for module in ("lockstep.run.joined", "torchvision.models", "timm.optim", "transformers"):
+    for module in ("lockstep.loop.run", "torchvision.models", "timm.optim", "transformers"):
         import_module(module)
     schedule_as_batch()
     gc.freeze()  # or each collection would copy the memory that ranks share

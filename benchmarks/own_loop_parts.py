@@ -19,12 +19,12 @@ import torch
 from benchmarks import loop
 from lockstep.core import random
 from lockstep.data.loader import Loader
+from lockstep.loop import step as own_step
+from lockstep.loop.guard import Guard
+from lockstep.loop.loss_check import LossCheck
+from lockstep.loop.placed import Placed
+from lockstep.loop.step import Step
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.run import own_step
-from lockstep.run.own_guard import Guard
-from lockstep.run.own_loss import LossCheck
-from lockstep.run.own_placed import Placed
-from lockstep.run.own_step import Step
 from lockstep.training import loop as training_loop
 
 STEPS, TURNS = 200, 20

@@ -33,33 +33,50 @@ ALLOWED = {
     "launchers": ["core"],
     "checkup": ["core", "device", "comm", "ranks", "launchers"],
     "reporting": ["core", "training/events"],
+    "setup": [
+        *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
+        "training",
+    ],
+    "runs": [
+        *("core", "config", "device", "ranks", "tasks", "models", "training", "launchers"),
+        *("reporting", "setup"),
+    ],
+    "probe": [
+        *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "training"),
+        *("reporting/verification", "setup"),
+    ],
     "run": [
+        *("core", "config", "device", "comm", "ranks", "tasks", "data", "parallel", "strategies"),
+        *("training", "reporting"),
+        *("launchers", "setup", "runs", "probe"),
+    ],
+    "loop": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
-        *("launchers", "checkup"),
+        *("launchers", "setup", "runs", "probe", "run"),
     ],
     "comparison": [
         *("core", "config", "device", "comm", "ranks", "data", "parallel", "training", "reporting"),
-        "run",
+        *("setup", "runs", "run"),
     ],
-    "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "run"],
+    "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "setup", "runs", "loop/script"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
-        *("training", "reporting", "run", "jobs/reader"),
+        *("training", "reporting", "setup", "runs", "run", "jobs/reader"),
     ],
-    "exports": ["core", "config", "tasks", "data", "models", "training", "run", "inference"],
+    "exports": ["core", "config", "tasks", "data", "models", "training", "setup", "runs", "run", "inference"],
     "replay": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "parallel", "training", "reporting"),
-        "run",
+        *("setup", "runs", "run", "loop/replaying"),
     ],
     "planning": [
         *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "strategies"),
-        "run",
+        *("setup", "runs", "run"),
     ],
     "verification": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
         *("training", "reporting"),
-        "run",
+        *("setup", "runs", "probe", "run", "loop"),
     ],
 }
 # For all, and themselves using nothing else.
@@ -256,7 +273,11 @@ def test_only_what_puts_a_run_together_reads_the_configuration() -> None:
     users = {module for module in MODULES if any(_within(each, "config") for each in ours(module))}
     allowed = (
         "commands",
+        "setup",
+        "runs",
+        "probe",
         "run",
+        "loop",
         "jobs",
         "comparison",
         "inference",

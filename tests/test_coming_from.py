@@ -14,8 +14,8 @@ import pytest
 from sections import DOCS
 
 from lockstep.config.schema import Config
-from lockstep.run.joined import Run
-from lockstep.run.own_step import Step
+from lockstep.loop.run import Run
+from lockstep.loop.step import Step
 
 # What follows is about configurations and has tests of its own.
 PAGE = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("\n## Import a configuration\n")[0]

@@ -43,8 +43,8 @@ def test_what_a_list_names_is_there(place: str) -> None:
         ("core/test_tree.py", "commands", "commands", False),
         ("core/test_tree.py", "extended", "pure", False),
         ("core/test_tree.py", "thorough", "pure", False),
-        ("run/test_own_guard.py", None, "commands", True),
-        ("run/test_own_guard.py", "extended", "commands", False),
+        ("loop/test_guard.py", None, "commands", True),
+        ("loop/test_guard.py", "extended", "commands", False),
     ],
 )
 def test_the_tier_follows_from_place_and_marker(place: str, marker: str | None, expected: str, quick: bool) -> None:

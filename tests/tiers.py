@@ -56,7 +56,11 @@ _CLUSTERS: Final = (
 )
 _COMMANDS: Final = (
     "commands",
+    "loop",
+    "probe",
     "run",
+    "runs",
+    "setup",
     "test_cli.py",
     "common/test_platforms.py",
     "test_coming_from.py",
@@ -72,7 +76,11 @@ _COMMANDS: Final = (
 # Of the other tiers, what shows the promise in a minute: every strategy, stopped and resumed, on 1 process and on more.
 _QUICK: Final = (
     "parallel/test_data_parallel.py",
+    "loop",
+    "probe",
     "run",
+    "runs",
+    "setup",
 )
 _SOME_QUICK: Final = ("commands/test_strategies_train.py",)  # here those that are marked so
 

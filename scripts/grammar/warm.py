@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 import torch
 
 from lockstep.device.precision import fix_kernels
-from lockstep.run.script import start_script
+from lockstep.loop.script import start_script
 from lockstep.run.start import import_for_all
 
 TIMEOUT_S: Final = 60.0

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from lockstep.exports.export import Exported, export
     from lockstep.inference.predict import Prediction, predict
     from lockstep.inference.report import Report, report
+    from lockstep.loop.batch_sampler import BatchSampler
+    from lockstep.loop.run import Run, join
+    from lockstep.loop.step import Step
     from lockstep.run.background import evaluate, train
-    from lockstep.run.batch_sampler import BatchSampler
-    from lockstep.run.joined import Run, join
-    from lockstep.run.load import load
-    from lockstep.run.own_step import Step
+    from lockstep.runs.load import load
     from lockstep.training.events import (
         Corrupted,
         Done,
@@ -44,10 +44,10 @@ _PLACES = {
     "inference.predict": "Prediction predict",
     "inference.report": "Report report",
     "run.background": "evaluate train",
-    "run.batch_sampler": "BatchSampler",
-    "run.joined": "Run join",
-    "run.own_step": "Step",
-    "run.load": "load",
+    "loop.batch_sampler": "BatchSampler",
+    "loop.run": "Run join",
+    "loop.step": "Step",
+    "runs.load": "load",
     "training.events": "Corrupted Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
     "verification.own_loop": "Checked verify",
 }

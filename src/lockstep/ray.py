@@ -19,8 +19,8 @@ from lockstep.launchers import ray as launcher
 from lockstep.ranks.external import join_ranks
 from lockstep.reporting.ray import RayReport
 from lockstep.run.background import as_words
-from lockstep.run.completed import completed
 from lockstep.run.training import training_as_rank
+from lockstep.runs.completed import completed
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig

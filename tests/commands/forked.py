@@ -268,7 +268,7 @@ def _import_what_commands_import() -> None:
 
     from lockstep.config.load import load
     from lockstep.run import training  # noqa: F401
-    from lockstep.run.build import setup
+    from lockstep.setup.build import setup
 
     torch.set_num_threads(1)
     # Torch's tracer makes a bar that nobody sees, with a lock that Python 3.14 frees when a process ends; a forked

@@ -18,7 +18,7 @@ from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page import Table
 from lockstep.reporting.run_page import charts, sections
-from lockstep.run.runs import machine_of
+from lockstep.runs.runs import machine_of
 from lockstep.training.events import Event
 
 pytestmark = pytest.mark.usefixtures("here")

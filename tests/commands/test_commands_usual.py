@@ -18,8 +18,8 @@ from lockstep.config.load import load
 from lockstep.core import random
 from lockstep.data.base import Request
 from lockstep.errors import UsageError
-from lockstep.run.build import Setup, setup
-from lockstep.run.examples import transforms_of
+from lockstep.setup.build import Setup, setup
+from lockstep.setup.examples import transforms_of
 
 BATCH, LR, EPOCHS = 64, 0.3, 2
 RECIPE = (

@@ -4,7 +4,7 @@ import pytest
 from conftest import stopped_at
 from forked import events
 
-from lockstep.run.digest_file import read
+from lockstep.runs.digest_file import read
 
 ON_2 = ("placement.strategy=context", "placement.processes=2")
 ON_2_X_2 = ("placement.strategy={name: context, replicate: 2}", "placement.processes=4")

@@ -16,10 +16,10 @@ from torch import nn
 
 from lockstep.config.load import load
 from lockstep.models.find import build_model
-from lockstep.run.build import Setup, setup
-from lockstep.run.probe import findings as causes
-from lockstep.run.probe import first_look as looking
-from lockstep.run.probe.first_look import first_look, is_known, is_plain
+from lockstep.probe import findings as causes
+from lockstep.probe import first_look as looking
+from lockstep.probe.first_look import first_look, is_known, is_plain
+from lockstep.setup.build import Setup, setup
 from lockstep.tasks.facts import facts
 
 NOISY = 'recipe.model={{name: "planted:noisy", options: {{source: {}}}}}'

@@ -21,13 +21,13 @@ from lockstep.config.load import comparable, load_text
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
-from lockstep.run.build import Setup, setup
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.data_facts import model_facts
-from lockstep.run.engine import start_engine
-from lockstep.run.prepare import Prepared
-from lockstep.run.resolved import resolve
-from lockstep.run.resume import resume_state
+from lockstep.setup.build import Setup, setup
+from lockstep.setup.data_facts import model_facts
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Prepared
+from lockstep.setup.resolved import resolve
+from lockstep.setup.resume import resume_state
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
 from lockstep.training.loop import Progress

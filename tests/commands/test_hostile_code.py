@@ -15,11 +15,11 @@ from lockstep.common.own_code import own_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import alone
-from lockstep.run.build import setup
-from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
-from lockstep.run.prepare import Prepared
-from lockstep.run.resolved import resolve
+from lockstep.setup.build import setup
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Prepared
+from lockstep.setup.resolved import resolve
 from lockstep.training.loop import Progress
 
 # What does behave; a case defines some of it anew, from line FIRST on.

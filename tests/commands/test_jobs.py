@@ -14,7 +14,7 @@ from forked import imported
 
 from lockstep.config.load import load, to_yaml
 from lockstep.launchers import batch
-from lockstep.run.runs import Submitted, record_job
+from lockstep.runs.runs import Submitted, record_job
 
 STARTED = {"event": "started", "time": 100.0, "step": 0, "samples": 0, "steps": 50, "steps_per_epoch": 10, "epochs": 5}
 STEP = {"event": "step", "time": 110.0, "step": 10, "samples": 640, "loss": 0.25}

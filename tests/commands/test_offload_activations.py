@@ -10,8 +10,8 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.config.load import load
 from lockstep.parallel import data_parallel
-from lockstep.run.engine import start_engine
-from lockstep.run.prepare import prepare
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import prepare
 
 
 @pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])

@@ -12,7 +12,7 @@ from lockstep.config.load import load
 from lockstep.config.plan import steps
 from lockstep.core.rate import Rate
 from lockstep.errors import UsageError
-from lockstep.run.schedule import check_rate, find_rate
+from lockstep.setup.schedule import check_rate, find_rate
 
 FILE = own_schedules.__file__
 

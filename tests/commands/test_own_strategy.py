@@ -9,7 +9,7 @@ from conftest import DIGITS
 from test_resume import TRAIN, stop, undisturbed
 
 from lockstep.config.load import load
-from lockstep.run.strategy import find_strategy
+from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import names
 from lockstep.strategies.base import Strategy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import DIGITS
 
-from lockstep.run import digest_file
+from lockstep.runs import digest_file
 
 RUN = ("recipe.ema={decay: 0.9}", "run.save_every={steps: 7}", "run.keep=9")
 ON_3 = ("placement.strategy=zero3", "placement.processes=3")

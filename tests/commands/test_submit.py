@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import invoke, put
 
-from lockstep.run.runs import job_of
+from lockstep.runs.runs import job_of
 
 SBATCH = """#!/bin/sh
 echo "$@" > asked

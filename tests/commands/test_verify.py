@@ -13,7 +13,7 @@ from forked import Command
 from lockstep import strategies
 from lockstep.config.load import Loaded, load
 from lockstep.core.order import Steps
-from lockstep.run.resolved import resolve
+from lockstep.setup.resolved import resolve
 from lockstep.verification import cases
 from lockstep.verification.traced_run import TraceJob, open_cases
 

@@ -13,9 +13,9 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.run.probe import findings as causes
-from lockstep.run.probe import probe
-from lockstep.run.probe.findings import ProbeResult, findings
+from lockstep.probe import findings as causes
+from lockstep.probe import probe
+from lockstep.probe.findings import ProbeResult, findings
 from lockstep.verification import trace
 from lockstep.verification.traced_run import open_cases
 

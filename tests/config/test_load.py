@@ -19,7 +19,7 @@ from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.config.wording import section_at
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.run.user_code import import_paths
+from lockstep.setup.user_code import import_paths
 
 MINIMAL = """\
 recipe:

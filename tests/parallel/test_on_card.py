@@ -22,10 +22,10 @@ from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
 from lockstep.parallel.offloaded import Offloaded
 from lockstep.parallel.optimizer_step import gradient
-from lockstep.run.build import setup
-from lockstep.run.engine import start_engine
-from lockstep.run.prepare import Prepared
-from lockstep.run.resolved import resolve
+from lockstep.setup.build import setup
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Prepared
+from lockstep.setup.resolved import resolve
 from lockstep.training.evaluate import evaluate
 
 STEPS = 3

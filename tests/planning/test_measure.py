@@ -9,8 +9,8 @@ from lockstep.config.load import load
 from lockstep.planning import measure as measuring
 from lockstep.planning.measure import measure
 from lockstep.planning.survey import made_ready
-from lockstep.run.prepare import Prepared
-from lockstep.run.resolved import resolve
+from lockstep.setup.prepare import Prepared
+from lockstep.setup.resolved import resolve
 
 
 def test_memory_is_the_most_of_steps_whose_exchanges_take_longer(monkeypatch) -> None:

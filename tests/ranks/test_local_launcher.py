@@ -21,8 +21,8 @@ from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import End, cause, run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
-from lockstep.run.folder import RunStart
-from lockstep.run.resolved import resolve
+from lockstep.runs.folder import RunStart
+from lockstep.setup.resolved import resolve
 
 
 def note(folder: Path, rendezvous: Rendezvous) -> int:

@@ -11,7 +11,7 @@ from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
 from lockstep.run.grading import Grading, is_predicted
-from lockstep.run.resolved import resolve
+from lockstep.setup.resolved import resolve
 
 MIB: Final = 2**20
 

@@ -14,17 +14,17 @@ from lockstep.comparison import naive_ddp
 from lockstep.config.load import Loaded, load
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig
+from lockstep.loop.member import Member
+from lockstep.loop.settings import Settings
 from lockstep.planning import measure
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.stall import ThreadState, late_ranks
 from lockstep.ranks.status import RankStatus
 from lockstep.replay import run as replay
 from lockstep.run import evaluation, session
-from lockstep.run.membership import Member
-from lockstep.run.own_settings import Settings
-from lockstep.run.resolved import resolve
 from lockstep.run.training import run_rank
-from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.setup.resolved import resolve
 from lockstep.verification import traced_run
 
 

@@ -18,9 +18,9 @@ from lockstep.common.rank import ALONE
 from lockstep.core import random
 from lockstep.data.items import seed_generators
 from lockstep.errors import CorruptionError, UsageError
-from lockstep.run.joined import Run
-from lockstep.run.membership import Member
-from lockstep.run.own_settings import settings
+from lockstep.loop.member import Member
+from lockstep.loop.run import Run
+from lockstep.loop.settings import settings
 from lockstep.run.rank import Rank
 
 Loop = Callable[..., None]

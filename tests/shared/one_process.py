@@ -8,7 +8,7 @@ import torch
 
 import lockstep
 from lockstep.ranks.external import alone
-from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.run.probe import findings as look
-from lockstep.run.probe.findings import ProbeResult, RandomSample, findings
+from lockstep.probe import findings as look
+from lockstep.probe.findings import ProbeResult, RandomSample, findings
 from lockstep.verification import compare, trace
 from lockstep.verification.causes import Diagnosis, cause
 from lockstep.verification.compare import Difference

@@ -16,8 +16,8 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
-from lockstep.run.prepare import Prepared
-from lockstep.run.resolved import resolve
+from lockstep.setup.prepare import Prepared
+from lockstep.setup.resolved import resolve
 from lockstep.training.events import Event
 from lockstep.training.loop import train
 from lockstep.verification import traced_run as verify_run

@@ -20,7 +20,7 @@ def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_si
         from lockstep.config.load import load, split
 
         return load(*split(words))
-    from lockstep.run.recipe_import import import_recipe
+    from lockstep.setup.recipe_import import import_recipe
 
     return import_recipe(cfg, words, gpus, world_size).load()
 

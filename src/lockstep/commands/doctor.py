@@ -176,7 +176,7 @@ def data(words: tuple[str, ...]) -> None:
     from lockstep.data.images.pictures import FINDS_ALL
     from lockstep.data.loader import damages
     from lockstep.data.mixture import parts
-    from lockstep.run.build import open_recipe_data
+    from lockstep.setup.build import open_recipe_data
 
     recipe = load(*split(words)).config.recipe
     strict = recipe.data.model_copy(update={"on_error": "raise"})
@@ -205,8 +205,8 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     """
     from lockstep.checkup.cards import look_at_cards, of_gpus
     from lockstep.config.load import load, split
-    from lockstep.run.build import setup
-    from lockstep.run.checks import cuda_refusals
+    from lockstep.setup.build import setup
+    from lockstep.setup.checks import cuda_refusals
 
     recipe = load(*split(words)).config.recipe if words else None
     refused = None if recipe is None else [str(each) for each in cuda_refusals(setup(recipe))]

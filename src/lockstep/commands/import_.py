@@ -17,7 +17,7 @@ def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
     machine has, if left out. Accelerate and the Trainer have no model and data in their files: add them to what is
     printed, or behind it.
     """
-    from lockstep.run.recipe_import import import_recipe
+    from lockstep.setup.recipe_import import import_recipe
 
     found = import_recipe(file, words, gpus)
     if not found.missing:

@@ -32,7 +32,7 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
     recipe.yaml beside them.
     """
     from lockstep.config.load import load
-    from lockstep.run.build import open_recipe_data
+    from lockstep.setup.build import open_recipe_data
 
     loaded = load(recipe, overrides)
     if os.path.lexists(to):

@@ -22,7 +22,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     The newest --keep stay, and always those that `latest` and `best` point to; of what is left a run resumes, is
     evaluated and predicts. A run that trains, or whose newest checkpoint is damaged, keeps all it has.
     """
-    from lockstep.run.runs import run_folders
+    from lockstep.runs.runs import run_folders
     from lockstep.training.checkpoint import store
     from lockstep.training.lock import lock
 

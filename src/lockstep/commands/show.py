@@ -11,7 +11,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.epochs import in_words
 from lockstep.core.order import Steps, cut
 from lockstep.data.sources import training_samples
-from lockstep.run.schedule import find_rate
+from lockstep.setup.schedule import find_rate
 
 
 @click.command("show")
@@ -49,7 +49,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     placement = loaded.config.placement
     click.echo(f"{'exchange':<15}{exchange_in_words(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
-        from lockstep.run.external_engine import engine_files_of  # it imports torch
+        from lockstep.setup.external_engine import engine_files_of  # it imports torch
 
         for name, text in engine_files_of(loaded).items():
             click.echo(f"\n{name}\n{text}", nl=False)

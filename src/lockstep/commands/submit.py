@@ -68,7 +68,7 @@ def command(
     lockstep submit --on kubernetes --image IMAGE --claim runs:/runs -- train imagenet-resnet50 run.dir=/runs/a
     """
     from lockstep.jobs.submit import batch_script, create, manifest, submit
-    from lockstep.run.runs import JOB_SCRIPT
+    from lockstep.runs.runs import JOB_SCRIPT
 
     others: dict[str, object] = {"--time": limit, "--partition": partition, "--account": account, "--option": options}
     if on == "slurm":

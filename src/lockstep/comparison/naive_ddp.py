@@ -43,14 +43,14 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.sink import Sink
-from lockstep.run import folder as run_folder
-from lockstep.run.build import Setup, evaluation_batch
-from lockstep.run.examples import transforms_of
-from lockstep.run.prepare import Prepared, open_unplaced
-from lockstep.run.resolved import Resolved, resolve
-from lockstep.run.schedule import find_rate
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import on_ranks_of
+from lockstep.runs import folder as run_folder
+from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.examples import transforms_of
+from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.resolved import Resolved, resolve
+from lockstep.setup.schedule import find_rate
 from lockstep.training.checkpoint.store import weights_sha256
 from lockstep.training.evaluate import batch_sums, figures_of
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped

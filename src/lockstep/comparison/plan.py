@@ -21,14 +21,14 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
 from lockstep.run.background import Train
-from lockstep.run.build import Setup
-from lockstep.run.checks import check_cut, check_kernels
-from lockstep.run.folder import fresh_folder
-from lockstep.run.prepare import check, open_unplaced
-from lockstep.run.resolved import local_processes
-from lockstep.run.resume import check_recipe
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
+from lockstep.runs.folder import fresh_folder
+from lockstep.setup.build import Setup
+from lockstep.setup.checks import check_cut, check_kernels
+from lockstep.setup.prepare import check, open_unplaced
+from lockstep.setup.resolved import local_processes
+from lockstep.setup.resume import check_recipe
 
 _SINGLE: Final = "single"
 _OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that are set here

@@ -8,8 +8,8 @@ from lockstep.common.patterns import matches
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import has_adapters, peft_config, peft_names
-from lockstep.run.build import tuning_of
-from lockstep.run.resume import checkpoint_recipe
+from lockstep.setup.build import tuning_of
+from lockstep.setup.resume import checkpoint_recipe
 from lockstep.training.checkpoint import store
 
 

@@ -28,8 +28,8 @@ from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.adapters import merge_adapters
 from lockstep.run.background import as_words, in_background
-from lockstep.run.chunk_check import check_saved
 from lockstep.run.evaluation import EvalRequest
+from lockstep.setup.chunk_check import check_saved
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")

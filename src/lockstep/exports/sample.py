@@ -8,7 +8,7 @@ import torch
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import SavedModel
-from lockstep.run.examples import transforms_of
+from lockstep.setup.examples import transforms_of
 
 _SAMPLES: Final = 3  # another number than the 2 that a program is traced with
 _POSITIONS: Final = 16  # of a made sample whose length is not known

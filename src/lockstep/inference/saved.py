@@ -26,10 +26,10 @@ from lockstep.models.find import Construction, construction
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
-from lockstep.run.build import evaluation_batch, numerics_of, open_recipe_data, plain_model, tuning_of
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
-from lockstep.run.resume import check_tensors
 from lockstep.run.session import Compute, prepare_device
+from lockstep.setup.build import evaluation_batch, numerics_of, open_recipe_data, plain_model, tuning_of
+from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
 from lockstep.training.checkpoint import saved_state, store

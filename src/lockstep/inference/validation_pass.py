@@ -15,8 +15,8 @@ from lockstep.core.batch import Batch, map_tensors
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import Computing, SavedModel
-from lockstep.run.data_facts import check_facts
-from lockstep.run.examples import examples, transforms_of
+from lockstep.setup.data_facts import check_facts
+from lockstep.setup.examples import examples, transforms_of
 from lockstep.tasks.base import Task
 from lockstep.training.evaluate import batch_sums, figures_of
 

@@ -58,7 +58,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         print("\n".join(map(shlex.join, lines.values() or [line])))
         return EXIT_DONE
     if name == "local" and job.is_script:
-        from lockstep.run.script import start_script
+        from lockstep.loop.script import start_script
 
         return start_script(job.words[1], job.words[2:], job.processes)
     if job.first:
@@ -137,7 +137,7 @@ def _check_work(job: Job) -> None:
     """Raise UsageError where the ranks of a training would refuse so many of them."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
-    from lockstep.run.strategy import check_strategy, find_strategy  # torch takes seconds
+    from lockstep.setup.strategy import check_strategy, find_strategy  # torch takes seconds
 
     config = _loaded(job).config
     name, strategy = find_strategy(config.placement, job.processes)
@@ -199,7 +199,7 @@ def _report(text: str) -> None:
 
 def _result(job: Job) -> dict[str, Any]:
     """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
-    from lockstep.run.runs import RESULT, json_in
+    from lockstep.runs.runs import RESULT, json_in
 
     if job.words[0] != "train":
         return {}

@@ -16,7 +16,7 @@ from lockstep.reporting import jsonl
 from lockstep.reporting.notices import Notice, notice
 from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
-from lockstep.run.runs import Submitted, failure, is_held, job_of, machine_of, run_folders
+from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, run_folders
 
 _AT_ONCE: Final = 20_000  # events, half a second: a log of millions does not keep Ctrl-C waiting
 _NOTICES: Final = 50  # of a run, the last ones

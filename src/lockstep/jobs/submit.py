@@ -14,7 +14,7 @@ from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch, kubernetes
 from lockstep.launchers.job import Job, check_job, other_processes
 from lockstep.ranks.secret import new_secret
-from lockstep.run.runs import JOB_SCRIPT, Submitted, record_job
+from lockstep.runs.runs import JOB_SCRIPT, Submitted, record_job
 from lockstep.training.checkpoint import durable
 
 
@@ -25,7 +25,7 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     batch.
     """
     loaded = _check_training(job)
-    from lockstep.run import folder as run_folder
+    from lockstep.runs import folder as run_folder
 
     run = Path(loaded.config.run.dir) if loaded.config.run.dir else run_folder.fresh(loaded)
     # Nothing may change from one start to the next.
@@ -107,8 +107,8 @@ def _check_training(job: Job) -> Loaded:
     if problems := other_processes(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
     # Only now: torch takes seconds.
-    from lockstep.run import folder as run_folder
-    from lockstep.run.prepare import check
+    from lockstep.runs import folder as run_folder
+    from lockstep.setup.prepare import check
 
     check(loaded, job.processes)
     run = loaded.config.run.dir

@@ -111,7 +111,7 @@ class DataParallelEngine:
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
-        # A loop of the user's own is watched by itself (run/own_guard.py), which names the line of a write.
+        # A loop of the user's own is watched by itself (loop/guard.py), which names the line of a write.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)

@@ -15,7 +15,7 @@ from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
 from lockstep.planning.survey import Machine, Placed, as_predicted, made_ready, room, survey, with_strategy
 from lockstep.planning.table import in_order, refused
-from lockstep.run.resolved import local_processes
+from lockstep.setup.resolved import local_processes
 
 _KEY: Final = "placement.strategy: fastest"
 _LARGEST: Final = 1 << 18  # bytes of a config.yaml

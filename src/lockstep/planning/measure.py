@@ -22,13 +22,13 @@ from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup
 from lockstep.run.checkpoints import Checkpoints
-from lockstep.run.engine import start_engine
-from lockstep.run.prepare import Prepared, open_unplaced
 from lockstep.run.rank import Rank
-from lockstep.run.resolved import Resolved
 from lockstep.run.session import open_recipe_rank
+from lockstep.setup.build import Setup
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.resolved import Resolved
 from lockstep.training.digests import StepDigests
 
 TIMED: Final = 5  # steps, of whose times the median is taken

@@ -22,12 +22,12 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures, work, work_saving
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.build import Setup
-from lockstep.run.checks import check_cut
-from lockstep.run.prepare import check, open_unplaced
-from lockstep.run.resolved import Resolved
 from lockstep.run.start import import_for_all, in_workers_silently
-from lockstep.run.strategy import find_strategy
+from lockstep.setup.build import Setup
+from lockstep.setup.checks import check_cut
+from lockstep.setup.prepare import check, open_unplaced
+from lockstep.setup.resolved import Resolved
+from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import names
 
 LINK: Final = 1e9  # bytes a second

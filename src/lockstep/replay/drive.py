@@ -13,7 +13,7 @@ from lockstep.replay.own import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, checkpoint_before, list_samples, replay_here
 from lockstep.reporting.jsonl import EVENTS, last_step
 from lockstep.reporting.page import page as html
-from lockstep.run import digest_file
+from lockstep.runs import digest_file
 from lockstep.training.checkpoint import durable
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.errors import UsageError
+from lockstep.loop.replaying import Replaying
 from lockstep.replay.run import Replay, check_done, checkpoint_before, recorded_digests
 from lockstep.reporting.jsonl import EVENTS, read
-from lockstep.run.replaying import Replaying
 from lockstep.training.checkpoint import store
 
 

@@ -34,16 +34,16 @@ from lockstep.ranks.status import RankStatus
 from lockstep.replay.examine import Examined, ObservedTask, examine
 from lockstep.replay.trace import Head, Trace
 from lockstep.reporting.jsonl import EVENTS, last
-from lockstep.run import digest_file
-from lockstep.run.build import open_recipe_data
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.engine import start_engine
 from lockstep.run.evaluation import EvalRequest, check_code
-from lockstep.run.prepare import Prepared, prepare
-from lockstep.run.resume import evaluation_state, resume_state, signing_key
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import on_ranks
-from lockstep.run.user_source import source_changes
+from lockstep.runs import digest_file
+from lockstep.setup.build import open_recipe_data
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Prepared, prepare
+from lockstep.setup.resume import evaluation_state, resume_state, signing_key
+from lockstep.setup.user_source import source_changes
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests

@@ -34,9 +34,9 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.reporting.sink import Sink
-from lockstep.run.completed import completed
 from lockstep.run.evaluation import EvalRequest, evaluate_here
 from lockstep.run.training import train_here
+from lockstep.runs.completed import completed
 from lockstep.training.events import Evaluated, Event
 
 _STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events say which

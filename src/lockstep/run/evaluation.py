@@ -22,16 +22,16 @@ from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.data_facts import setup_facts
-from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event
-from lockstep.run.folder import say
-from lockstep.run.prepare import Placed, Prepared, check, place
-from lockstep.run.resume import checkpoint_recipe, signing_key
-from lockstep.run.resume import evaluation_state as checked_state
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
-from lockstep.run.user_code import import_paths
+from lockstep.runs.folder import say
+from lockstep.setup.data_facts import setup_facts
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Placed, Prepared, check, place
+from lockstep.setup.resume import checkpoint_recipe, signing_key
+from lockstep.setup.resume import evaluation_state as checked_state
+from lockstep.setup.user_code import import_paths
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Evaluated
 from lockstep.training.loop import Progress

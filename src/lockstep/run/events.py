@@ -14,9 +14,9 @@ from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
 from lockstep.parallel.engine import Engine
-from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.rank import Rank
-from lockstep.run.resolved import Resolved
+from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.resolved import Resolved
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, figures_of
 from lockstep.training.events import Evaluated, Started

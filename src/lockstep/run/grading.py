@@ -9,7 +9,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.device.clock import Clock
 from lockstep.device.live_bytes import LiveBytes, can_count
-from lockstep.run.resolved import Resolved
+from lockstep.setup.resolved import Resolved
 
 T = TypeVar("T")
 _WATCHED: Final = 2  # the first step in which memory is looked at: the one before makes the optimizer's state

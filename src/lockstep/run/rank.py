@@ -23,8 +23,8 @@ from lockstep.ranks.signals import EXIT_CODES
 from lockstep.ranks.status import Phase, RankStatus
 from lockstep.reporting.jsonl import EVENTS, figures, last_step
 from lockstep.reporting.sink import Sink
-from lockstep.run import digest_file
-from lockstep.run import folder as run_folder
+from lockstep.runs import digest_file
+from lockstep.runs import folder as run_folder
 from lockstep.training.digests import StepDigests
 from lockstep.training.events import Corrupted, Done, Event, Stopped
 from lockstep.training.loop import Progress

@@ -18,26 +18,26 @@ from lockstep.device.clock import Clock
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, CorruptionError
 from lockstep.parallel.engine import Engine
+from lockstep.probe.first_look import Look
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
 from lockstep.reporting.flops import with_flops
 from lockstep.reporting.sink import Sink
-from lockstep.run import folder as run_folder
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
-from lockstep.run.data_facts import model_facts
-from lockstep.run.engine import start_engine
 from lockstep.run.events import evaluation_event, start_event
-from lockstep.run.external_engine import engine_files
-from lockstep.run.first_weights import weights_record
-from lockstep.run.folder import RunStart
 from lockstep.run.grading import Grading, is_predicted
-from lockstep.run.prepare import Prepared
-from lockstep.run.probe.first_look import Look
 from lockstep.run.rank import Rank
-from lockstep.run.resume import continuation_state
-from lockstep.run.user_source import source_digests
+from lockstep.runs import folder as run_folder
+from lockstep.runs.folder import RunStart
+from lockstep.setup.data_facts import model_facts
+from lockstep.setup.engine import start_engine
+from lockstep.setup.external_engine import engine_files
+from lockstep.setup.first_weights import weights_record
+from lockstep.setup.prepare import Prepared
+from lockstep.setup.resume import continuation_state
+from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned

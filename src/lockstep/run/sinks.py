@@ -24,7 +24,7 @@ from lockstep.reporting.outside import Outside
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
 from lockstep.reporting.tables import Tables
-from lockstep.run import folder as run_folder
+from lockstep.runs import folder as run_folder
 from lockstep.training.events import Event
 
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)\}")

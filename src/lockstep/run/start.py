@@ -23,7 +23,7 @@ from lockstep.ranks.external import alone, membership, refuse
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.strategy import find_strategy
+from lockstep.setup.strategy import find_strategy
 from lockstep.strategies.base import ExternalEngine
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """`lockstep train` below its options: check everything in one place, then train on the ranks.
 
 Ranks that are forked here, spawned here, or started by a launcher all come to `run_rank`. What a recipe names is opened
-and checked (run/prepare.py) before the ranks are forked, or by each rank once they have joined.
+and checked (setup/prepare.py) before the ranks are forked, or by each rank once they have joined.
 """
 
 import os
@@ -21,25 +21,25 @@ from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_DONE, CorruptionError, TrainingError, UsageError, error_as
 from lockstep.launchers import torchrun
+from lockstep.probe.first_look import first_look
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import StopRequest
 from lockstep.reporting.sink import Sink
-from lockstep.run import folder as run_folder
 from lockstep.run.checkpoints import Resumed
-from lockstep.run.chunk_check import check_plan
-from lockstep.run.data_facts import setup_facts
-from lockstep.run.folder import RunStart
-from lockstep.run.prepare import Placed, Prepared, check, place, prepare
-from lockstep.run.probe.first_look import first_look
 from lockstep.run.rank_training import RankTraining, sources
-from lockstep.run.resolved import Resolved
-from lockstep.run.resume import check_beginning, read_alike, signing_key
-from lockstep.run.resume import resume_state as checked_state
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, on_ranks
+from lockstep.runs import folder as run_folder
+from lockstep.runs.folder import RunStart
+from lockstep.setup.chunk_check import check_plan
+from lockstep.setup.data_facts import setup_facts
+from lockstep.setup.prepare import Placed, Prepared, check, place, prepare
+from lockstep.setup.resolved import Resolved
+from lockstep.setup.resume import check_beginning, read_alike, signing_key
+from lockstep.setup.resume import resume_state as checked_state
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:

@@ -24,16 +24,16 @@ from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
+from lockstep.probe.findings import ProbeResult, findings
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Verdict, VerdictRow, Verification
-from lockstep.run.build import Setup, evaluation_batch
-from lockstep.run.checks import check_cut, check_placement
-from lockstep.run.chunk_check import check_chunks, check_sequence_chunks
-from lockstep.run.prepare import check
-from lockstep.run.probe.findings import ProbeResult, findings
-from lockstep.run.resolved import Resolved, resolve
 from lockstep.run.start import import_for_all, in_workers_silently
-from lockstep.run.user_code import import_paths
+from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.checks import check_cut, check_placement
+from lockstep.setup.chunk_check import check_chunks, check_sequence_chunks
+from lockstep.setup.prepare import check
+from lockstep.setup.resolved import Resolved, resolve
+from lockstep.setup.user_code import import_paths
 from lockstep.strategies import names
 from lockstep.verification import trace
 from lockstep.verification.causes import EVALUATED, Diagnosis, cause

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.common.hashing import VARIABLE
-from lockstep.run.probe.findings import (
+from lockstep.probe.findings import (
     FOREIGN_RANDOMNESS,
     OF_FORWARD,
     RANDOM_DATA,
@@ -14,7 +14,7 @@ from lockstep.run.probe.findings import (
     findings,
     is_norm,
 )
-from lockstep.run.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
+from lockstep.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.verification.compare import EVALUATION, Difference
 from lockstep.verification.trace import AVERAGE, DATA, GRADIENT, LOSS, MODEL, OPTIMIZER, OWN_LOSS, SCALARS
 

@@ -29,17 +29,17 @@ from lockstep.config.blame import with_places
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_SAVED, EXIT_USAGE, UsageError, VerificationError
+from lockstep.loop.model import explain_errors
+from lockstep.loop.script import run_script
+from lockstep.probe.traits import ModelTraits
+from lockstep.probe.witness import NUMPY, PYTHON, TORCH, record_reads
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, against
-from lockstep.run.own_model import explain_errors
-from lockstep.run.probe.traits import ModelTraits
-from lockstep.run.probe.witness import NUMPY, PYTHON, TORCH, record_reads
-from lockstep.run.script import run_script
 from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
-from lockstep.run.user_code import own_modules
-from lockstep.run.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.setup.user_code import own_modules
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import of_hashes
@@ -174,9 +174,10 @@ def check_placements(
 ) -> Iterator[Checked]:
     """Yield what becomes of each placement, as it is known, and of one that is stopped after a step and resumed.
 
-    Not `guarded`, what a loop must leave as it is (run/own_guard.py) is no longer refused, and shows in the numbers
-    instead: this is for tests of the comparison, since a refusal with its line is the better answer. What no comparison
-    shows is refused all the same: a loss divided by a constant gives one set of weights everywhere (run/own_loss.py).
+    Not `guarded`, what a loop must leave as it is (loop/guard.py) is no longer refused, and shows in the numbers
+    instead: this is for tests of the comparison, since a refusal with its line is the better answer. What no
+    comparison shows is refused all the same (loop/loss_check.py): a loss divided by a constant gives one set of weights
+    everywhere.
     """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:

@@ -28,16 +28,16 @@ from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
+from lockstep.probe.probe import facts_of
+from lockstep.probe.state import digest
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.run.build import Setup, evaluation_batch
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.engine import start_engine
-from lockstep.run.prepare import Prepared, open_unplaced
-from lockstep.run.probe.probe import facts_of
-from lockstep.run.probe.state import digest
-from lockstep.run.resolved import Resolved
 from lockstep.run.session import open_recipe_rank
+from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.engine import start_engine
+from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.resolved import Resolved
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
@@ -82,7 +82,7 @@ def with_validation(ready: Setup, count: int) -> Setup:
 
 
 def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """Be the process that looks at data, model and loss (run/probe/probe.py); write what it sees to the folder."""
+    """Be the process that looks at data, model and loss (probe/probe.py); write what it sees to the folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
         facts = facts_of(ready or _open_job(job), session.device)
     trace.write(job.folder / FACTS, facts)

@@ -1,0 +1,73 @@
+"""Compares the chunks of a placed model of the user's own loop with the whole model, at the model's first call."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from lockstep.common.own_code import refusal
+from lockstep.core.batch import tensors_of
+from lockstep.data.items import generators_kept
+from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.loop.model import entry_modules
+from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
+
+_NOT_COMPARED: Final = "run.place: the model in chunks was not compared with the whole model"
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@final
+class FirstCallCheck:
+    """Keeps a copy of a model that will be cut, and compares it with its chunks when the model is first called.
+
+    The comparison takes two samples of the first micro-batch, in float32. Its inputs decide it, so it cannot be made
+    before. A copy that cannot be made, or cannot be called, is reported by `warn`.
+    """
+
+    def __init__(
+        self, model: nn.Module, chunks: int, cut: Callable[[nn.Module], object], warn: Callable[[str], None]
+    ) -> None:
+        self._chunks = chunks
+        self._cut = cut
+        self._warn = warn
+        parameters = sum(each.numel() for each in model.parameters())
+        if parameters > LARGEST:
+            warn(f"{_NOT_COMPARED}: its {parameters:,} parameters would be copied twice")
+            return
+        try:
+            whole = copy.deepcopy(model).eval()
+        except Exception as error:  # a model of the user's own may refuse to be copied in any way
+            warn(f"{_NOT_COMPARED}: it cannot be copied: {error}")
+            return
+        self._whole = whole
+        names = {module: name for name, module in model.named_modules()}
+        self._names = {entry: names[entry] for entry in entry_modules(model)}
+        self._hooks = {entry: entry.register_forward_pre_hook(self._check, with_kwargs=True) for entry in self._names}
+
+    def _check(self, entry: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Compare at the first call of what the loop calls: the model, or one of several in a container."""
+        self._hooks.pop(entry).remove()
+        whole, name = self._whole, self._names.pop(entry)
+        if not self._names:
+            del self._whole
+        found = self._compare(whole, name, (args, named))
+        if found:
+            raise refusal(f"run.place: plan: {describe(found, self._chunks)}", ADVICE)
+
+    def _compare(self, whole: nn.Module, name: str, given: Arguments) -> Departure | None:
+        first = next(iter(tensors_of(given)), None)
+        device = torch.device("cpu") if first is None else first.device
+
+        def run(model: nn.Module, inputs: Arguments) -> Any:
+            args, named = inputs
+            return model.get_submodule(name)(*args, **named)
+
+        with generators_kept(), new_tensors_dropped(), torch.autocast(device.type, enabled=False):
+            try:
+                return quick_departure(whole.to(device), self._cut, given, run)
+            except Exception as error:  # a stranger's model may raise anything
+                self._warn(f"{_NOT_COMPARED}: {type(error).__name__}: {error}")
+        return None

@@ -1,0 +1,345 @@
+"""Whether the loss that a loop gives to `step.backward` is what it says: a mean or a sum over the micro-batch.
+
+The graph of a loss shows how it ends. A walk through its linear operations finds the terms of the loss, and each term
+ends in a mean, in a sum, or in something else. A loss that evidently is the other one is refused, with the name to use.
+What the graph leaves open is asked once, with the numbers. Factors are never questioned: only a division may be one by
+a count.
+
+All micro-batches of the first step are looked at. Later only the first few operations are compared, and a loss is
+looked at again when these are new.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from lockstep.common.own_code import calling, refusal
+from lockstep.loop.loss_terms import (
+    Kind,
+    LossTerm,
+    Node,
+    Scale,
+    are_of_one_sample_each,
+    are_of_samples,
+    find_terms,
+    follows,
+    mask_totals,
+    operation_name,
+    reduces,
+    uncancelled,
+)
+from lockstep.tasks.base import MicroBatch
+
+_SQUARES: Final = ("PowBackward", "MseLossBackward")
+_SCALED: Final = 256.0  # the least factor that is taken for a scaler's, which begins with 65,536 and halves it
+_COMPARED: Final = 4  # operations at the end of a loss
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+@dataclass
+class LossCheck:
+    """Looks at the losses that this process, one of `processes`, gives to the backwards of its micro-batches."""
+
+    processes: int = 1
+    warn: Callable[[str], None] = print
+    _first_step: int = 0
+    _forms: set[tuple[Any, ...]] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
+    _counts: tuple[int, int, list[float]] = (0, 0, [])  # of the last micro-batch: its step, weight and means
+
+    def check(
+        self,
+        step: int,
+        loss: Any,
+        microbatch: MicroBatch,
+        microbatches: int,
+        returned: Collection[Node],
+        *,
+        mean: bool,
+        weighs: bool = False,
+    ) -> None:
+        """Raise UsageError, with the line that is calling, if `loss` is no 0-dim tensor with a graph, or misnamed.
+
+        The loss is given as a `mean` or as a sum over the micro-batch, one of so many in the step. `returned` are the
+        nodes of what the model returned for it. `weighs` says that `weight` of run.steps counts what it weighs.
+        """
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise refusal(f"step {step}: step.backward was given {found}", "give the loss as a 0-dim tensor")
+        root = loss.grad_fn
+        if root is None:
+            raise refusal(
+                f"step {step}: the loss has no graph that leads to the model",
+                "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
+            )
+        if not microbatch.weight:
+            return  # a mean over nothing is not finite, and shows nothing
+        self._first_step = self._first_step or step
+        form = (mean, *_last_operations(root))
+        if form in self._forms and step != self._first_step:
+            return
+        self._forms.add(form)
+        looked = _Looked(root, microbatch, returned, mean=mean)
+        if not looked.terms:
+            return
+        self._check_factors(step, looked)
+        self._check_division(step, looked)
+        if microbatch.samples == microbatch.weight == 1:
+            return  # the mean and the sum are the same
+        if mean:
+            self._check_mean(step, looked, microbatches)
+            self._compare_counts(step, looked, microbatches, weighs)
+        else:
+            self._check_sum(step, looked, weighs)
+        if not mean or microbatches > 1:
+            self._ask_of_function(step, looked)
+
+    def _check_factors(self, step: int, looked: "_Looked") -> None:
+        """Raise UsageError for the factor of a GradScaler, and warn of one that is the number of processes."""
+        for scale in looked.shared:
+            if _is_of_a_scaler(scale):
+                raise refusal(
+                    f"step {step}: the loss is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
+                    'leave the scaler out: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
+                )
+            if not scale.divides and scale.value == self.processes > 1 and scale.value not in looked.counts:
+                self._ask(
+                    "processes",
+                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}): if that is the number of "
+                    f"processes, to undo a mean over them, drop it: the gradient is the mean over the step on any "
+                    f"number of processes; a factor of your own stays",
+                )
+
+    def _check_division(self, step: int, looked: "_Looked") -> None:
+        """Refuse a division of the whole loss by a whole number in the first step of a run; warn of it later."""
+        for scale in looked.unexplained():
+            text = f"step {step}: the loss is divided by {scale.value:g}"
+            advice = (
+                f"leave the division out: run.steps(microbatches=) accumulates gradients, and step.update takes the "
+                f"mean over the step; write a factor of your own as {1 / scale.value:.6g} * loss"
+            )
+            if step == 1:
+                raise refusal(text, advice)
+            self._ask("division", f"{text} ({calling()}); {advice}")
+
+    def _check_sum(self, step: int, looked: "_Looked", weighs: bool) -> None:
+        """Raise UsageError for a mean that is given as a sum, and ask if a sum has more terms than weight."""
+        means = [term for term, kind in looked.kinds() if kind == "mean"]
+        if means:
+            divisor = next((each.value for term in means if (each := looked.divisor_of_mean(term))), 0.0)
+            by = f": a sum that is divided by {divisor:g}" if divisor else ""
+            own = f"; write a factor of your own as {1 / divisor:.6g} * loss" if divisor else ""
+            if len(means) == len(looked.terms):
+                raise refusal(f"step {step}: the loss is a mean{by}", f"pass it as step.backward(mean=loss){own}")
+            raise refusal(
+                f"step {step}: a part of the loss is a mean{by}, and another part is a sum",
+                f"reduce all parts alike: a mean times the number of samples is a sum{own}",
+            )
+        weight = looked.microbatch.weight
+        fewest = min(looked.count_of_sum(term) for term in looked.terms)
+        decided = weighs and not fewest % weight
+        if fewest > weight and not decided:
+            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
+            self._ask(
+                "terms",
+                f"step {step}: the loss adds up {fewest:g} values of a micro-batch that {unit} ({calling()}), and "
+                f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
+                f"step.backward(mean=loss); if you mean this sum, add up each sample first and then the samples",
+            )
+
+    def _check_mean(self, step: int, looked: "_Looked", microbatches: int) -> None:
+        """Raise UsageError for a sum that is given as a mean, and ask if a part of the loss is a sum."""
+        sums = [term for term, kind in looked.kinds() if kind == "sum"]
+        if not sums:
+            return
+        divisors = [scale.value for scale in uncancelled(sums[0]) if not looked.is_usual(scale)]
+        if len(sums) == len(looked.terms) and not divisors and all(map(looked.is_over_samples, sums)):
+            raise refusal(
+                f"step {step}: the loss is a sum over {sums[0].size:g} values",
+                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; "
+                "step.backward(sum=step.weight * loss) keeps the gradient of a script that never divides it",
+            )
+        if microbatches > 1:
+            by = f", divided by {divisors[0]:g}" if divisors else ""
+            whole = "the loss" if len(sums) == len(looked.terms) else "a part of the loss"
+            self._ask(
+                "part",
+                f"step {step}: {whole} is a sum over {sums[0].size:g} values{by} ({calling()}), in one of "
+                f"{microbatches} micro-batches, of {looked.microbatch.samples} samples: its gradient depends on the "
+                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all as sums",
+            )
+
+    def _compare_counts(self, step: int, looked: "_Looked", microbatches: int, weighs: bool) -> None:
+        """Ask for `weight` if means are over other counts than the micro-batches weigh."""
+        weight = looked.microbatch.weight
+        counts = [looked.count_of_mean(term) for term, kind in looked.kinds() if kind == "mean"]
+        (step_before, weight_before, before), self._counts = self._counts, (step, weight, counts)
+        if microbatches == 1:
+            return
+        comparable = step_before == step and len(before) == len(counts)
+        for number, count in enumerate(counts):
+            differs = comparable and count * weight_before != before[number] * weight
+            if not count or not (count % weight or differs):
+                continue
+            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
+            other = f", and over {before[number]:g} in the micro-batch before" if differs else ""
+            self._ask(
+                "weight",
+                f"step {step}: the loss is a mean over {count:g} values of a micro-batch that {unit} ({calling()})"
+                f"{other}; if micro-batches differ in that, give run.steps the count: {_suggest_weight(looked)}",
+            )
+
+    def _ask_of_function(self, step: int, looked: "_Looked") -> None:
+        """Ask about a term that is a function of what all samples of the micro-batch give."""
+        for term in looked.terms:
+            if not term.kind and reduces(term.node) and term.node not in looked.returned:
+                name = term.node.name().partition("Backward")[0].lower()
+                self._ask(
+                    "function",
+                    f"step {step}: the loss has a part that is no sum over samples, but the {name} of what all samples "
+                    f"of a micro-batch give ({calling()}): the number of micro-batches decides what it is; pass such a "
+                    f"loss as step.backward(mean=loss)",
+                )
+
+    def _ask(self, about: str, line: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            self.warn(line)
+
+
+@final
+class _Looked:
+    """A loss of a micro-batch, taken apart into those of its terms that follow from what the model returned."""
+
+    def __init__(self, root: Node, microbatch: MicroBatch, returned: Collection[Node], *, mean: bool) -> None:
+        self.microbatch = microbatch
+        self.returned = returned
+        self._mean = mean
+        every = find_terms(root, microbatch.samples, returned)
+        terms = [each for each in every if follows(each.node, returned) or are_of_samples(each, microbatch, returned)]
+        if are_of_one_sample_each(terms, microbatch.samples):
+            terms = [each._replace(kind="sum", size=1) for each in terms]
+        self.terms: Sequence[LossTerm] = terms
+        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(each.size for each in terms)} - {0, 1}
+        self.counts |= {total for each in terms for mask in each.masks for total in mask_totals(mask)} - {0, 1}
+        nodes = [{scale.node for scale in each.scales} for each in terms]
+        common = set.intersection(*nodes) if nodes else set()
+        self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
+
+    def kinds(self) -> Iterator[tuple[LossTerm, Kind]]:
+        """Yield each term with its kind, after the counts that it was multiplied or divided by."""
+        for term in self.terms:
+            multipliers = [scale.value for scale in term.scales if not scale.divides]
+            if term.kind == "mean" and term.size == 1:
+                yield term, ""  # of one value
+            elif term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
+                yield term, "sum"  # a mean times how many it is over
+            elif term.kind == "sum" and self.divisor_of_mean(term):
+                yield term, "mean"
+            else:
+                yield term, term.kind
+
+    def divisor_of_mean(self, term: LossTerm) -> Scale | None:
+        """Return the division by a count that makes a mean of a sum; None without any."""
+        if term.kind != "sum":
+            return None
+        samples = self.microbatch.samples
+        for scale in uncancelled(term):
+            value = scale.value
+            part = samples > 1 and value > 1 and not value % samples and not term.size % value
+            one = self._mean and value == 1  # nobody writes that: a count that is 1 here
+            if (value in self.counts or part or one) and not self._averages_terms(scale):
+                return scale
+        return None
+
+    def count_of_mean(self, term: LossTerm) -> float:
+        """Return how many values a mean is over."""
+        scale = self.divisor_of_mean(term)
+        return term.size if scale is None else scale.value
+
+    def count_of_sum(self, term: LossTerm) -> float:
+        """Return how many values a sum adds up, each a mean over a dim if the sum is divided by its length."""
+        if term.kind != "sum":
+            return 0
+        return term.size / math.prod(scale.value for scale in uncancelled(term) if scale.value in term.sizes[1:])
+
+    def is_over_samples(self, term: LossTerm) -> bool:
+        """Return whether a sum certainly is over the samples of the micro-batch."""
+        of_loss = getattr(term.node, "_saved_reduction", None) is not None
+        return of_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
+
+    def unexplained(self) -> Iterator[Scale]:
+        """Yield divisions of the whole loss by whole numbers from 2, but for usual ones and those that make a mean."""
+        for scale in self.shared:
+            whole = scale.divides and scale.value >= 2 and scale.value.is_integer()
+            if not whole or any(scale not in uncancelled(term) for term in self.terms):
+                continue
+            makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
+            if not (makes_mean or self.is_usual(scale)):
+                yield scale
+
+    def is_usual(self, scale: Scale) -> bool:
+        """Return whether a division is an average of several losses, the half of squares, or a mean over a dim."""
+        half = scale.value == 2 and any(operation_name(term.node).startswith(_SQUARES) for term in self.terms)
+        over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
+        return half or over_dim or self._averages_terms(scale)
+
+    def _averages_terms(self, scale: Scale) -> bool:
+        """Return whether a division averages as many losses as it divides by; those of one sample each are no such."""
+        beneath = [term for term in self.terms if scale in term.scales]
+        alike = len({term.factor(scale.node) for term in beneath}) == 1
+        one_each = all(term.size == 1 for term in beneath)
+        return len(beneath) == scale.value > 1 and alike and not one_each
+
+
+def _last_operations(node: Node) -> Iterator[type]:
+    """Yield the types of the last operations of a loss, from the end."""
+    for _ in range(_COMPARED):
+        yield type(node)
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+        if node is None:
+            return
+
+
+def _is_of_a_scaler(scale: Scale) -> bool:
+    """Return whether a factor is a tensor, as GradScaler keeps it, and a large power of two."""
+    if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
+        return False
+    saved = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
+    return any(each is not None and not each.ndim and each.dtype == torch.float32 for each in saved)
+
+
+def _suggest_weight(looked: _Looked) -> str:
+    """Return the `weight` to write for run.steps, as far as the loss and the batch show it."""
+    for term in looked.terms:
+        ignored = getattr(term.node, "_saved_ignore_index", None)
+        if ignored is None or getattr(term.node, "_saved_weight", None) is not None:
+            continue
+        name = _name_in_batch(looked.microbatch.batch, term.node._saved_target)
+        value = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
+        if name:
+            return f"weight=lambda batch: int(({name} != {value}).sum())"
+    return "weight= is a function of a batch that returns a whole number, in proportion to it"
+
+
+def _name_in_batch(batch: Any, target: Tensor) -> str:
+    """Return which part of a batch a target is, such as `batch[1]`; "" if it is none."""
+    parts: Mapping[Any, Any] = {}
+    if isinstance(batch, Mapping):
+        parts = batch
+    elif isinstance(batch, Sequence):
+        parts = dict(enumerate(batch))
+    for key, part in parts.items():
+        if (
+            isinstance(part, Tensor)
+            and part.numel() == target.numel()
+            and torch.equal(part.flatten(), target.flatten())
+        ):
+            return f"batch[{key!r}]"
+    return ""

@@ -1,0 +1,237 @@
+"""A rank's life in a run whose loop is the user's own: how it meets the others, where it writes, and how it ends."""
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn, TextIO, TypeVar
+
+from lockstep.common import hashing
+from lockstep.common.rank import RankInfo
+from lockstep.config.placement import Placement
+from lockstep.config.run import RunConfig as Kept
+from lockstep.core import random
+from lockstep.data.items import seed_generators
+from lockstep.device import machine
+from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
+from lockstep.launchers import detect_rank, ray
+from lockstep.loop.replaying import replaying
+from lockstep.loop.settings import Settings
+from lockstep.ranks.external import alone, join_ranks, membership, refuse
+from lockstep.ranks.failure import failure_of
+from lockstep.ranks.open_group import rank_in_open_group
+from lockstep.ranks.rank_log import log_name
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.ranks.signals import EXIT_CODES, Reason
+from lockstep.reporting.console import Console
+from lockstep.reporting.ray import RayReport
+from lockstep.reporting.sink import Sink
+from lockstep.run.rank import Rank
+from lockstep.run.session import Compute, open_rank
+from lockstep.run.sinks import check_sinks, open_sinks, own_paths
+from lockstep.runs import folder as run_folder
+from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
+from lockstep.setup.resume import signing_key
+from lockstep.setup.user_source import script_digests, source_digests
+
+R = TypeVar("R", bound=OpenRun)
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+# Of this process, those not closed: in a notebook an error ends no process, and an error that holds a loop keeps it.
+_OPEN: Final[list[OpenRun]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """What a rank has from `join` on. `checkpoint` is where the run resumes from."""
+
+    settings: Settings
+    rendezvous: Rendezvous
+    rank: Rank
+    checkpoint: Path | None
+    held: ExitStack
+    strategy: str | dict[str, Any] | None = None
+    observe: Observe | None = None
+    guarded: bool = True
+    last: int | None = None  # the step after which a replay ends
+    of_ray: bool = False  # a worker of Ray Train, whose process and errors are Ray's
+
+    @staticmethod
+    def join(read: Callable[[], Settings]) -> "Member":
+        """Join the other ranks and set up; an error ends this process, or is raised where it is alone or Ray's."""
+        context, held = WORKER_CONTEXT.get(), ExitStack()
+        worker = ray.worker() if context is None else None
+        info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
+        if context is None and worker is None and not _interactive():
+            sys.excepthook = _report  # `register` replaces it, once there is a run
+        settings = _read(read, info)
+        placement, kept = settings.placement, settings.run
+        again = replaying()
+        if again is not None:
+            kept = again.settings(kept)
+        if context is not None:
+            rendezvous = context.rendezvous
+            if context.folder is not None and (kept.dir is not None or (context.keeps and not context.runs)):
+                kept = kept.model_copy(update={"dir": str(context.folder)})
+        elif worker is not None:
+            kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
+            # Ray watches its workers, and ends all where one is lost or fails: no heartbeats, and errors are raised.
+            rendezvous = join_ranks(ray.place(worker, os.environ), placement.rendezvous, placement.timeout_s)
+            held.callback(rendezvous.leave)
+        elif info is not None:
+            life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
+            rendezvous = held.enter_context(life)
+        else:
+            _close_left(kept.dir)
+            rendezvous = alone()  # whose errors pass: to the end of the script, a notebook or a test
+        with _ending(held):
+            check_sinks(kept)
+            size, asked = rendezvous.info.size, placement.processes
+            if context is None and asked not in ("auto", size):
+                raise UsageError(
+                    f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
+                    f"torchrun --nproc-per-node={asked}, or lockstep launch"
+                )
+            source = script_digests()
+            decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
+            compute = Compute(settings.threads, settings.precision)
+            session = held.enter_context(open_rank(rendezvous, placement, compute, decided | {"your script": source}))
+            where = path = None
+            if (folder := kept.dir) is not None:
+                claim = run_folder.hold_run_folder(
+                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept))
+                )
+                start = held.enter_context(claim)
+                where, path = start.folder, start.checkpoint
+            streams = [sys.stdout]
+            if where is not None and not _interactive():
+                log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
+                streams.append(held.enter_context(rendezvous.rank_log.capture(log)))
+            world = held.enter_context(session.open_world())
+            rank = Rank(rendezvous, world, where, machine.numerics(session.device), source)
+            if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
+                rank.warn(warning)
+            strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
+            guarded = context is None or context.guarded
+            if context is not None and observe is not None:  # who compares placements reads no terminal
+                rank.sinks = list(context.sinks)
+            elif not world.rank:
+                rank.sinks = held.enter_context(_sinks(kept, decided, where, streams))
+                if where is not None:
+                    sources = source | source_digests(own_paths(kept))
+                    run_folder.record_environment(where, sources, [], {"backend": world.backend})
+            if worker is not None and where is not None:
+                rank.sinks = [*rank.sinks, RayReport(str(where), lead=world.rank == 0)]
+            seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
+        settings = settings.model_copy(update={"run": kept})
+        last = None if again is None else again.last
+        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, last, worker is not None)
+
+    def register(self, run: R) -> R:
+        """See that the run ends with this process, or with the function that joined it; return it."""
+        context = WORKER_CONTEXT.get()
+        if context is not None:
+            context.runs.append(run)
+            return run
+        if self.of_ray:
+            return run
+        left = weakref.ref(run)
+        atexit.register(_at_exit, left)
+        if not _interactive():
+            sys.excepthook = _hook(left)
+        _OPEN.append(run)
+        self.held.callback(_OPEN.remove, run)
+        return run
+
+    def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
+        """End the run, which is saved, for a signal, and the script; in a notebook only the cell."""
+        close()
+        if _interactive():
+            raise KeyboardInterrupt(reason)
+        raise SystemExit(EXIT_CODES[reason])
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave; with an error the process ends, unless it is the only one and interactive, or it is our own."""
+        self.held.__exit__(
+            None if error is None else type(error), error, None if error is None else error.__traceback__
+        )
+
+
+def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
+    """Read what `join` was given; what is wrong with it ends all ranks of a launcher, and is reported once."""
+    try:
+        return read()
+    except UsageError as error:
+        if info is not None:
+            refuse(info, Placement().rendezvous, error)
+        raise
+
+
+def _close_left(folder: str | None) -> None:
+    """Close this process's run in the folder of the next one, whose loop an error left, and those begun since.
+
+    What each has put in place of something of the process lies upon what was there when it began.
+    """
+    first = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
+    for run in reversed(_OPEN[first:]):
+        run._abandon()
+
+
+@contextmanager
+def _ending(held: ExitStack) -> Iterator[None]:
+    """Undo what was entered where the block fails; of several ranks that ends this process."""
+    try:
+        yield
+    except BaseException as error:
+        held.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+@contextmanager
+def _sinks(
+    kept: Kept, decided: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
+) -> Iterator[list[Sink]]:
+    """Give the sinks of rank 0, which writes to `streams`: the terminal and, where there is one, its log."""
+    if folder is None:
+        with closing(Console(streams[0], None, "")) as console:
+            yield [console]
+        return
+    with open_sinks(kept, decided, "", folder, streams) as found:
+        yield found
+
+
+def _interactive() -> bool:
+    """Return whether a person types at this process, as in a notebook: an error must not end it."""
+    return "ps1" in vars(sys)
+
+
+def _at_exit(left: weakref.ref[R]) -> None:
+    run = left()
+    if run is not None:
+        run.close()
+
+
+def _hook(left: weakref.ref[R]) -> Hook:
+    """Return what ends the run with an error of the script, and all ranks, and reports it once and in few words."""
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        run = left()
+        if isinstance(error, KeyboardInterrupt):
+            error = TrainingError("interrupted")
+            error.exit_code = EXIT_INTERRUPTED
+        if run is not None:
+            run.close(error)  # of several ranks this one ends here
+        _report(kind, error, trace)
+
+    return end
+
+
+def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """Report the error of a script that is the only rank, and end it."""
+    rendezvous = alone()
+    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))

@@ -1,0 +1,307 @@
+"""The user's model in a loop of their own: where it may be called, in which dtypes, and what must be within it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any, Final, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lockstep.comm import exchanges
+from lockstep.comm.world import World
+from lockstep.common.own_code import Place, describe_error, location, refusal
+from lockstep.core.batch import tensors_of
+from lockstep.errors import LockstepError, OwnCodeError
+from lockstep.parallel.gradients import nodes_behind
+from lockstep.parallel.numerics import Numerics
+from lockstep.runs.worker_context import OpenRun
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+_TOO_FEW: Final = (
+    "BatchNorm needs two samples in each micro-batch, those of an epoch's last step too: take fewer micro-batches, or "
+    "drop_last=True in run.steps"
+)
+# What torch says where it cannot compute with a DTensor.
+_OF_ROWS: Final = ("DTensor", "DeviceMesh")
+_OF_DTYPES: Final = "uniform original parameter dtype"
+_ONE_DTYPE: Final = (
+    "this strategy gathers the weights of a block together: give them one dtype, or use strategy ddp or zero1"
+)
+_IN_ROWS: Final = (
+    "this strategy keeps weights in rows on the ranks, whole only while their block is called: use a weight in the "
+    "forward of its own block, leave updates to step.update, and read weights after it by their full_tensor(), on all "
+    "ranks; or use strategy ddp or zero1"
+)
+
+
+@dataclass(eq=False)
+class Gate:
+    """Where the user's code may call the placed model, within a micro-batch or `run.each`, and where no other rank."""
+
+    open: bool = False
+    step: int = 0  # whose micro-batches are under way, as many on each rank as it has
+    returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
+    alike: "AlikeCalls | None" = None  # where ranks exchange parts of the model, or what it is given, in its calls
+    ended_at: Place = "", 0  # the line of the last step.backward
+    recomputing: bool = False  # whether a backward is under way, which may call what the user's checkpoint() wraps
+    exchanged: bool = False  # whether the loop has exchanged something itself; `run.each` sets it back
+
+    @property
+    def at(self) -> str:
+        """How a message about a step begins."""
+        return f"step {self.step}: " if self.step else ""
+
+    def end_batch(self) -> None:
+        """Call at the end of a micro-batch or a batch of `run.each`."""
+        if self.alike is not None:
+            self.alike.call(AlikeCalls.OVER, self.at)
+
+    @property
+    def ended(self) -> str:
+        """What became of the micro-batch before."""
+        return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
+
+    def exchange(self, name: str) -> None:
+        """Take note of an exchange of the user's own; UsageError within a step."""
+        self.exchanged = True
+        if self.step and name == exchanges.OF_ROWS:
+            raise refusal(
+                f"step {self.step}: weights that are in rows are read within the step, which takes an exchange that "
+                f"other ranks may not come to",
+                "compute what the loss has of them, such as a penalty, in the model's forward, or use strategy ddp or "
+                "zero1; read them after step.update",
+            )
+        if self.step:
+            raise refusal(
+                f"step {self.step}: torch.distributed.{name} within the step, which other ranks may not come to: each "
+                f"has micro-batches of its own, and not as many",
+                "add figures up by run.sum over run.each, or exchange after step.update",
+            )
+
+    def stand_before(self, model: nn.Module, numerics: Numerics) -> None:
+        """Refuse calls of the placed model elsewhere, and let it take and give what it does for a task.
+
+        Of a container, which has no forward, that goes for what it contains.
+        """
+        for number, each in enumerate(entry_modules(model)):
+            if numerics.dtype is not None:
+                _in_dtype(each, numerics)
+            # Where torch puts a compiled call, around all hooks: hooks of our own would take 7 us of each call more.
+            vars(each)["_compiled_call_impl"] = partial(self._call, each._compiled_call_impl or each._call_impl, number)
+
+    def _call(self, call: Callable[..., Any], number: int, /, *args: Any, **named: Any) -> Any:
+        if self.recomputing:  # by torch.utils.checkpoint, with the random numbers and the precision of the forward
+            return call(*args, **named)
+        if not self.open and self.step:
+            raise refusal(
+                f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
+                "call it before step.backward, and give that all losses of the micro-batch added up, once",
+            )
+        if not self.open:
+            raise refusal(
+                "the placed model is called outside of a micro-batch",
+                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`; "
+                "lockstep.load(folder, model=...) returns what a run that was joined with dir=folder has saved",
+            )
+        if self.alike is not None:
+            self.alike.call(number, self.at)
+            if torch.is_inference_mode_enabled():
+                # What is gathered under inference mode would stay a tensor that no later backward can use.
+                with torch.inference_mode(False), torch.no_grad():
+                    return call(*args, **named)
+        outputs = call(*args, **named)
+        for each in tensors_of(outputs):
+            if each.grad_fn is not None and each.ndim:  # a loss that the model works out itself is looked into
+                self.returned.add(each.grad_fn)
+        return outputs
+
+
+@final
+class AlikeCalls:
+    """Sees that ranks which exchange weights or inputs in the calls of a model call it alike, group by group.
+
+    Else one would wait for an exchange that others never come to, or take part in another one of theirs. The ranks of a
+    group have as many micro-batches each, but one group may have more than another.
+    """
+
+    LEFT: Final = 0xFFFE  # a loop over `run.each` that was left before its last batch
+    OVER: Final = 0xFFFF  # the end of a micro-batch, or a batch of `run.each`: in place of the number of what is called
+
+    def __init__(self, world: World, groups: list[list[int]]) -> None:
+        [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
+        self._world = world.among(groups) if len(groups) > 1 else world
+
+    def call(self, number: int, at: str, where: str = "") -> None:
+        """Raise UsageError, on all ranks of a group, where not all call what has this number now. All of them ask.
+
+        `where` is the line to name, left out the one that is calling.
+        """
+        # With gradients or without: what is exchanged follows from that too.
+        found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
+        if len({*found}) == 1:
+            return
+        if leaving := [rank for rank, each in zip(self._ranks, found, strict=True) if _number(each) == self.LEFT]:
+            raise _left_error(leaving, [rank for rank in self._ranks if rank not in leaving], where)
+        over = [_number(each) == self.OVER for each in found]
+        calling, others = (
+            [str(rank) for rank, each in zip(self._ranks, over, strict=True) if each is end] for end in (False, True)
+        )
+        more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
+        raise refusal(
+            f"{at}ranks call the placed model differently in their micro-batches: "
+            f"{more if calling and others else 'in another order, or some of them without gradients'}",
+            "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
+            "does not count by 0; strategies ddp and zero1 exchange nothing there",
+        )
+
+
+def _number(said: bytes) -> int:
+    return int.from_bytes(said[:2])
+
+
+def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Exception:
+    left, stayed = (", ".join(map(str, ranks)) for ranks in (leaving, others))
+    return refusal(
+        f"run.each: rank {left} left the loop before its last batch, and rank {stayed} did not",
+        "leave it after the same batch on all ranks, or let it run to its end: ranks exchange parts of the model in "
+        "each of its calls; strategies ddp and zero1 exchange nothing there",
+        where,
+    )
+
+
+@final
+class StrayModuleCheck:
+    """Checks all modules that are called until it is closed: trained parameters must be in the placed model."""
+
+    def __init__(self, model: nn.Module, samples: int = 0, too_few: str = "") -> None:
+        """Look at `model`; if `too_few` says that a later micro-batch has one sample, at its BatchNorm layers too.
+
+        `samples` are those of the micro-batch that is looked at.
+        """
+        self._known = set(model.modules())
+        self._samples = samples
+        self._too_few = too_few
+        self._parameters = {*model.parameters()}
+        self._hooks = [register_module_forward_pre_hook(self._check), register_module_forward_hook(self._gather)]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def check_leaves(self, step: int, loss: Tensor) -> None:
+        """Raise UsageError where a loss depends on a parameter that is not the placed model's."""
+        for node in nodes_behind(loss.grad_fn):
+            leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
+            if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
+                raise refusal(
+                    f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
+                    f"placed model, and which nobody trains",
+                    "make it a part of the model that run.place is given",
+                )
+
+    def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if module in self._known:  # a cut model computes with others than it has between two calls, of each layer
+            self._parameters.update(module.parameters())
+
+    def _check(self, module: nn.Module, _inputs: Any) -> None:
+        if module in self._known:
+            self._check_values(module, _inputs)
+            return
+        kind = type(module).__name__
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            self.close()
+            raise refusal(
+                f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
+                "make it a part of the model that run.place is given",
+            )
+        # A teacher under no_grad may have parameters that want what they cannot get.
+        if torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters(recurse=False)):
+            self.close()
+            raise refusal(
+                f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
+                "make it a part of the model that run.place is given",
+            )
+
+    def _check_values(self, module: nn.Module, inputs: Any) -> None:
+        """Raise UsageError if a BatchNorm layer gets one value of a channel from a sample, and some have one sample."""
+        if not self._too_few or not isinstance(module, _BatchNorm) or not module.training:
+            return
+        first = inputs[0] if inputs else None
+        if isinstance(first, Tensor) and first.ndim > 1 and first.numel() == self._samples * first.shape[1]:
+            self.close()
+            raise refusal(
+                f"{self._too_few}, and BatchNorm needs two values of each channel",
+                "set drop_last=True in run.steps, "
+                "or choose another batch or fewer micro-batches, so that each has two samples",
+            )
+
+
+@contextmanager
+def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
+    """Raise an error of the user's code with what to do, as a run does if it ends the process itself."""
+    try:
+        yield
+    except Exception as error:
+        models = [run._model for run in runs if run._model is not None]
+        explained = reduce(explain_error, models, cast(BaseException, error))
+        if explained is error:
+            raise
+        raise explained from error
+
+
+def explain_error(error: BaseException, model: nn.Module) -> BaseException:
+    """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
+    in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
+    of_rows = in_rows and any(word in str(error) for word in _OF_ROWS)
+    advice = _IN_ROWS if of_rows else ""
+    if "Expected more than 1 value per channel" in str(error):
+        advice = _TOO_FEW
+    if _OF_DTYPES in str(error):
+        advice = _ONE_DTYPE
+    if isinstance(error, LockstepError) or not advice:
+        return error
+    return OwnCodeError(describe_error(error, advice))
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put all modules back into training or evaluation, as they were before the block."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:  # a loop over an evaluation may be left early
+        for module, training in modes.items():
+            module.training = training
+
+
+def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
+    """Return what of a model must stay as it was placed: its parameters, which are trained, and its buffers' names."""
+    parameters = [(name, id(each), each.requires_grad) for name, each in model.named_parameters()]
+    return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
+
+
+def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
+    """Return what the user calls of the placed model."""
+    if not isinstance(model, nn.ModuleDict | nn.ModuleList):
+        return [model]
+    return [each for member in model.children() for each in entry_modules(member)]
+
+
+def _in_dtype(module: nn.Module, numerics: Numerics) -> None:
+    """Convert what goes in to the dtype that the module computes in, and what comes out to float32."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return numerics.prepare_inputs(args), numerics.prepare_inputs(kwargs)
+
+    def after(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        return numerics.prepare_outputs(outputs)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after)

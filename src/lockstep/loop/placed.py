@@ -1,0 +1,279 @@
+"""A model of a loop of the user's own, spread over the ranks by a strategy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.comm.message_log import MessageLog
+from lockstep.comm.world import World
+from lockstep.common.own_code import refusal
+from lockstep.config.across import strategy_problems
+from lockstep.config.placement import StrategyConfig
+from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.precision import default_static_scale
+from lockstep.core.shard import Chunked, local_tensor
+from lockstep.device.precision import stored_dtype
+from lockstep.errors import TrainingError, UsageError, against_nonfinite
+from lockstep.loop.chunk_check import FirstCallCheck
+from lockstep.loop.guard import Guard, Unguarded
+from lockstep.loop.member import Member
+from lockstep.loop.model import structure
+from lockstep.loop.modes import Modes, evaluating
+from lockstep.loop.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
+from lockstep.loop.scheduler import OwnScheduler
+from lockstep.loop.settings import Settings
+from lockstep.models.check import check_layers
+from lockstep.parallel.audited import Audit
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.tensor.canonical_state import CanonicalState
+from lockstep.parallel.tensor.plan import Plan
+from lockstep.probe.state import digest
+from lockstep.setup.chunking import cut
+from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
+from lockstep.strategies.base import CutsModel, ExternalEngine
+from lockstep.strategies.base import Strategy as Chosen
+from lockstep.tasks.base import Problem, Task
+from lockstep.training.agreement import agreed
+
+_SEEDED: Final = (
+    "build the model after lockstep.join, which seeds torch's, NumPy's and Python's generators, and from nothing that "
+    "differs between ranks"
+)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Into how many chunks the model is cut, and by which plan; what is known of the model is left out."""
+
+    count: int = 1
+    plan: Plan = field(default_factory=dict)
+
+    def cut(self, model: nn.Module) -> dict[str, Chunked]:
+        """Cut the model, in place; return how parameters are rearranged. UsageError where it cannot be."""
+        if type(self.count) is not int or self.count < 1:
+            raise refusal(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
+        if self.count == 1:
+            return {}
+        try:
+            return cut(model, self.count, self.plan, type(model).__name__)
+        except UsageError as error:
+            raise UsageError(f"run.place: {error}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """The user's model and optimizer, and the engine that trains; `made` is how the optimizer was.
+
+    `canonical` is the engine whose state has the shapes that the model has without `chunks`.
+    """
+
+    settings: Settings
+    world: World
+    model: nn.Module
+    optimizer: Optimizer
+    name: str  # of the strategy
+    chosen: Chosen
+    numerics: Numerics
+    engine: DataParallelEngine
+    canonical: Engine
+    chunks: ChunkPlan
+    structure: object
+    rate: float  # the optimizer's default
+    made: Mapping[str, Any]  # the optimizer's settings
+    groups: Groups
+    scheduler: OwnScheduler | None
+    modes: Modes
+    guard: Guard | Unguarded
+    audit: Audit
+
+    @cached_property
+    def _modules(self) -> Sequence[nn.Module]:
+        return [*self.model.modules()]
+
+    @property
+    def calling_together(self) -> list[list[int]]:
+        """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
+        return self.chosen.mesh(self.world.size).groups("shard", "expert")
+
+    def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
+        """Return which micro-batches are computed twice, of so many in a step; None where there are no audits."""
+        every = self.settings.placement.audit_every
+        return None if every is None else AuditSchedule(every, self.chosen.mesh(self.world.size), microbatches)
+
+    def decisive(self) -> dict[str, Any]:
+        """Return what decides the numbers, as far as it is known once the model is placed."""
+        plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
+        scheduler = None if self.scheduler is None else self.scheduler.name
+        made = {"scheduler": scheduler, "ema": self.numerics.ema_decay}
+        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), **made}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the whole weights by their names. All ranks call it."""
+        return gather_whole(self.world, self.canonical.state().model)
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each of these. All ranks call it."""
+        return {name: digest([tensor]) for name, tensor in self.weights().items()}
+
+    def some_idle(self, microbatches: int) -> bool:
+        """Return whether some ranks have no micro-batch in a step of so many."""
+        mesh = self.chosen.mesh(self.world.size)
+        return mesh.shard == mesh.expert == 1 and microbatches < mesh.replicate
+
+    def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
+        """Hand the optimizer's settings on, and check that all ranks agree on them, modes, rate, `clip` and `of`.
+
+        `sums` are the names of `step.sum`.
+        """
+        self.groups.take(self.engine.groups, step)
+        if self.world.size > 1:
+            resting = sum(not module.training for module in self._modules)
+            given = {
+                "of": of,
+                "lr": rate,
+                "clip": clip,
+                "modules in evaluation mode": resting,
+                "names of step.sum": ", ".join(sums),
+            }
+            self.world.note(self.groups.facts(step, given))
+
+    def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+        """Take over the settings of groups and the modes that a checkpoint was saved with, if it has them."""
+        if (changed := saved.get("settings")) is not None:
+            self.groups.load(changed, self.engine.groups)
+        self.modes.load(saved.get("modes"), saved.get("modes_placed"), warn)
+        scheduler = self.scheduler
+        if scheduler and (other := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
+            warn(
+                f"run.place: the scheduler is made with another {', '.join(other)} than when the run began: it keeps "
+                "what was saved, and the change has no effect; choose another dir to train with it"
+            )
+
+    def changes(self) -> dict[str, Any]:
+        """Return what `take_settings` takes over."""
+        scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
+        modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
+        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
+
+    def check_finite(self, step: int) -> None:
+        """Raise TrainingError if a trained weight is not finite. All ranks call it: each may have rows of its own."""
+        names = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        trained = {name: local_tensor(held) for name, held in self.engine.state().model.items() if name in names}
+        wrong = [not bool(torch.isfinite(each).all()) for each in trained.values()]
+        counts = self.world.add_(torch.tensor(wrong, dtype=torch.int64))
+        if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
+            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+            raise TrainingError(
+                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None, True)}"
+            )
+
+    def check_structure(self) -> None:
+        """Raise UsageError where the model has other parameters or buffers than when it was placed."""
+        if structure(self.model) != self.structure:
+            raise refusal(
+                "the model was changed after run.place: it has other parameters or buffers, or others are trained",
+                "change it before run.place",
+            )
+
+
+def spread(
+    member: Member,
+    model: nn.Module,
+    optimizer: Optimizer,
+    asked: str | Mapping[str, Any],
+    chunks: ChunkPlan,
+    scheduler: OwnScheduler | None = None,
+    ema: float | None = None,
+) -> Placed:
+    """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
+    settings, world = member.settings, member.rank.world
+    resting = evaluating(model.named_modules())
+    check_layers(type(model).__name__, model)
+    name, chosen = _strategy(member, asked)
+    check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
+    numerics = Numerics(
+        1,
+        settings.seed,
+        settings.precision,
+        static_scale=default_static_scale(settings.precision),
+        offload_activations=settings.placement.offload_activations,
+        recompute=recompute_interval(settings.placement, chosen),
+        ema_decay=ema,
+        guarded=member.guarded,
+    )
+    agreed(world, model, _SEEDED)
+    before = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
+    if type(chunks.count) is int and chunks.count > 1:
+        FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
+    chunked = chunks.cut(model)
+    if isinstance(chosen, CutsModel):
+        chosen.check_model(lambda: model, None, world.size)
+    no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
+    problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
+    log, every = MessageLog(), settings.placement.audit_every
+    own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
+    engine = chosen.start(problem, make_optimizer, own_world, numerics)
+    assert isinstance(engine, DataParallelEngine)
+    _let_go(optimizer, model)
+    canonical = CanonicalState(engine, chunked) if chunked else engine
+    rate, groups = base_rate(optimizer), Groups(optimizer, engine.groups, scheduler is not None)
+    what = settings, world, model, optimizer, name, chosen, numerics
+    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
+    audit = Audit(engine, world, log, every)
+    state = structure(model), rate, made, groups, scheduler, Modes(model, resting)
+    return Placed(*what, engine, canonical, chunks, *state, guard, audit)
+
+
+def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
+    """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
+    size = member.rank.world.size
+    given = member.strategy or asked
+    if not isinstance(given, str | Mapping):
+        raise refusal(f"run.place: strategy is {given!r}", "give its name, or a mapping of its name and options")
+    strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else dict(given))
+    for _, text in strategy_problems(strategy.name):
+        raise UsageError(f"run.place: {text}")
+    placement = member.settings.placement.model_copy(update={"strategy": strategy})
+    name, chosen = find_strategy(placement, size)
+    if name == "pipeline" or chosen.mesh(size).pipe > 1:
+        raise refusal(
+            f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
+            "use another strategy, or a recipe",
+        )
+    if isinstance(chosen, ExternalEngine):
+        raise refusal(
+            f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
+            "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
+        )
+    if chosen.mesh(size).context > 1 or chosen.traits.spreads_sequences:
+        raise refusal(
+            f"strategy {name}: a loop of your own gives the model whole sequences, which no process computes here",
+            "use another strategy, or a recipe with recipe.model.sequence_chunks",
+        )
+    if placement.audit_every is not None and (isinstance(chosen, CutsModel) or not chosen.traits.audits):
+        raise refusal(
+            f"placement.audit_every: under strategy {name} no rank can repeat what the loop does on another one",
+            "use ddp, zero1, zero2, zero3 or hsdp, or leave audit_every out",
+        )
+    if size == 1 and chosen.traits.cuts_rows:  # one process has nobody to share with; a script is for any number
+        name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
+    check_strategy(name, chosen, size, max(size, 2))
+    return name, chosen
+
+
+def _let_go(optimizer: Optimizer, model: nn.Module) -> None:
+    """Free what the optimizer has of parameters that were cut: others are in the model in their place."""
+    kept = {*model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in kept:
+                parameter.data = parameter.data.new_empty(0)

@@ -1,0 +1,111 @@
+"""What `run.steps` is asked for: the samples, the steps and micro-batches, and what a batch weighs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from torch import Tensor
+
+from lockstep.comm.world import World
+from lockstep.common.own_code import OwnCode, refusal
+from lockstep.config.recipe import default_microbatches
+from lockstep.core.batch import Batch
+from lockstep.core.order import Steps
+from lockstep.core.sample_order import SampleOrder
+from lockstep.data.items import Items
+from lockstep.data.loader import Weigh
+from lockstep.errors import UsageError
+from lockstep.setup.build import over_ranks
+from lockstep.training.loop import Interval, Plan
+
+_WEIGHTS_END: Final = 1 << 53  # below it float64, in which losses are divided, has every whole number
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """A loop of the user's own, as it was asked for; `weight` counts a batch on the CPU, None its samples."""
+
+    items: Items
+    steps: Steps
+    microbatches: int
+    weight: Callable[[Batch], int] | None
+    order: SampleOrder
+
+    @property
+    def largest(self) -> int:
+        """The samples of the largest micro-batch."""
+        return -(-self.steps.batch // self.microbatches)
+
+    @property
+    def too_few(self) -> str:
+        """Which steps have a micro-batch of a single sample, "" if there are none."""
+        steps, count = self.steps, self.microbatches
+        last = steps[steps.per_epoch - 1]
+        if steps.total >= steps.per_epoch and last.samples // min(count, last.samples) == 1:
+            if last.samples == 1:
+                return "the last step of an epoch has a single sample"
+            return (
+                f"the last step of an epoch has {last.samples} samples in {min(count, last.samples)} micro-batches, "
+                f"some of one sample"
+            )
+        if steps.per_epoch > 1 and steps.batch // count == 1:
+            return f"a step has {steps.batch} samples in {count} micro-batches, some of one sample"
+        return ""
+
+    def decisive(self) -> dict[str, Any]:
+        """Return what decides the numbers; its length does not, so a run may be made longer."""
+        steps = self.steps
+        of_data: dict[str, Any] = {
+            "samples": len(self.items),
+            "drop_last": steps.drop_last,
+            "weighs": self.weight is not None,
+        }
+        of_data["order"] = self.order.name
+        return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
+
+    def weigh(self, world: World) -> Weigh | None:
+        """Return what weighs the micro-batches of a step on all ranks."""
+        return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
+
+    def loop_plan(self, log_every: int) -> Plan:
+        """Return what the training loop follows: it reports, and saves at the end; the rest is the user's to do."""
+        weighs = self.weight is not None
+        return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
+
+
+def make_plan(
+    items: Items,
+    batch: int,
+    microbatches: int | None,
+    microbatch: int | None,
+    epochs: int | None,
+    steps: int | None,
+    weight: Callable[[Batch], int] | None,
+    drop_last: bool,
+    order: SampleOrder,
+) -> OwnPlan:
+    """Return the plan; UsageError where it cannot be."""
+    if (epochs is None) == (steps is None):
+        raise refusal("run.steps: give either epochs or steps", "give one of the two")
+    if batch < 1 or (drop_last and batch > order.length):
+        raise refusal(f"run.steps: batch is {batch}, of {order.length} samples", "take 1 or more, and at most those")
+    if microbatch is not None and (microbatches is not None or microbatch < 1):
+        raise refusal(
+            f"run.steps: microbatch is {microbatch}, and microbatches {microbatches}",
+            "give either the number of micro-batches, or the samples of one, which are 1 or more",
+        )
+    count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
+    if not 1 <= count <= batch:
+        raise refusal(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
+    return OwnPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
+
+
+def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:
+    with OwnCode("weight"):
+        counted = weight(batch)
+        if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
+            counted = int(counted)
+        if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
+            raise UsageError(f"weight: it gave {counted!r}; give a whole number from 0, and below 2**53")
+    return counted

@@ -1,0 +1,65 @@
+"""Whether a checkpoint is of a loop of the user's own as it is now."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.recipe import earlier_microbatches
+from lockstep.core.sample_order import SHUFFLED
+from lockstep.core.shard import local_tensor
+from lockstep.errors import UsageError
+from lockstep.loop.member import Member
+from lockstep.loop.placed import Placed
+from lockstep.run.checkpoints import Resumed
+from lockstep.run.rank import Rank
+from lockstep.setup.resume import read_alike, signing_key
+from lockstep.training.checkpoint import saved_state
+
+
+def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
+    """Read a checkpoint; return it and the loop that it is of. UsageError for one of another run. All ranks call it."""
+    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run))
+    state = saved_state.parse_state(path, snapshot.state)
+    loop = state.recipe.get("loop")
+    if not isinstance(loop, dict):
+        raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
+    # Runs of earlier versions do not say so.
+    loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
+    refuse_other(path, loop, placed.decisive())
+    _check_forms(path, snapshot.model, placed.canonical.state().model)
+    return Resumed(snapshot, state, manifest.weights_sha256), loop
+
+
+def earlier_microbatches_of(before: Mapping[str, Any], batch: int) -> int | None:
+    """Return the number of micro-batches of a loop that began with the default of an earlier version, else None."""
+    earlier = earlier_microbatches(batch)
+    return earlier if (before.get("batch"), before.get("microbatches")) == (batch, earlier) else None
+
+
+def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UsageError where what decided the numbers before is not as it is now."""
+    lines = [
+        f"  {name}: {before[name]!r}, and now {now[name]!r}"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+    if lines:
+        raise UsageError("\n".join([f"{place}: of another loop; undo the changes, or choose another dir:", *lines]))
+
+
+def warn_of_changes(rank: Rank, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of what made other numbers before, as far as both know it, and does not forbid to go on."""
+    if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
+        rank.warn(
+            f"changed since step {rank.progress.step} was saved: {', '.join(changed)}: the run goes on with what is "
+            f"there now, and may not come to the bits of an uninterrupted one"
+        )
+
+
+def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise UsageError where a checkpoint's tensors are not those of the model."""
+    forms = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in here.items()}
+    found = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in saved.items()}
+    wrong = [name for name in sorted({*forms, *found}) if forms.get(name) != found.get(name)]
+    if wrong:
+        raise UsageError(f"{path}: of another model; differing: {', '.join(wrong[:5])}; choose another dir")

@@ -1,0 +1,60 @@
+"""A script of the user's own, which joins a run, in processes that Lockstep starts."""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.config.placement import Placement
+from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.loop.model import explain_errors
+from lockstep.ranks.failure import Failure
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.run.start import on_ranks
+from lockstep.runs.folder import settle
+from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
+
+_LONGEST_PATH: Final = 4096  # bytes, as on Linux
+
+
+def start_script(path: str, arguments: Sequence[str], count: int) -> int:
+    """Run a script in `count` processes of this machine and return the exit code."""
+    if not Path(path).is_file():
+        raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
+    failures: list[Failure] = []
+    claimed = RawArray("c", _LONGEST_PATH)  # the folder of the run that was joined last; without a lock that dies
+    work = partial(_work, path, [path, *arguments], claimed)
+    code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
+    if failures and claimed.value:  # else the script has ended as it meant to
+        settle(Path(os.fsdecode(claimed.value)), code, failures[-1])
+    return code
+
+
+def run_script(path: str, argv: Sequence[str]) -> None:
+    """Run a script in this process as Python does."""
+    sys.argv = list(argv)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _work(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous: Rendezvous) -> int:
+    def claim(folder: Path) -> None:
+        claimed.value = os.fsencode(folder.absolute())
+
+    context = WorkerContext(rendezvous, claimed=claim)
+    WORKER_CONTEXT.set(context)
+    code = EXIT_DONE
+    try:
+        with explain_errors(context.runs):
+            run_script(path, argv)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or EXIT_DONE
+    for run in context.runs:
+        run.close()
+    return code

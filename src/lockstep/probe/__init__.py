@@ -1,0 +1,1 @@
+"""What of the user's code would make the numbers depend on the placement."""

@@ -1,0 +1,316 @@
+"""From facts about the user's own code to what is wrong with it, in words: nothing here runs anything."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from lockstep.common.patterns import list_some
+from lockstep.probe.state import CACHE
+from lockstep.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
+from lockstep.probe.witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
+from lockstep.reporting.verification import CodeFinding
+
+RANDOM_DATA: Final = "a data set whose items change"
+RANKED_DATA: Final = "a data set that depends on the rank"
+RANKED: Final = "a forward pass that depends on the rank"
+GLOBALS: Final = "state in global variables"
+SPECTRAL_NORM: Final = "torch's spectral_norm"
+WEIGHTS: Final = "weights changed in the forward pass"
+UNREPEATABLE_EVALUATION: Final = "an evaluation that depends on what was evaluated before"
+NOT_DETERMINISTIC: Final = "a non-deterministic kernel"
+UNREPEATABLE: Final = "a forward pass that gives something else when repeated"
+FOREIGN_RANDOMNESS: Final = "randomness outside torch's generators"
+ATTRIBUTES: Final = "state in plain attributes"
+HIDDEN_STATE: Final = "state outside the model's tensors"
+CUSTOM_BATCHNORM: Final = "a custom BatchNorm"
+BUFFERS: Final = "buffers updated outside BatchNorm"
+MEAN_LOSS: Final = "a loss that is a mean"
+NO_SUM: Final = "a loss that is no sum over samples"
+UNUSED: Final = "unused parameters"
+
+# What makes a forward pass differ from one process to another, the most certain first.
+OF_FORWARD: Final = (
+    *(RANKED, GLOBALS, UNREPEATABLE, FOREIGN_RANDOMNESS),
+    *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
+)
+_CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
+_CLOSE: Final = 1e-3  # sums of a loss over a micro-batch agree much better, and a mean is off by its whole size
+
+
+class RandomSample(NamedTuple):
+    """A sample that was not the same when fetched again, or `by_rank` as another rank; `what` of it, in words."""
+
+    part: str
+    number: int
+    what: str
+    by_rank: bool = False
+
+
+class LossFact(NamedTuple):
+    """The loss of so many samples together, and the sum of the losses of each alone."""
+
+    samples: int
+    together: float
+    one_by_one: float
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What probes on one process saw of data, model and loss. Names are those of a single process."""
+
+    buffers: Sequence[str] = ()
+    # Buffers that forward changes though they are no torch BatchNorm's, with the class of their module; and those of
+    # them that end as something else if fewer micro-batches have gone by.
+    changed_buffers: Mapping[str, str] = field(default_factory=dict)
+    counting_buffers: Sequence[str] = ()
+    changed_weights: Sequence[str] = ()  # parameters that forward changes; looked for only where nothing else explains
+    attributes: Mapping[str, str] = field(default_factory=dict)  # those that forward changes, and how
+    variables: Mapping[str, str] = field(default_factory=dict)  # globals that forward changes, and how
+    streams: Sequence[str] = ()  # generators that forward draws from: Python's, NumPy's
+    unused: Sequence[str] = ()  # parameters that got no gradient
+    random_samples: Sequence[RandomSample] = ()
+    loss: LossFact | None = None
+    repeated: str = ""  # what is another when the same is computed again from the same beginning
+    alone: str = ""  # what is another when a micro-batch is computed without the one before it
+    by_rank: str = ""  # what is another when this process is another rank
+    reads: Mapping[str, str] = field(default_factory=dict)  # what else is read (_probe_witness.py), and in which line
+    evaluation: str = ""  # what of a batch's evaluation depends on the batch before it
+    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # as `reads`, in evaluation
+    traits: Sequence[str] = ()  # what may depend on the strategy (traits.py); looked for by verify alone
+    refused: str = ""  # torch's message about an operation without a deterministic kernel
+    # Lines of the user's code, by what stands there: model, loss, data, training, validation (what fetches a sample),
+    # kernel (the operation refused), names of buffers, attributes and variables.
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def at(self, *names: str) -> str:
+        """Return where the first of these that has a place stands: ` (net.py:12)`."""
+        found = [self.places[name] for name in names if self.places.get(name)]
+        return f" ({found[0]})" if found else ""
+
+
+def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
+    """Return what is wrong, or worth knowing, with the user's own code; `departed` in training, on some placement.
+
+    That makes a fault of what was drawn from generators that nobody seeds, seldom as it may matter.
+    """
+    found = _all_findings(probed)
+    unexplained = departed and not any(each.fault for each in found)
+    return [replace(each, fault=each.fault or (unexplained and each.culprit == FOREIGN_RANDOMNESS)) for each in found]
+
+
+def _all_findings(probed: ProbeResult) -> list[CodeFinding]:
+    found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
+    found += _of_evaluation(probed)
+    if probed.unused:
+        text = (
+            f"the loss of the micro-batches tried depends on none of these parameters: {list_some(probed.unused)}; "
+            f"they get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
+            f"(requires_grad=False)"
+        )
+        found.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
+    return found
+
+
+def _of_data(probed: ProbeResult) -> Iterator[CodeFinding]:
+    by_call = [each for each in probed.random_samples if not each.by_rank]
+    by_rank = [each for each in probed.random_samples if each.by_rank]
+    if by_call:
+        part, number, what, _ = by_call[0]
+        text = (
+            f"item {number} of the {part} data set{probed.at(part, 'data')} changes when it is fetched again: it has "
+            f"other {what} ({len(by_call)} of the items tried do); change nothing in place, keep nothing of what was "
+            f"drawn, and draw from Python's, NumPy's or torch's default generators in __getitem__, which are seeded "
+            f"for each item, not from a generator of its own, the clock or the system"
+        )
+        yield CodeFinding(RANDOM_DATA, True, text, _samples(by_call))
+    if by_rank:
+        part, number, what, _ = by_rank[0]
+        text = (
+            f"the {part} data set{probed.at(part, 'data')} depends on the rank: sample {number} has other {what} on "
+            f"rank 1 of 2 ({len(by_rank)} of the samples tried do); give every rank the whole data set: Lockstep "
+            f"shares it out"
+        )
+        yield CodeFinding(RANKED_DATA, True, text, _samples(by_rank))
+
+
+def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
+    return tuple(f"{each.part} {each.number}" for each in samples)
+
+
+def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
+    if probed.refused:
+        text = (
+            f"an operation of the model or the loss{probed.at('kernel')} has no deterministic kernel: "
+            f"{probed.refused}; use another one"
+        )
+        yield CodeFinding(NOT_DETERMINISTIC, True, text)
+    # What a global counts makes each call another one; without a clock in sight there is nothing else to explain.
+    elif probed.repeated and not (probed.variables and not _clocks(probed)):
+        text = (
+            f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
+            f"generator in the same state, has another {probed.repeated}: "
+        )
+        if _clocks(probed):
+            text += f"the code reads {_read(probed, _clocks(probed))}; make it a function of the inputs"
+        else:
+            text += (
+                "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or "
+                "something that an earlier one left behind"
+            )
+        yield CodeFinding(UNREPEATABLE, True, text)
+    if probed.by_rank:
+        reads = _read(probed, [each for each in probed.reads if each in (RANK, PROCESS, HOST)])
+        depends = (
+            f"the code reads {reads}" if reads else f"the model{probed.at('model')} or the loss depends on the rank"
+        )
+        text = (
+            f"on rank 1 of 2 the same micro-batch has another {probed.by_rank} than on one process: {depends}; make it "
+            f"a function of the inputs"
+        )
+        yield CodeFinding(RANKED, True, text)
+
+
+def _clocks(probed: ProbeResult) -> list[str]:
+    return [each for each in probed.reads if each in _CLOCKS]
+
+
+def _read(probed: ProbeResult, names: Sequence[str]) -> str:
+    return " and ".join(f"{name} ({probed.reads[name]})" for name in names)
+
+
+def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
+    """Whatever a forward pass leaves behind is a fault once the next one depends on it."""
+    depends = bool(probed.alone)
+    if probed.streams:
+        caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]  # drawn once, seen no more
+        places = [(name, probed.reads.get(name)) for name in probed.streams]
+        drawn = [f"{name} random generator{f' ({place})' if place else probed.at(*caches)}" for name, place in places]
+        text = (
+            f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
+            f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
+        )
+        yield CodeFinding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
+    if probed.changed_weights:
+        placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
+        text = (
+            f"the forward pass changes weights: {list_some(placed)}{_consequence(probed.alone)}; each process would "
+            f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
+        )
+        yield CodeFinding(WEIGHTS, True, text, tuple(probed.changed_weights))
+    if probed.attributes:
+        text = (
+            f"the model keeps state in plain attributes that the forward pass changes: "
+            f"{_changes(probed, probed.attributes)}{_consequence(probed.alone)}; processes see only their own "
+            f"micro-batches, and checkpoints do not hold it; make it a function of the inputs, or a parameter"
+        )
+        yield CodeFinding(ATTRIBUTES, depends, text, tuple(probed.attributes))
+    changes_globals = bool(probed.variables) and (depends or bool(probed.repeated))
+    if probed.variables:
+        text = (
+            f"the forward pass or the loss changes global variables: {_changes(probed, probed.variables)}"
+            f"{_consequence(probed.alone or probed.repeated)}; each process has its own, which sees only its own "
+            f"micro-batches, and checkpoints do not hold them; make it a function of the inputs"
+        )
+        yield CodeFinding(GLOBALS, changes_globals, text, tuple(probed.variables))
+    state = probed.attributes or probed.counting_buffers or probed.changed_weights or changes_globals
+    known = probed.repeated or probed.streams or state
+    if depends and not known:
+        text = (
+            f"the model{probed.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
+            f"model nor a global variable{_consequence(probed.alone)}; look for closures and caches"
+        )
+        yield CodeFinding(HIDDEN_STATE, True, text)
+
+
+def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
+    """List what was changed, how and where: `forwards (0 -> 2, net.py:12)`."""
+    found = []
+    for name, change in changed.items():
+        place = probed.places.get(name)
+        found.append(f"{name} ({change}{f', {place}' if place else ''})")
+    return list_some(found)
+
+
+def _consequence(alone: str) -> str:
+    if not alone:
+        return " (the results of the micro-batches tried do not depend on it)"
+    return f", and the {alone} of a micro-batch depends on whether another one was computed before it"
+
+
+def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
+    spectral = [name for name, kind in probed.changed_buffers.items() if kind == SPECTRAL_KIND]
+    norms = [name for name, kind in probed.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
+    others = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
+    if spectral:
+        text = (
+            f"torch's spectral_norm{probed.at('model')} moves its buffers at each forward pass in training: "
+            f"{list_some(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
+            f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
+        )
+        yield CodeFinding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
+    if norms:
+        kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
+        text = (
+            f"{kinds}{probed.at(*norms, 'model')} moves running statistics itself, not by torch's BatchNorm: "
+            f"{list_some(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
+            f"BatchNorm and call its forward, whose statistics Lockstep moves once a step"
+        )
+        yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
+    if others:
+        placed = [f"{name}{probed.at(name)}" for name in others]
+        text = (
+            f"this model updates buffers outside BatchNorm: {list_some(placed)}; each process would update them by "
+            f"its own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
+        )
+        yield CodeFinding(BUFFERS, _counts(probed, others), text, tuple(others))
+
+
+def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
+    """Whether one of the buffers depends on how many micro-batches, or which, have gone by: caches do not."""
+    return any(name in probed.counting_buffers for name in names)
+
+
+def is_norm(buffer: str, kind: str) -> bool:
+    return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
+
+
+def _of_evaluation(probed: ProbeResult) -> Iterator[CodeFinding]:
+    if not probed.evaluation:
+        return
+    drawn = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
+    clocks = [name for name in probed.evaluation_reads if name in _CLOCKS]
+    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in drawn]
+    why += [f"forward reads {name} ({probed.evaluation_reads[name]})" for name in clocks]
+    because = " and ".join(why) or "forward keeps state"
+    text = (
+        f"in evaluation the {probed.evaluation} of the model{probed.at('model')} depend on what was evaluated before: "
+        f"{because}; let evaluation follow from the inputs alone: self.training says which of the two it is, and "
+        f"F.dropout wants training=self.training"
+    )
+    yield CodeFinding(UNREPEATABLE_EVALUATION, True, text)
+
+
+def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
+    if probed.loss is None or probed.loss.samples < 2:
+        return
+    samples, together, one_by_one = probed.loss
+    if _alike(together, one_by_one):
+        return
+    sums = f"{samples} samples together give {together:.6g}, one by one they add up to {one_by_one:.6g}"
+    figures = f"loss{probed.at('loss')}: {sums}"
+    if _alike(together * samples, one_by_one):
+        text = (
+            f"{figures}: that is already a mean, and is divided by the number of samples again; return the sum, as "
+            f"with reduction='sum', or one value for each sample, as with reduction='none'"
+        )
+        yield CodeFinding(MEAN_LOSS, True, text)
+    elif not probed.repeated:  # else it is another at each call, whatever the samples
+        text = (
+            f"{figures}: it is no sum over samples, so which samples share a micro-batch decides the result; that is "
+            f"the recipe's, and so the same on every placement, but microbatches=1 computes something else"
+        )
+        yield CodeFinding(NO_SUM, False, text)
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= _CLOSE * max(abs(one), abs(other))

@@ -1,0 +1,169 @@
+"""A look at the user's own code beside the start of a run: warns of what would make its numbers depend on placement.
+
+It is the probe of `lockstep verify` (probe/probe.py) on a few samples, in a process of its own: it advances
+generators, globals and the state of models and data, of which the run must see nothing.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.common import plainfile
+from lockstep.common.follow_parent import die_with_parent
+from lockstep.device.fake_rank_env import not_a_rank
+from lockstep.device.meta import on_meta
+from lockstep.errors import LockstepError
+from lockstep.models.find import OURS
+from lockstep.probe.findings import NOT_DETERMINISTIC, findings
+from lockstep.probe.probe import quick_facts_of
+from lockstep.ranks.signals import stopping
+from lockstep.reporting.verification import CodeFinding
+from lockstep.setup.build import Setup
+from lockstep.setup.user_code import import_paths
+
+NOT_LOOKED: Final = "not looked at"
+
+_PATIENCE_S: Final = 10.0  # of a run that could train already
+_PARAMETERS: Final = 250_000_000  # of a model of which this host has memory for some copies beside the run
+_PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
+_PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
+
+Look = Callable[[], list[CodeFinding]]
+
+
+@contextmanager
+def first_look(ready: Setup) -> Iterator[Look]:
+    """Begin to look at model, loss and data while the block runs; what is yielded returns the faults once found.
+
+    Models and data of Lockstep are known to be clean, and models of timm and torchvision that consist of plain layers.
+    The process is forked here, so there is no process group yet.
+    """
+    if is_known(ready):
+        yield list
+        return
+    parameters = ready.summary.parameters
+    if parameters > _PARAMETERS:
+        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than are copied for it")]
+        return
+    context = get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_look, args=(ready, sending), daemon=True)
+    process.start()
+    sending.close()
+    try:
+        yield lambda: _receive_findings(receiving)
+    finally:
+        process.kill()
+        process.join()
+        receiving.close()
+
+
+def is_known(ready: Setup) -> bool:
+    """Return whether model, loss and data are all Lockstep's own."""
+    model = ready.recipe.model
+    return not import_paths(ready.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Return whether a model is made of plain layers: of libraries known to be clean, without hooks or running state.
+
+    Buffers of BatchNorm and InstanceNorm are Lockstep's to keep; others of these libraries are tables, unless they are
+    saved floats. spectral_norm comes as a hook or as a parametrization.
+    """
+    return all(
+        type(module).__module__.partition(".")[0] in _PLAIN
+        and not (module._forward_hooks or module._forward_pre_hooks or isinstance(module, _PARAMETRIZED))
+        and (isinstance(module, nn.modules.batchnorm._NormBase) or not _keeps_state(module))
+        for module in model.modules()
+    )
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    saved = module._buffers.keys() - module._non_persistent_buffers_set
+    return any(buffer is not None and buffer.is_floating_point() for buffer in map(module._buffers.get, saved))
+
+
+def _receive_findings(receiving: Connection) -> list[CodeFinding]:
+    began = time.monotonic()
+    try:
+        if not receiving.poll(_PATIENCE_S):
+            return [_not_looked(f"it took more than {time.monotonic() - began:.0f} s")]
+        answer = plainfile.parse_json(receiving.recv_bytes())
+    except EOFError:
+        return [_not_looked("the process that did was killed")]
+    if "failed" in answer:
+        return [_not_looked(answer["failed"])]
+    return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
+
+
+def _not_looked(reason: str) -> CodeFinding:
+    text = (
+        f"the look at model, loss and data for what depends on the placement was given up: {reason}; "
+        f"`lockstep verify` takes its time, run.probe=off leaves it out"
+    )
+    return CodeFinding(NOT_LOOKED, True, text)
+
+
+def _look(ready: Setup, sending: Connection) -> None:
+    """Be the process that looks."""
+    die_with_parent()
+    for number in stopping():  # sent to the whole group; the run decides
+        signal.signal(number, signal.SIG_IGN)
+    _fall_silent()
+    _open_files_anew()
+    torch.set_num_threads(1)  # the threads of a pool did not come along
+    not_a_rank()
+    answer: dict[str, Any]
+    try:
+        answer = {"found": [(each.culprit, each.text) for each in _faults(ready)]}
+    except LockstepError:  # the run will report it
+        answer = {"found": []}
+    except Exception as error:  # a stranger's code may raise anything
+        answer = {"failed": f"{type(error).__name__}: {error}"}
+    sending.send_bytes(json.dumps(answer).encode())
+
+
+def _faults(ready: Setup) -> list[CodeFinding]:
+    paths = import_paths(ready.recipe)
+    forward = "model" in paths or "loss" in paths or not is_plain(on_meta(ready.blank))
+    found = findings(quick_facts_of(ready, samples="data" in paths, forward=forward))
+    # torch itself refuses what has no deterministic kernel, on the device that the run is on.
+    return [each for each in found if each.fault and each.culprit != NOT_DETERMINISTIC]
+
+
+def _fall_silent() -> None:
+    """Print nothing: the run reports all of it again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    sys.stdout = sys.stderr = open(nowhere, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _open_files_anew() -> None:
+    """Give this process offsets of its own in the files that it reads: the run's data set may have them open too."""
+    with suppress(FileNotFoundError):  # no Linux
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                _open_anew(int(name))
+
+
+def _open_anew(descriptor: int) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
+        return
+    own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+    os.dup2(own, descriptor)
+    os.close(own)

@@ -1,0 +1,359 @@
+"""Looks at the user's data, model and loss in one process, before any placement runs.
+
+A micro-batch must give the same whatever was computed before it and whoever computes it. So two micro-batches are
+computed by a fresh copy of the model, the second of them alone by another, the first by a third which believes to be
+another rank; what forward left behind is looked for in attributes, buffers, generators and globals. It advances all of
+these, so it wants a process of its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.world import World
+from lockstep.common.importing import import_object
+from lockstep.common.own_code import place as place_of_error
+from lockstep.common.rank import ALONE
+from lockstep.core import random
+from lockstep.core.batch import call, map_tensors, tensors_of, with_paths
+from lockstep.core.mesh import DataRank
+from lockstep.core.order import Steps
+from lockstep.core.precision import Precision
+from lockstep.core.shuffle import shuffle
+from lockstep.data.base import Split
+from lockstep.data.items import ImportedSplit, Items, OwnSplit
+from lockstep.device.fake_rank_env import as_rank
+from lockstep.device.precision import autocast
+from lockstep.errors import OwnCodeError, TrainingError
+from lockstep.models.initialise import initialise
+from lockstep.parallel.weights import computing_in
+from lockstep.probe.findings import LossFact, ProbeResult, RandomSample, findings
+from lockstep.probe.state import CACHE, Globals, ModelState, digest, streams, weights
+from lockstep.probe.traits import ModelTraits
+from lockstep.probe.witness import CLOCK, RANK, record_reads
+from lockstep.reporting.verification import CodeFinding
+from lockstep.setup import user_code
+from lockstep.setup.build import Setup, numerics_of
+from lockstep.tasks.base import MicroBatch
+
+_SAMPLES: Final = 8  # fetched twice, of each part
+_FEW: Final = 4  # the same, and of a micro-batch, for a quick look
+_LARGE: Final = 1 << 14  # numbers in a sample, of which fewer are computed
+_LOSS_SAMPLES: Final = 32  # whose loss is taken one by one
+_DRAWN: Final = "random draws"
+_NO_KERNEL: Final = "does not have a deterministic implementation"
+
+T = TypeVar("T")
+Computed = Mapping[str, str]  # digests: of the loss, and of gradients by parameter
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How to look: what builds the model, what it computes and how."""
+
+    build: Callable[[], nn.Module]
+    given: Sequence[MicroBatch]
+    precision: Precision
+    backward: bool
+
+
+def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
+    """Look at data, model and loss of a recipe, as its run will compute them."""
+    samples = random_samples(ready, _SAMPLES)
+    traits = ModelTraits()
+    build = traits.watching(ready.problem.build_model)
+    look = _Look(build, _first_microbatches(ready, device), ready.recipe.precision, backward=True)
+    found = _run_probe(ready, device, look, samples)
+    own = user_code.own_modules(user_code.import_paths(ready.recipe).values())
+    return replace(found, traits=traits.texts(own.items()))
+
+
+def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
+    """Look at `samples` of the data and at the `forward` pass of model and loss: at a few, in float32 on the CPU.
+
+    What only the backward pass or another device would show it does not see.
+    """
+    found = random_samples(ready, _FEW) if samples else []
+    if not forward:
+        return ProbeResult(random_samples=found, places=_places(ready))
+    recipe, device = ready.recipe, torch.device("cpu")
+    numbers = sum(tensor[0].numel() for tensor in tensors_of(ready.problem.example))  # of a sample
+    few_samples = 2 if numbers > _LARGE else _FEW
+    batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
+    few = replace(
+        ready, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(ready.data.train), batch, steps=1)
+    )
+    build = partial(initialise, ready.blank, recipe.seed)
+    return _run_probe(ready, device, _Look(build, _first_microbatches(few, device), "fp32", backward=False), found)
+
+
+def random_samples(ready: Setup, count: int) -> list[RandomSample]:
+    """Fetch some samples of both parts twice, and once as another rank, and return those that differ."""
+    seed = ready.recipe.seed
+    length = len(ready.data.train)
+    order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
+    parts: list[tuple[str, Split, list[int], int | None]] = [
+        ("training", ready.data.train, order, random.key(random.AUGMENT, seed, 0)),
+    ]
+    if ready.data.validation is not None:
+        numbers = [*range(min(count, len(ready.data.validation)))]
+        parts.append(("validation", ready.data.validation, numbers, None))
+    return [each for part, split, indices, draw in parts for each in _random(part, split, indices, draw)]
+
+
+def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
+    """Fetch the first and the last item of a loop's dataset twice; return how its method `fetching` is at fault."""
+    try:
+        changing = [*_random("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
+    except TrainingError:  # a file that cannot be read: training says so, if it ever comes to it
+        return []
+    return findings(ProbeResult(random_samples=changing, places={"data": user_code.place_of(fetching)}))
+
+
+def _random(
+    part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
+) -> Iterator[RandomSample]:
+    _digests_of(split, indices[:1], draw)  # what a dataset builds for its first item may draw
+    first = _digests_of(split, indices, draw)
+    again = _digests_of(split, indices[::-1], draw)[::-1]
+    by_rank = among_ranks and first == again
+    others = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if by_rank else again
+    for index, one, other in zip(indices, first, others, strict=True):
+        if what := _what_differs(one, other):
+            yield RandomSample(part, index, what, by_rank)
+
+
+def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
+    """Return what `compute` returns as rank 1 of 2, or `otherwise`, which says nothing, where it raises an error.
+
+    What waits for other ranks would find none; that it fails for want of them is no wrong result.
+    """
+    try:
+        with as_rank(1, 2):
+            return compute()
+    except Exception:  # a stranger's code may raise anything
+        return otherwise
+
+
+def _first_microbatches(ready: Setup, device: torch.device) -> list[MicroBatch]:
+    """Return the micro-batches of the first step."""
+    loader = ready.loader(World(ALONE, device), DataRank(), 0)
+    with closing(loader.training(0)) as batches:  # type: ignore[type-var]
+        return next(batches)[1]
+
+
+def _run_probe(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> ProbeResult:
+    try:
+        return _Probe(ready, device, look).facts(samples)
+    except (RuntimeError, OwnCodeError) as raised:
+        error = raised.__cause__ if isinstance(raised, OwnCodeError) and raised.__cause__ else raised
+        if _NO_KERNEL not in str(error):
+            raise
+        refused = str(error).partition(", but you set")[0].splitlines()[0]
+        place = place_of_error(error)
+        return ProbeResult(random_samples=samples, refused=refused, places=_places(ready) | {"kernel": place})
+
+
+@final
+class _Probe:
+    """Fresh copies of a model, and micro-batches for them."""
+
+    def __init__(self, ready: Setup, device: torch.device, look: _Look) -> None:
+        self._ready = ready
+        self._world = World(ALONE, device)
+        self._look = look
+        self._numerics = replace(numerics_of(ready.recipe), precision=look.precision, guarded=False)
+        self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
+
+    def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
+        """Compute, and say what was seen."""
+        model, first, second = self._fresh(), self._look.given[0], self._look.given[-1]
+        kinds = {type(module) for module in model.modules()}
+        before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
+        one = self._compute(model, first)
+        drawn = [name for name, state in streams().items() if state != drawn_before[name]]
+        two = self._compute(model, second) if second is not first else one
+        after, globals_after = ModelState(model), Globals(self._modules, kinds)
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and name not in {*one, *two}]
+        other = self._fresh()
+        alone = self._compute(other, second)
+        changed, fewer = before.buffer_changes(after), ModelState(other)
+        own_loss = ":" in self._ready.recipe.loss.name
+        loss = self._loss(other, first) if self._look.backward or own_loss else None
+        elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), one)
+        again = one if elsewhere == one else self._compute(self._fresh(), first)
+        repeated = _first_difference(one, again)
+        attributes, variables = before.attribute_changes(after), globals_before.changes(globals_after)
+        counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
+        depends = _first_difference(two, alone) if second is not first else ""
+        explained = attributes or variables or drawn or counting or repeated
+        # A cache is state only where something else than the inputs went into it, or comes of it.
+        if not (depends or drawn or repeated):
+            variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
+        norms = before.norm_changes(after) if depends and not explained else []
+        changed, counting = [*changed, *norms], [*counting, *norms]
+        moved = self._weight_changes() if depends and not (explained or norms) else []
+        evaluated = self._look.backward and not (depends or repeated)  # else training explains it
+        evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
+        places = {name: globals_after.place(name) for name in variables}
+        own = [kind for kind in kinds if kind.__module__ in self._modules]
+        if len(own) == 1:  # nearer than the function that builds the model
+            places["model"] = user_code.place_of(own[0])
+        by_rank = "" if repeated else _first_difference(one, elsewhere)
+        read: dict[str, str] = {}
+        reads = _as_another_rank(lambda: self._reads(first), read) if drawn or elsewhere != one else read
+        if by_rank and RANK not in reads and CLOCK in reads:  # it had not moved on between the first two
+            repeated, by_rank = by_rank, ""
+        return ProbeResult(
+            buffers=[name for name, _ in model.named_buffers()],
+            changed_buffers={name: before.kinds[name] for name in changed},
+            counting_buffers=counting,
+            changed_weights=moved,
+            attributes=attributes,
+            variables=variables,
+            streams=drawn,
+            unused=unused if self._look.backward else [],
+            random_samples=samples,
+            loss=loss,
+            repeated=repeated,
+            alone=depends,
+            by_rank=by_rank,
+            reads=reads,
+            evaluation=evaluation,
+            evaluation_reads=evaluation_reads,
+            places=_places(self._ready) | places | _of_state(model, [*changed, *attributes, *moved]),
+        )
+
+    def _weight_changes(self) -> list[str]:
+        model = self._fresh()
+        before = weights(model)
+        self._compute(model, self._look.given[0])
+        return [name for name, digest in weights(model).items() if digest != before[name]]
+
+    def _evaluation(self) -> tuple[str, dict[str, str]]:
+        """Return what of a batch's evaluation depends on the batch before it, and what the code reads meanwhile."""
+        first, second = self._look.given[0], self._look.given[-1]
+        if self._evaluation_digest(self._fresh(), first, second) == self._evaluation_digest(self._fresh(), second):
+            return "", {}
+        model = self._fresh()
+        with record_reads() as found:
+            self._evaluation_digest(model, first, second)
+        return "outputs", dict(found)
+
+    @torch.no_grad()
+    def _evaluation_digest(self, model: nn.Module, *batches: MicroBatch) -> str:
+        """Evaluate batches one after the other; return the digest of the last one's outputs."""
+        model.eval()
+        torch.manual_seed(self._ready.recipe.seed)
+        with autocast(self._look.precision, self._world.device):
+            return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
+
+    def _fresh(self) -> nn.Module:
+        """Build the model; Python's and NumPy's generators are then in one state too."""
+        layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
+        model: nn.Module = self._look.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
+        computing = computing_in(model, self._numerics.dtype)
+        computing.train()  # of the user's own it may return nothing
+        return computing
+
+    def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
+        model.zero_grad(set_to_none=True)
+        loss = self._ready.task.loss(self._outputs(model, microbatch), microbatch.batch)
+        if not self._look.backward:
+            return {"": digest([loss])}
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"": digest([loss])} | {name: digest([each]) for name, each in gradients.items()}
+
+    def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
+        self._world.seed(random.key(random.FORWARD, self._ready.recipe.seed, 0, microbatch.index))
+        with autocast(self._look.precision, self._world.device):
+            return self._call_model(model, microbatch)
+
+    def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
+        # A model may change its inputs in place.
+        inputs = map_tensors(Tensor.clone, self._ready.task.inputs(microbatch.batch))
+        return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
+
+    @torch.no_grad()
+    def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:
+        """Take the loss of some samples together and one by one, of the same outputs."""
+        outputs = self._outputs(model, microbatch)
+        samples = min(microbatch.samples, _LOSS_SAMPLES)
+
+        def loss(rows: slice) -> float:
+            chosen, batch = (map_tensors(lambda tensor: tensor[rows], each) for each in (outputs, microbatch.batch))
+            return float(self._ready.task.loss(chosen, batch))
+
+        one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))
+        return LossFact(samples, loss(slice(samples)), one_by_one)
+
+    def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
+        """Return what building and computing read beside their inputs, and the line of the user's code that does."""
+        with record_reads() as found:
+            self._compute(self._fresh(), microbatch)
+        return dict(found)
+
+
+def _places(ready: Setup) -> dict[str, str]:
+    """Return where the model's function, the loss and what fetches a sample of each part begin, as far as known."""
+    recipe = ready.recipe
+    paths = user_code.import_paths(recipe)
+    named = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
+    if "data" in paths:
+        parts = {"training": ready.data.train, "validation": ready.data.validation}
+        given = {part: split for part, split in parts.items() if split is not None}
+        named |= {part: user_code.place_of(_fetching(split)) or named["data"] for part, split in given.items()}
+    return {part: place for part, place in named.items() if place}
+
+
+def _fetching(split: Split) -> object:
+    """Return what gives the samples of a split of the user's own."""
+    if isinstance(split, ImportedSplit):
+        return type(split.dataset).__getitem__
+    return type(split.split if isinstance(split, OwnSplit) else split).fetch
+
+
+def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return where the user's code changes attributes and buffers of a model, by their names."""
+    found = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        parts = path.split(".") if path else []
+        modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        places = (user_code.place_of_attribute(type(module), own) for module in modules)
+        found[name] = next(filter(None, places), "")
+    return {name: place for name, place in found.items() if place}
+
+
+def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
+    """Return a digest of each tensor of these samples, by where it stands in one, and of what fetching it drew."""
+    found = []
+    for index in indices:
+        leaves = with_paths(split.fetch(np.array([index]), draw))
+        found.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
+        if isinstance(split, Items | ImportedSplit):  # for which generators are seeded, item by item
+            # An item that a dataset keeps once it is augmented has the values of the first time, but draws no more.
+            found[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
+    return found
+
+
+def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return what differs first of two samples, in words."""
+    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(one.keys() - {_DRAWN}) <= 2 else {}
+    paths = [path for path in (*one, *other) if one.get(path) != other.get(path)]
+    return {_DRAWN: _DRAWN, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
+
+
+def _first_difference(one: Computed, other: Computed) -> str:
+    """Return what differs first, in words: the loss, or the gradient of a parameter."""
+    for name in one.keys() | other.keys() if one.keys() != other.keys() else one:
+        if one.get(name) != other.get(name):
+            return f"gradient of {name}" if name else "loss"
+    return ""

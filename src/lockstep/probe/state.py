@@ -1,0 +1,248 @@
+"""What a forward pass may leave behind, as texts that differ where it does: in a model, in generators, in globals."""
+
+import hashlib
+import random as python_random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import _lru_cache_wrapper, partial
+from itertools import count, islice
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final, NamedTuple, Self, final
+
+import numpy as np
+from torch import Generator, Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from lockstep.probe.witness import NUMPY, PYTHON
+from lockstep.setup import user_code
+from lockstep.training.checkpoint import tensorfile
+
+CACHE: Final = "cache of"  # what a cached function is shown as
+SPECTRAL_NORM: Final = "spectral_norm"  # in place of the class of a module whose buffers are those of torch's
+
+_DEPTH: Final = 4  # of containers and objects in attributes
+_BRIEF: Final = 24  # characters of a value that is shown
+_ITEMS: Final = 1_000  # of a container that are looked at; its length always is
+_BYTES: Final = 16 << 20  # of a tensor or an array in a global; a larger one is a data set
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of dtypes, shapes and bytes, and the number of bytes; device and memory format do not matter."""
+    found, size = hashlib.sha256(), 0
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensorfile.raw(tensor))
+        size += tensor.numel() * tensor.element_size()
+    return f"{found.hexdigest()[:32]}:{size}"
+
+
+@final
+class ModelState:
+    """Digests of what a forward pass may leave behind in a model, other than in torch's BatchNorm layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kinds: dict[str, str] = {}
+        self.buffers: dict[str, str] = {}
+        self.norms: dict[str, str] = {}  # of types that come from torch's BatchNorm: theirs may move them otherwise
+        self.attributes: dict[str, str] = {}
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
+            norm = isinstance(module, nn.modules.batchnorm._NormBase)  # InstanceNorm is one too
+            if not (norm and type(module).__module__.startswith("torch.")):
+                kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
+                for name, buffer in module.named_buffers(recurse=False):
+                    self.kinds[prefix + name] = kind
+                    (self.norms if norm else self.buffers)[prefix + name] = digest([buffer])
+            for name, value in _plain(module):
+                self.attributes[prefix + name] = _format_value(value, _DEPTH)
+
+    def buffer_changes(self, after: Self) -> list[str]:
+        """Return the names of the buffers that have another value in `after`."""
+        return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
+
+    def norm_changes(self, after: Self) -> list[str]:
+        """Return the same of those of types that come from torch's BatchNorm."""
+        return [name for name, value in self.norms.items() if after.norms.get(name) != value]
+
+    def attribute_changes(self, after: Self) -> dict[str, str]:
+        """Return how attributes changed, by name: `0 -> 2`, or `a tensor`."""
+        return _changes(self.attributes, after.attributes)
+
+
+class _Owner(NamedTuple):
+    """Who has a variable: a module, or a class of one; and where the variable's changes stand."""
+
+    name: str
+    value: Any
+    place: Callable[[], str]
+
+
+@final
+class Globals:
+    """What the modules of the user's own code keep in global variables, class attributes, functions and closures.
+
+    And in `scopes`: local variables by their names, and the function that has them.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ModuleType],
+        kinds: Iterable[type],
+        scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
+    ) -> None:
+        found = [each for name, module in modules.items() for each in _variables(name, module)]
+        found += [each for kind in kinds if kind.__module__ in modules for each in _class_attributes(kind)]
+        for variables, code in scopes:
+            found += [
+                _Owner(name, value, partial(user_code.place_of_variable, code, name))
+                for name, value in variables.items()
+            ]
+        self._values = {each.name: _format_global(each.value, modules) for each in found}
+        self._places = {each.name: each.place for each in found}
+
+    def changes(self, after: Self) -> dict[str, str]:
+        """Return how they changed, by name."""
+        return _changes(self._values, after._values)
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """The values as texts, by name."""
+        return self._values
+
+    def place(self, name: str) -> str:
+        """Return where in the user's code what bears this name is changed."""
+        return self._places[name]() if name in self._places else ""
+
+
+def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
+    for variable, value in list(vars(module).items()):
+        if variable.startswith("__") or isinstance(value, ModuleType):
+            continue
+        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported
+            continue
+        if isinstance(value, type):
+            yield from _class_attributes(value)
+        elif isinstance(value, FunctionType | _lru_cache_wrapper):
+            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of, value))
+        else:
+            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
+
+
+def _class_attributes(kind: type) -> Iterator[_Owner]:
+    for attribute, value in list(vars(kind).items()):
+        if not attribute.startswith("__") and not callable(value):
+            name = f"{kind.__module__}.{kind.__qualname__}.{attribute}"
+            yield _Owner(name, value, partial(user_code.place_of_attribute, kind, attribute))
+
+
+def streams() -> dict[str, str]:
+    """Return the states of the usual generators that are not torch's, by their names."""
+    # NumPy's legacy generator, which np.random.rand and its kin draw from.
+    return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
+
+
+def weights(model: nn.Module) -> dict[str, str]:
+    """Return digests of the parameters of a model."""
+    return {name: digest([parameter]) for name, parameter in model.named_parameters()}
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Return whether the buffers of a module are those of torch's spectral_norm, either of the two."""
+    by_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    return by_hook or isinstance(module, parametrizations._SpectralNorm)
+
+
+def change_of(before: str, after: str) -> str:
+    """Return how a value changed, from the texts of both: `0 -> 2`, or `a tensor`."""
+    kind, other = before.partition(" ")[0], after.partition(" ")[0]
+    if max(len(before), len(after)) <= _BRIEF:
+        return f"{before} -> {after}"
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    names = [*before, *(name for name in after if name not in before)]
+    pairs = {name: (before.get(name, "unset"), after.get(name, "unset")) for name in names}
+    return {name: change_of(one, other) for name, (one, other) in pairs.items() if one != other}
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a module's own code has set on it; torch's bookkeeping is in names that begin so."""
+    registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+    # A weight that a hook of torch makes anew before each forward follows from its parameters and buffers.
+    made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+    for name, value in vars(module).items():
+        torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
+        if name not in {*registries, *made} and not torchs and not _lists_parameters(value):
+            yield name, value
+
+
+def _lists_parameters(value: Any) -> bool:
+    """Return whether a value holds parameters, such as the `_flat_weights` of an RNN: the optimizer changes those."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, nn.Parameter) for each in values)
+
+
+def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
+    """Write what a global holds; of an object of another's class, such as a logger, its type alone."""
+    if isinstance(value, _lru_cache_wrapper):
+        return f"{CACHE} {value.cache_info().currsize} results"
+    if isinstance(value, FunctionType):
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"
+    known = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
+    plain = isinstance(value, bool | int | float | complex | str | bytes | None)
+    containers = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
+    if plain or containers or isinstance(value, known) or type(value).__module__ in modules:
+        return _format_value(value, _DEPTH)
+    return type(value).__name__
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _format_value(value: Any, depth: int) -> str:
+    """Write a value so that another state gives another text; what is unknown is its type alone."""
+    if isinstance(value, Tensor):
+        return f"tensor {_digest(value)}"
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        return f"array {array.dtype} {array.shape} {hash(array.tobytes()) if array.nbytes <= _BYTES else ''}"
+    if isinstance(value, bool | int | float | complex | str | bytes | count | None):
+        return repr(value)
+    if isinstance(value, Generator):
+        return f"generator {digest([value.get_state()])}"
+    if isinstance(value, np.random.Generator):
+        return f"generator {value.bit_generator.state}"
+    if isinstance(value, np.random.RandomState):
+        return f"generator {value.get_state()}"
+    if isinstance(value, python_random.Random):
+        return f"generator {value.getstate()}"
+    if not depth or isinstance(value, nn.Module | type):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        items = islice(value.items(), _ITEMS)
+        shown = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(each, depth - 1)}" for key, each in items)
+        return f"{type(value).__name__} {{{shown}}}{_more(value)}"
+    if isinstance(value, list | tuple | deque):
+        shown = ", ".join(_format_value(each, depth - 1) for each in islice(value, _ITEMS))
+        return f"{type(value).__name__} [{shown}]{_more(value)}"
+    if isinstance(value, set | frozenset):
+        shown = ", ".join(sorted(_format_value(each, depth - 1) for each in islice(value, _ITEMS)))
+        return f"{type(value).__name__} {{{shown}}}{_more(value)}"
+    return f"{type(value).__name__} {_format_value(getattr(value, '__dict__', None), depth - 1)}"
+
+
+def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta or tensor.numel() * tensor.element_size() > _BYTES:
+        return str(tuple(tensor.shape))
+    return digest([tensor])
+
+
+def _more(container: Any) -> str:
+    return f" of {len(container)}" if len(container) > _ITEMS else ""

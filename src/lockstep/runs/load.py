@@ -1,0 +1,81 @@
+"""Load the model of a checkpoint in plain PyTorch."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from lockstep.common.own_code import OwnCode
+from lockstep.config.base import values
+from lockstep.config.recipe import Recipe
+from lockstep.core.shard import local_tensor
+from lockstep.errors import TrainingError, UsageError, error_as
+from lockstep.models.finetuning import build_finetuned
+from lockstep.setup.build import open_recipe_data, plain_model, tuning_of
+from lockstep.setup.chunk_check import check_saved
+from lockstep.setup.examples import examples
+from lockstep.setup.resume import checkpoint_recipe
+from lockstep.setup.user_code import import_paths
+from lockstep.tasks.find import find_task
+from lockstep.training.checkpoint import saved_state, store
+
+
+def load(
+    run: str | Path, *, model: nn.Module | Callable[[], nn.Module] | None = None, trust: bool = False
+) -> nn.Module:
+    """Return the trained model of a run folder or a checkpoint in plain PyTorch: on the CPU, and in evaluation mode.
+
+    Of a run folder the newest checkpoint is taken, with averaged weights (ema) if the run has them. `model`, a module
+    or a function that returns one, is given the weights; left out, the recipe builds it. A loop of your own has no
+    recipe, and needs `model`. Code that a recipe names runs only with `trust`: whoever wrote the folder could run
+    anything.
+
+    UsageError where the weights do not fit the model, or a checkpoint is damaged. So it is if the recipe has chunks
+    (recipe.model.chunks) in which its model computes another function than whole; samples of its data show it.
+    """
+    found = store.load(Path(run))
+    recipe: Recipe | None = None
+    if model is None:
+        recipe, made = _build_from_recipe(found, trust)
+    elif isinstance(model, nn.Module):
+        made = model
+    else:
+        with OwnCode("model"):
+            made = model()
+    weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
+    with error_as(UsageError, RuntimeError, f"{found.path}: its weights do not fit {type(made).__name__}"):
+        made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
+    made.eval()  # calls train(), which of the user's own may return nothing
+    if recipe is not None and recipe.model.chunks > 1:
+        _check_chunks(found.path, made, recipe)
+    return made
+
+
+def _check_chunks(path: Path, model: nn.Module, recipe: Recipe) -> None:
+    """Compare the model with its chunks on samples of the run's data, which is not downloaded."""
+    data = recipe.data.model_copy(update={"download": False})
+    try:
+        opened = open_recipe_data(recipe.model_copy(update={"data": data}))
+        example, evaluation = examples(recipe, opened)
+    except (UsageError, TrainingError) as error:
+        warnings.warn(
+            f"{path}: trained in {recipe.model.chunks} chunks, and not compared with the whole model, since the data "
+            f"cannot be opened: {error}",
+            stacklevel=3,
+        )
+        return
+    task, _ = find_task(values(recipe), f"model {recipe.model.name}", opened.facts, example)
+    check_saved(path, model, recipe.model, task.inputs(evaluation))
+
+
+def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> tuple[Recipe, nn.Module]:
+    recipe = checkpoint_recipe(found.path, found.snapshot)
+    state = saved_state.parse_state(found.path, found.snapshot.state)
+    paths = import_paths(recipe)
+    if "model" in paths and not trust:
+        raise UsageError(
+            f"{found.path}: its recipe names code, {paths['model']}, which would run with your rights; give model=, or "
+            f"trust=True where you know who wrote it"
+        )
+    return recipe, build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))

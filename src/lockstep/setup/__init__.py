@@ -1,0 +1,1 @@
+"""From a configuration to what is computed: its checks, data, model and optimizer."""

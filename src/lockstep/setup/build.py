@@ -1,0 +1,290 @@
+"""From a configuration to the things it names: what every command that trains or evaluates needs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm.world import World
+from lockstep.config import plan as planning
+from lockstep.config.base import values
+from lockstep.config.recipe import Recipe
+from lockstep.core.batch import Batch, Inputs, map_tensors
+from lockstep.core.mesh import DataRank
+from lockstep.core.order import Step, Steps
+from lockstep.core.shard import Chunked
+from lockstep.data.base import DataSet
+from lockstep.data.loader import Loader, Weigh
+from lockstep.data.request import request_of
+from lockstep.data.sources import open_data
+from lockstep.device.compiler import check_compiler
+from lockstep.device.meta import on_meta
+from lockstep.device.precision import computing_dtype, stored_dtype
+from lockstep.errors import UsageError
+from lockstep.models.adapters import Lora
+from lockstep.models.check import Summary, check_dtype, check_model
+from lockstep.models.find import build_model, check_pretrained
+from lockstep.models.finetuning import Tuning, build_finetuned
+from lockstep.models.initialise import initialise
+from lockstep.models.match_state import Fit
+from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.numerics import Numerics
+from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
+from lockstep.parallel.weights import computing_in
+from lockstep.setup.chunking import check_loss, check_sequences, chunk_layouts, in_chunks
+from lockstep.setup.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
+from lockstep.setup.first_weights import First
+from lockstep.setup.optimizing import optimizer, special_settings, with_each
+from lockstep.setup.schedule import check_rate, find_rate
+from lockstep.setup.user_code import import_paths
+from lockstep.setup.user_source import source_digests
+from lockstep.tasks.base import Build, Problem, Task
+from lockstep.tasks.find import find_task
+from lockstep.tasks.own import with_metrics
+from lockstep.training.loop import Interval, Plan
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A recipe made real: its data, task and steps, and what builds its optimizer."""
+
+    recipe: Recipe
+    data: DataSet
+    problem: Problem
+    steps: Steps
+    summary: Summary  # of the model, as it is trained
+    special: Mapping[str, dict[str, Any]]  # what the optimizer does otherwise to single parameters
+    blank: Build  # builds the model, with weights of no meaning
+    uncut: Build  # builds it with its first weights and without chunks
+    warnings: tuple[str, ...]  # of what is legal, and probably not meant
+    source: Mapping[str, str]  # hashes of the user's own source files
+    task_line: str = ""  # which task it is, and why
+    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe cuts into chunks
+    first: First | None = None  # the first weights, where the seed does not give them
+    taken: Fit | None = None  # what of the model these are
+    guarded: bool = True  # whether what would make numbers depend on the placement is refused
+
+    def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
+        """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
+        make = optimizer(self.recipe, self.settings_of)
+        return make(trained, norms=norms)
+
+    def settings_of(self, name: str) -> Mapping[str, Any]:
+        """Return what the optimizer does otherwise to the parameter `name`."""
+        return self.special.get(name, {})
+
+    @property
+    def task(self) -> Task:
+        """What is learned."""
+        return self.problem.task
+
+    def plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
+        """Return what a loop over the recipe's steps follows, which reports, saves and evaluates at these intervals."""
+        recipe, task = self.recipe, self.task
+        return Plan(
+            steps=self.steps,
+            rate=find_rate(recipe, self.steps),
+            monitor=task.monitor,
+            figures=task.figures,
+            weighs=not task.counts_samples,
+            clip_norm=recipe.clip_norm,
+            stop_on_nonfinite=recipe.nonfinite == "stop",
+            log=log,
+            evaluate=evaluate,
+            save=save,
+        )
+
+    def loader(
+        self, world: World, data_rank: DataRank, workers: int, beside: Callable[[Step], int | None] | None = None
+    ) -> Loader:
+        """Return the loader of this process, which is `data_rank`; for `beside` see there."""
+        recipe, task, device = self.recipe, self.task, world.device
+        change = transforms_of(recipe, self.data, device)
+        weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
+        return Loader(
+            self.data, self.steps, recipe.microbatches, change, device, recipe.seed, data_rank, workers, beside, weigh
+        )
+
+
+def numerics_of(recipe: Recipe, offload_activations: bool = False, recompute: int = 0) -> Numerics:
+    """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
+    return Numerics(
+        microbatches=recipe.microbatches,
+        seed=recipe.seed,
+        precision=recipe.precision,
+        initial_scale=recipe.loss_scale.initial,
+        growth_interval=recipe.loss_scale.growth_interval,
+        static_scale=recipe.loss_scale.static,
+        skip_nonfinite=recipe.nonfinite == "skip",
+        ema_decay=recipe.ema.decay if recipe.ema else None,
+        channels_last=recipe.memory_format == "channels_last",
+        compile=recipe.compile,
+        sync_batchnorm=recipe.batchnorm == "sync",
+        offload_activations=offload_activations,
+        recompute=recompute,
+        clip_norm=recipe.clip_norm,
+        samples=-(-recipe.batch // recipe.microbatches),
+        sequence_chunks=recipe.model.sequence_chunks,
+    )
+
+
+def over_ranks(world: World, number: int) -> int:
+    return int(world.add_(torch.tensor(number)))
+
+
+def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
+    """Return what builds the recipe's model for data with these facts: without first weights, adapters or chunks."""
+    model = recipe.model
+    return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
+
+
+def tuning_of(recipe: Recipe) -> Tuning:
+    """Return what the recipe says is done to a model once it is built."""
+    lora = None
+    if (given := recipe.model.lora) is not None:
+        lora = Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
+    return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
+
+
+def setup(recipe: Recipe, first: First | None = None) -> Setup:
+    """Open the data, check model, loss and optimizer against it, and return all of it.
+
+    `first` are the first weights, where the seed does not give them (setup/first_weights.py).
+    Every mistake raises UsageError here, before any process group.
+    """
+    if recipe.compile:
+        check_compiler(gpu=torch.cuda.device_count() > 0)
+    data = open_recipe_data(recipe)
+    steps = planning.steps(recipe, len(data.train))
+    example, evaluation = examples(recipe, data)
+    task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
+    task = with_metrics(task, recipe.metrics)
+    models = _models(recipe, data, first)
+    summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)
+    _check_batchnorm(recipe, summary)
+    chunked = chunk_layouts(models.uncut, recipe.model)
+    if recipe.model.chunks > 1:
+        _check_model(recipe, steps, task, models.cut, example, evaluation)
+    inputs = _check_computing(recipe, task, models, summary, example, evaluation)
+    special = _check_optimizer(recipe, models, summary)
+    check_rate(recipe, steps)
+    taken = None if first is None else first.into(on_meta(models.uncut if first.adapted else models.plain))
+    return Setup(
+        recipe=recipe,
+        data=data,
+        problem=Problem(
+            task,
+            partial(initialise, in_chunks(models.first, recipe.model), recipe.seed),
+            f"model {recipe.model.name}",
+            map_tensors(lambda tensor: tensor.to("meta"), inputs),
+        ),
+        steps=steps,
+        summary=summary.stored(stored_dtype(recipe.precision)),
+        special=special,
+        blank=models.cut,
+        uncut=partial(initialise, models.first, recipe.seed),
+        warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, taken)),
+        source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
+        first=first,
+        taken=taken,
+        task_line=task_line,
+        chunked=chunked,
+    )
+
+
+class _Models(NamedTuple):
+    """What builds the recipe's model, with more and more of what the recipe does to it."""
+
+    plain: Build  # as its library has it, with weights of no meaning
+    uncut: Build  # with adapters, and with what is frozen
+    cut: Build  # in chunks, too
+    first: Build  # uncut, with its first weights
+
+
+def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
+    if recipe.model.pretrained:
+        check_pretrained(recipe.model.name, recipe.model.source)
+    plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
+    uncut = partial(build_finetuned, plain, tuning)
+    pretrained = partial(plain, pretrained=recipe.model.pretrained)
+    return _Models(plain, uncut, in_chunks(uncut, recipe.model), partial(build_finetuned, pretrained, tuning, first))
+
+
+def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
+    """Try a model and the task on the samples of the smallest micro-batch, and on two in evaluation."""
+    seen = task.inputs(repeat_samples(evaluation, 2))
+    learned = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
+    check = partial(_check_task, task, example)
+    return check_model(build, name=recipe.model.name, evaluation=seen, training=learned, check=check)
+
+
+def _check_computing(
+    recipe: Recipe, task: Task, models: _Models, summary: Summary, example: Batch, evaluation: Batch
+) -> Inputs:
+    """Try the model as it is computed: by sequences in chunks, and at a low precision; return what it takes."""
+    name, dtype = recipe.model.name, computing_dtype(recipe.precision)
+    inputs = task.inputs(repeat_samples(example, 2))
+    if recipe.model.sequence_chunks > 1:
+        if summary.batchnorm:
+            raise UsageError(
+                f"recipe.model.sequence_chunks: model {name} has BatchNorm, which would normalise over a chunk; leave "
+                f"the key out, or use another model"
+            )
+        given, chunks = repeat_samples(example, 2), recipe.model.sequence_chunks
+        inputs = check_sequences(models.cut, task, given, chunks, f"model {name}")
+    if dtype is not None:
+        check_dtype(models.cut, computing_in, name=name, inputs=task.inputs(repeat_samples(evaluation, 2)), dtype=dtype)
+    return inputs
+
+
+def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[str, dict[str, Any]]:
+    """Try the optimizer with each of the settings that parameters have; return those that single ones have."""
+    special, stored = special_settings(recipe, [*summary.trained], models.cut), stored_dtype(recipe.precision)
+    for make in with_each(recipe, special):
+        check_optimizer(make, summary.dims)
+        if stored is not None:
+            check_stored(make, stored)
+    if ":" in recipe.optimizer.name:
+        check_own(recipe.optimizer.name, optimizer(recipe))
+    return special
+
+
+def _warnings(recipe: Recipe, steps: Steps, summary: Summary, first: First | None, taken: Fit | None) -> Iterator[str]:
+    if summary.batchnorm:
+        yield from few_samples(recipe, steps)
+    if first is not None and taken is not None and (taken.fresh or taken.left_over):
+        yield f"first weights from {first.place}: {taken}"
+
+
+def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
+    if recipe.batchnorm == "sync" and not summary.batchnorm:
+        raise UsageError(
+            f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that trains; leave the key out"
+        )
+    if recipe.batchnorm == "local" and summary.synchronised:
+        raise UsageError(
+            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, and recipe.batchnorm is "
+            f"local; write batchnorm: sync, to normalise over all micro-batches of a step, or give the model "
+            f"torch.nn.BatchNorm layers"
+        )
+
+
+def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
+    batch = repeat_samples(example, samples)
+    task.check(outputs, batch)
+    check_loss(task, outputs, batch)
+
+
+def evaluation_batch(recipe: Recipe) -> int:
+    """Return how many samples are evaluated at a time: if the recipe is silent, those of the largest micro-batch."""
+    return recipe.evaluation_batch or -(-recipe.batch // recipe.microbatches)
+
+
+def open_recipe_data(recipe: Recipe) -> DataSet:
+    """Open the data that a recipe names; UsageError where it is not there or does not fit what is asked."""
+    return open_data(request_of(values(recipe.data)))

@@ -1,0 +1,179 @@
+"""What a placement cannot do with a recipe, found before any process starts."""
+
+import torch
+
+from lockstep.config.placement import Placement
+from lockstep.core.devices import resolve_backend
+from lockstep.core.work import divisors
+from lockstep.device.env_flags import check_switches
+from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
+from lockstep.errors import UsageError
+from lockstep.models.operations import Refusal, find_refused_operations
+from lockstep.parallel.narrow_steps import NARROW
+from lockstep.parallel.optimizer_trials import check_rows
+from lockstep.parallel.pipeline.state import check_separable
+from lockstep.setup.build import Setup
+from lockstep.setup.examples import examples
+from lockstep.setup.external_engine import numerics_for
+from lockstep.setup.optimizing import optimizer, with_each
+from lockstep.setup.resolved import Resolved
+from lockstep.setup.strategy import check_strategy
+from lockstep.strategies.base import CutsModel, ExternalEngine
+
+
+def check_placement(resolved: Resolved, *, training: bool = True) -> None:
+    """Raise UsageError if the strategy cannot work with so many processes, or the device with the recipe.
+
+    An evaluation, without `training`, shares no steps, so it may have more processes than a step has micro-batches.
+    """
+    recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
+    on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
+    resolve_backend(placement.backend, on_gpu)
+    if not on_gpu:
+        check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
+    shares = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
+    check_strategy(resolved.strategy_name, strategy, resolved.processes, shares)
+    _check_compile(resolved)
+    if not training:
+        return
+    if placement.audit_every is not None and isinstance(strategy, ExternalEngine):
+        raise UsageError(
+            f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
+            f"or use ddp, zero1, zero2, zero3 or hsdp"
+        )
+    if placement.audit_every is not None and not strategy.traits.audits:
+        raise UsageError(
+            f"placement.audit_every: under strategy {resolved.strategy_name}, with these options, no two ranks have "
+            f"the same weights, so nothing can be compared; leave audit_every out"
+        )
+    if placement.on_corruption == "go_on" and placement.audit_every is None:
+        raise UsageError("placement.on_corruption: go_on: only audits find who is wrong; set placement.audit_every too")
+    _check_batchnorm(resolved)
+    _check_sequences(resolved)
+    if strategy.traits.cuts_rows or recipe.model.chunks > 1:
+        check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
+    if isinstance(strategy, ExternalEngine):
+        strategy.check_recipe(numerics_for(resolved), optimizer(recipe))
+
+
+def _check_compile(resolved: Resolved) -> None:
+    """Raise UsageError where a compiled model would not give the bits of one process."""
+    recipe = resolved.recipe
+    if recipe.compile and recipe.model.chunks > 1:
+        raise UsageError(
+            "recipe.compile: layers in chunks are called one chunk after the other, which torch.compile cannot follow; "
+            "set it to false, or leave recipe.model.chunks out"
+        )
+    if recipe.compile and computing_dtype(recipe.precision) is not None:
+        raise UsageError(
+            f"recipe.compile: with recipe.precision {recipe.precision} nothing has shown that a compiled model gives "
+            f"the same bits everywhere; use precision bf16 or fp16, or set recipe.compile to false"
+        )
+    if recipe.compile and not resolved.strategy.traits.compiles:
+        raise UsageError(
+            f"recipe.compile: strategy {resolved.strategy_name} takes the backward of a block apart, and a compiled "
+            f"block does it as one; use another schedule, such as 1f1b, or set it to false"
+        )
+
+
+def _check_batchnorm(resolved: Resolved) -> None:
+    """Raise UsageError where the forwards of a step cannot go through BatchNorm layers together."""
+    recipe, strategy = resolved.recipe, resolved.strategy
+    if recipe.batchnorm != "sync":
+        return
+    key, count = "recipe.batchnorm: sync", recipe.microbatches
+    if recipe.model.chunks > 1:
+        raise UsageError(f"{key}: a model in chunks is called once for each; leave recipe.model.chunks out")
+    _check_waiting(resolved, key)
+    if not strategy.traits.syncs_batchnorm:
+        raise UsageError(
+            f"{key}: under strategy {resolved.strategy_name} the forwards of a step do not reach a layer together; use "
+            f"single, ddp or zero1, or with {count} processes zero2, zero3 or hsdp"
+        )
+    if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < count:
+        raise UsageError(
+            f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch after the other, and "
+            f"{resolved.processes} processes have {count}; use as many processes as micro-batches, or ddp or zero1"
+        )
+
+
+def _check_waiting(resolved: Resolved, key: str) -> None:
+    """Raise UsageError for what forwards that wait for each other cannot do, which `key` asks for."""
+    placement = resolved.placement
+    if resolved.recipe.compile:
+        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
+    if placement.recompute != "none":
+        raise UsageError(
+            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
+            f"placement.recompute out"
+        )
+
+
+def _check_sequences(resolved: Resolved) -> None:
+    """Raise UsageError where the processes cannot share the chunks of sequences, or not compute chunks at all."""
+    recipe, strategy = resolved.recipe, resolved.strategy
+    key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
+    mesh = strategy.mesh(resolved.processes)
+    context_size = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
+    if chunks % context_size:
+        fitting = ", ".join(map(str, divisors(chunks)))
+        raise UsageError(
+            f"{key}: {context_size} processes cannot share chunks of which each sequence has {chunks}; let a replica "
+            f"have {fitting} (placement.strategy.replicate is the number of replicas), or set the key to a multiple of "
+            f"{context_size}, which is another recipe: other bits"
+        )
+    if chunks == 1:
+        return
+    if not strategy.traits.cuts_sequences:
+        raise UsageError(
+            f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
+            f"tensor, pipeline by any schedule but zero_bubble, single, zero1, ddp without compress, or mesh likewise, "
+            f"without expert"
+        )
+    if strategy.mesh(resolved.processes).shard > 1 and context_size != chunks:
+        raise UsageError(
+            f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
+            f"process has one; set context to {chunks}, or leave shard out"
+        )
+    _check_waiting(resolved, key)
+
+
+def check_cut(resolved: Resolved, ready: Setup) -> None:
+    """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
+    strategy = resolved.strategy
+    if strategy.traits.cuts_rows or ready.chunked:
+        stored = stored_dtype(ready.recipe.precision)
+        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
+            check_rows(make, resolved.strategy_name, stored)
+        for dtype in NARROW if stored is None else ():  # in which the model has weights by itself
+            if any(form.dtype == dtype for form in ready.summary.trained.values()):
+                for make in with_each(ready.recipe, ready.special):
+                    check_rows(make, resolved.strategy_name, dtype)
+    if isinstance(strategy, ExternalEngine):
+        for make in with_each(ready.recipe, ready.special)[1:]:
+            strategy.check_recipe(numerics_for(resolved), make)
+        strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
+    if isinstance(strategy, CutsModel):
+        whole = ready.recipe.compile
+        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
+        check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
+
+
+def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
+    """Return what of a training step, or of an evaluation, has no exact kernel on CUDA; no card is needed for it."""
+    example, evaluation = examples(ready.recipe, ready.data)
+    batch = example if training else evaluation
+    return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, ready.task.loss, training=training)
+
+
+def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
+    """Raise UsageError if training, or else evaluating, would compute on CUDA what is exact only elsewhere."""
+    if placement.device == "cpu" or not torch.cuda.device_count():
+        return
+    check_switches(ready.recipe.precision)
+    if found := cuda_refusals(ready, training=training):
+        listed = "".join(f"\n  {each}" for each in found)
+        raise UsageError(
+            f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"
+            f"Change these, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
+        )

@@ -1,0 +1,271 @@
+"""Compares a model in chunks with the whole model: a plan may be possible and wrong, and layers may mix positions."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.recipe import ModelConfig
+from lockstep.core.batch import Batch, Inputs, call, map_tensors, tensors_of
+from lockstep.core.shard import Chunked
+from lockstep.data.items import generators_kept
+from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.errors import UsageError, VerificationError
+from lockstep.parallel.tensor.plan import region_names
+from lockstep.setup.build import Setup
+from lockstep.setup.chunking import cut, losses_in
+from lockstep.setup.examples import examples, repeat_samples
+from lockstep.tasks.base import Task
+
+ADVICE: Final = (
+    "between a colwise and a rowwise layer each feature, or head, must be treated by itself: give the kind colwise:2 "
+    "to a layer whose outputs are split in two, such as a GLU's, count heads by heads:NAMES, or let it be whole"
+)
+# A part of the largest magnitude. Chunks add in another order, which is far less; another function is far more.
+_BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
+QUICKLY: Final = {torch.float32: 2.0**-10}
+_SAMPLES: Final = 2
+_POSITIONS: Final = 64  # of a sequence of whole numbers, to which a quick comparison shortens it
+LARGEST: Final = 250_000_000  # parameters of a model of which this host has memory for two copies before a run
+
+T = TypeVar("T")
+Bounds = Mapping[torch.dtype, float]
+Departure = tuple[str, float]  # the name of the part that differs, and by which part of the largest magnitude
+
+
+def check_plan(ready: Setup) -> list[str]:
+    """Check on two samples, in float32, that the chunks of a recipe's model compute the whole model's function.
+
+    Returns warnings. UsageError names the first layer that computes another function.
+    """
+    config, parameters = ready.recipe.model, ready.summary.parameters
+    if config.chunks == 1 and config.sequence_chunks == 1:
+        return []
+    if parameters > LARGEST:
+        return [
+            f"recipe.model: the model in chunks was not compared with the whole model, of which {parameters:,} "
+            f"parameters would be copied twice; `lockstep verify` compares them"
+        ]
+    try:
+        check_chunks(ready, quickly=True)
+        check_sequence_chunks(ready, QUICKLY)
+    except VerificationError as error:
+        raise UsageError(str(error)) from None
+    return []
+
+
+def check_chunks(ready: Setup, quickly: bool = False) -> None:
+    """Raise VerificationError if a recipe's model has other outputs in chunks of its features."""
+    config = ready.recipe.model
+    if config.chunks == 1:
+        return
+    with generators_kept(), new_tensors_dropped():
+        whole = ready.uncut().eval()
+        _, batch = examples(ready.recipe, ready.data)
+        inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
+        cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
+        found = (quick_departure if quickly else chunk_departure)(whole, cut_features, inputs)
+    if found:
+        raise VerificationError(f"recipe.model.plan: {describe(found, config.chunks)}; {ADVICE}")
+
+
+def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
+    """Raise UsageError if the whole model of a checkpoint computes another function than the chunks that were trained.
+
+    `lockstep train` did not always check plans.
+    """
+    if config.chunks == 1:
+        return
+    cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
+    with generators_kept(), new_tensors_dropped():
+        found = quick_departure(copy.deepcopy(model), cut_features, inputs)
+    if found:
+        raise UsageError(
+            f"{path}: recipe.model.plan: {describe(found, config.chunks)}; these weights were trained in chunks, "
+            f"and the whole model does not compute what they learned: `lockstep eval` computes in chunks"
+        )
+
+
+def describe(found: Departure, chunks: int) -> str:
+    """Say which part differs, and how far."""
+    return (
+        f"in {chunks} chunks {found[0] or 'the model'} computes something else than whole: its outputs differ by "
+        f"{found[1]:.2g} of the largest"
+    )
+
+
+def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
+    """Raise VerificationError if a recipe's model has another loss or gradient in chunks of its sequences."""
+    config, name = ready.recipe.model, ready.problem.name
+    if config.sequence_chunks == 1:
+        return
+    features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name) if config.chunks > 1 else _whole
+    with generators_kept(), new_tensors_dropped():
+        example, _ = examples(ready.recipe, ready.data)
+        batch = repeat_samples(example, _SAMPLES)
+        whole = ready.uncut().eval()
+        found = sequence_departure(whole, ready.task, batch, config.sequence_chunks, features, bounds)
+    if found:
+        raise VerificationError(
+            f"recipe.model.sequence_chunks: in {config.sequence_chunks} chunks {name} computes something else than "
+            f"whole: {found[0]} differs by {found[1]:.2g} of the largest value; outside of attention it must treat "
+            f"each position by itself, where position_ids place it: no convolution, pooling or shift along a sequence"
+        )
+
+
+def quick_departure(
+    whole: nn.Module,
+    cut_features: Callable[[nn.Module], object],
+    inputs: T,
+    run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
+) -> Departure | None:
+    """Do `chunk_departure` in float32 on two samples of the inputs, of which sequences of whole numbers are cropped.
+
+    If a model does not take these, it is given all.
+    """
+    first = next(iter(tensors_of(inputs)), None)
+    samples = len(first) if first is not None and first.ndim else 0
+
+    def few(tensor: Tensor) -> Tensor:
+        return tensor[:_SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
+
+    def cropped(tensor: Tensor) -> Tensor:
+        sequence = tensor.ndim == 2 and not tensor.is_floating_point()
+        return few(tensor)[:, :_POSITIONS] if sequence else few(tensor)
+
+    for select in (cropped, few):
+        try:
+            return chunk_departure(whole, cut_features, map_tensors(select, inputs), run, QUICKLY)
+        except Exception:  # a stranger's model may raise anything
+            continue
+    return chunk_departure(whole, cut_features, inputs, run, QUICKLY)
+
+
+def chunk_departure(
+    whole: nn.Module,
+    cut_features: Callable[[nn.Module], object],
+    inputs: T,
+    run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
+    bounds: Bounds = _BOUNDS,
+) -> Departure | None:
+    """Cut a copy of the model `whole` and compare their outputs, see `feature_departure`.
+
+    Parameters that are zero, as those of a last layer often are at first, would hide a difference. Both models get
+    random numbers in their place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
+    in_chunks = copy.deepcopy(whole)
+    cut_features(in_chunks)
+    return feature_departure(whole, in_chunks, inputs, run, bounds)
+
+
+def feature_departure(
+    whole: nn.Module,
+    in_chunks: nn.Module,
+    inputs: T,
+    run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
+    bounds: Bounds = _BOUNDS,
+) -> Departure | None:
+    """Return the first region, or "" for the model, that has other outputs; None if all agree.
+
+    `run` calls a model with the inputs.
+    """
+    names = [*region_names(in_chunks), ""]
+
+    def compare(given: T) -> Iterator[Departure]:
+        expected, found = (_outputs(partial(run, model, given), model, names) for model in (whole, in_chunks))
+        for name, outputs in expected.items():
+            yield name, max(map(_distance, outputs, found[name]), default=0.0)
+
+    return _first_beyond_bound((whole, in_chunks), inputs, compare, bounds)
+
+
+def _whole(_: nn.Module) -> dict[str, Chunked]:
+    """Leave a model's features whole."""
+    return {}
+
+
+def sequence_departure(
+    whole: nn.Module,
+    task: Task,
+    batch: Batch,
+    chunks: int,
+    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _whole,
+    bounds: Bounds = _BOUNDS,
+) -> Departure | None:
+    """Return what is another in chunks of sequences, the loss or a gradient; None where nothing is.
+
+    `cut_features` cuts a copy of the model into chunks of its features, in place, and returns how parameters are
+    rearranged by it.
+    """
+    in_chunks = copy.deepcopy(whole)
+    chunked = cut_features(in_chunks)
+
+    def compare(given: Batch) -> Iterator[Departure]:
+        loss, gradients = _loss_and_gradients(whole, task.loss(call(whole, task.inputs(given)), given))
+        added, found = _loss_and_gradients(in_chunks, torch.stack(losses_in(in_chunks, task, given, chunks)).sum())
+        yield "the loss", _distance(loss, added)
+        # One scale for all: a gradient that is zero but for rounding, as that of a key's bias, says nothing by itself.
+        scale = torch.stack([each.abs().max() for each in gradients.values()]).max()
+        for name, gradient in gradients.items():
+            expected = chunked[name].to_rows(gradient) if name in chunked else gradient
+            yield f"the gradient of {name}", _distance(expected, found.get(name, torch.zeros_like(expected)), scale)
+
+    return _first_beyond_bound((whole, in_chunks), batch, compare, bounds)
+
+
+def _first_beyond_bound(
+    models: Sequence[nn.Module], given: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
+) -> Departure | None:
+    """Return the first distance that rounding does not explain, in float64, or in float32 where kernels need that."""
+    for dtype, bound in bounds.items():
+        for model in models:
+            model.to(dtype)
+        inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
+        try:
+            # A distance that is not a number is beyond any bound.
+            return next(((what, distance) for what, distance in compare(inputs) if not distance <= bound), None)
+        except RuntimeError:
+            if dtype is torch.float32:
+                raise
+    return None
+
+
+def _outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
+    """Return the tensors that each of these modules of the model returned, in the order of their calls."""
+    seen: dict[str, list[Tensor]] = {}
+    hooks = [model.get_submodule(name).register_forward_hook(partial(_keep, seen, name)) for name in names]
+    with torch.no_grad():
+        run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _keep(seen: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+    seen.setdefault(name, []).extend(tensors_of(outputs))
+
+
+def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
+    found = zip(parameters, gradients, strict=True)
+    return loss.detach(), {name: gradient for name, gradient in found if gradient is not None}
+
+
+def _distance(one: Tensor, other: Tensor, scale: Tensor | None = None) -> float:
+    """Return the largest distance as a part of `scale`, else of the largest magnitude of `one`."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel() or not one.is_floating_point():
+        return 0.0
+    largest = one.abs().max() if scale is None else scale
+    return ((one - other).abs().max() / largest.clamp_min(1e-30)).item()

@@ -1,0 +1,75 @@
+"""Facts about a dataset: ranks compare them before a run, and checkpoints keep them for resuming and inference."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lockstep.core.batch import tensors_of
+from lockstep.data.base import Split
+from lockstep.errors import TrainingError, UsageError
+from lockstep.setup.build import Setup
+from lockstep.tasks.batches import targets_if_any
+from lockstep.training.checkpoint import tensorfile
+
+_CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
+
+
+def setup_facts(ready: Setup) -> dict[str, Any]:
+    """Return what shows that ranks have the same code of the user's own, and the same data.
+
+    Of the data sizes, facts, and the first and last samples of each split.
+
+    The inputs of a user's dataset are left out: they may be random, which `verify` checks.
+    """
+    own = ":" in ready.recipe.data.name
+    data = ready.data
+    splits = [split for split in (data.train, data.validation) if split is not None]
+    return {
+        "your source files": dict(ready.source),
+        "data": {
+            "number of samples": [len(split) for split in splits],
+            **data.facts,
+            "samples": [digest_ends(split, targets_only=own) for split in splits],
+        },
+    }
+
+
+def digest_ends(split: Split, targets_only: bool = False) -> str:
+    """Return a digest of the first and the last sample of a split, or of what they are to be predicted as."""
+    try:
+        batch = split.fetch(np.unique([0, len(split) - 1]), None)
+    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
+        return "unreadable"
+    tensors = tensors_of(targets_if_any(batch) if targets_only else batch)
+    return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]
+
+
+def model_facts(ready: Setup) -> dict[str, Any]:
+    """Return the facts about its data that a model needs in use; a checkpoint keeps them with the weights."""
+    chosen, facts = ready.recipe.data, ready.data.facts
+    mean, std = chosen.mean or facts.get("mean"), chosen.std or facts.get("std")
+    return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
+
+
+def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any], place: Path) -> None:
+    """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
+
+    `here` are those of the data that is here; facts that only one of them has do not count.
+    """
+    for name, before in learned.items():
+        if name in here and here[name] != before and name not in _CHOSEN:
+            found = _difference(before, here[name])
+            raise UsageError(f"{place}: of other {name}: {found}; give the data it was trained on, recipe.data.root")
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Say how two facts differ: by the first of two lists' items that does, or in their lengths."""
+    if not (isinstance(before, list) and isinstance(now, list)):
+        return f"{before!r}, and in the data here {now!r}"
+    if len(before) != len(now):
+        return f"{len(before)} of them, and the data here has {len(now)}"
+    number, (one, other) = next((n, pair) for n, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
+    return f"number {number} is {one!r}, and in the data here {other!r}"

@@ -1,0 +1,70 @@
+"""A configuration on a number of processes: what it means there is worked out once, and handed on whole."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.common.platforms import usable_cores
+from lockstep.config.load import Loaded
+from lockstep.config.placement import Placement
+from lockstep.config.recipe import Recipe
+from lockstep.config.run import RunConfig
+from lockstep.config.schema import Config
+from lockstep.core.devices import SHARING, check_cuda
+from lockstep.errors import UsageError
+from lockstep.setup.strategy import find_strategy
+from lockstep.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A valid configuration, the number of processes that share it, and the strategy that they do it by."""
+
+    loaded: Loaded
+    processes: int
+    strategy_name: str
+    strategy: Strategy
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is computed."""
+        return self.loaded.config.recipe
+
+    @property
+    def placement(self) -> Placement:
+        """Where and how fast."""
+        return self.loaded.config.placement
+
+    @property
+    def run(self) -> RunConfig:
+        """What is kept."""
+        return self.loaded.config.run
+
+
+def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
+    """Return what a configuration means on so many processes; left out, as many as it asks for on this machine.
+
+    More than there are devices for, and a strategy that cannot be made, raise UsageError.
+    """
+    count = local_processes(loaded.config) if processes is None else processes
+    name, strategy = find_strategy(loaded.config.placement, count)
+    return Resolved(loaded, count, name, strategy)
+
+
+def local_processes(config: Config) -> int:
+    """Return how many local processes the placement means; more than there is work or devices for raise UsageError."""
+    placement = config.placement
+    gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
+    check_cuda(placement.device, gpus)
+    if placement.processes == "auto":
+        if placement.strategy.name == "single":
+            return 1
+        cores = usable_cores() // config.recipe.threads
+        return max(1, min(gpus or cores, config.recipe.microbatches))
+    if gpus and placement.processes > gpus and placement.backend != "gloo":
+        see = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"
+        raise UsageError(
+            f"placement.processes: {placement.processes} processes but {see}; "
+            f"use at most {gpus}, or placement.device=cpu, or {SHARING}"
+        )
+    return placement.processes

@@ -1,0 +1,339 @@
+"""Whether a checkpoint belongs to a run: its recipe, how far it came, and what follows from these.
+
+Hashes find damage, but not a checkpoint of another run, or one written to deceive. So what the recipe decides is worked
+out again and compared: every tensor's name, shape and dtype, the optimizer's slots and numbers, the loss scale. What a
+trained tensor holds follows from nothing but training; against changes there is run.key_file (docs/security.md).
+"""
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.config import load as loading
+from lockstep.config.base import values
+from lockstep.config.load import CONFIG, comparable
+from lockstep.config.recipe import Recipe
+from lockstep.config.run import RunConfig
+from lockstep.core.precision import SCALED
+from lockstep.core.shard import local_tensor
+from lockstep.device.precision import loss_scaler
+from lockstep.errors import UsageError
+from lockstep.models.check import Form
+from lockstep.parallel.engine import State
+from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.optimizer_state import optimizer_state
+from lockstep.parallel.optimizer_step import keep_ratios
+from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.setup.build import Setup
+from lockstep.setup.data_facts import check_facts
+from lockstep.training.checkpoint import saved_state, store
+from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
+from lockstep.training.checkpoint.signing import read_key
+from lockstep.training.checkpoint.store import Snapshot
+
+_SHOWN: Final = 8  # problems of a checkpoint
+
+
+def signing_key(run: RunConfig) -> bytes | None:
+    """Return the key that the run's checkpoints are signed with, if it names one."""
+    return read_key(Path(run.key_file)) if run.key_file is not None else None
+
+
+def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
+    """Read the checkpoint that the run goes on from. All ranks call it."""
+    manifest = store.manifest(path, key)
+    # Where hosts have run folders of their own, another run's may lie at the same place.
+    rendezvous.compare({str(path): asdict(manifest)})
+    return manifest, store.read(path, key)
+
+
+def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
+    """Return a line for each key in which two recipes differ; data may have moved."""
+    return loading.differences(comparable(values(before)), comparable(values(now)))
+
+
+def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
+    """Raise UsageError with the differing keys if the run at `place` has another recipe."""
+    lines = recipe_differences(before, now)
+    if not lines:
+        return
+    if (place / CONFIG).exists():  # a run folder, not a checkpoint
+        resuming = shlex.join(["lockstep", "train", str(place / CONFIG), f"run.dir={place}"])
+        lines.append(f"{resuming} goes on with it")
+    if (before.epochs, before.steps) != (now.epochs, now.steps):
+        lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
+    raise UsageError(
+        "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
+    )
+
+
+def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
+    """Return the recipe that the checkpoint `path` was made by."""
+    recipe = saved_state.parse_state(path, snapshot.state).recipe
+    if "loop" in recipe:
+        raise UsageError(
+            f"{path}: of a loop of one's own, and no recipe; its script goes on with it, and "
+            f"lockstep.load(..., model=...) gives its model"
+        )
+    try:
+        return Recipe.model_validate(recipe)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SHOWN]]
+        raise UsageError("\n".join([f"{path}: its recipe is none of this version:", *lines])) from None
+
+
+def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
+    """Return the state from which the run `ready` goes on. UsageError where the checkpoint cannot be of that run."""
+    check_recipe(path, checkpoint_recipe(path, snapshot), ready.recipe)
+    state = evaluation_state(path, snapshot, ready)
+    start = ready.recipe.start
+    before = start.updates or 0 if start is not None else 0
+    updates = before + state.progress.step - state.progress.skipped_steps
+    problems = [
+        *_optimizer_problems(snapshot.optimizer, state, ready, updates),
+        *_loss_scale_problems(state, ready),
+        *_feedback_problems(snapshot.feedback or {}, ready),
+    ]
+    _refuse(path, problems)
+    return state
+
+
+def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
+    """Return the state, as `resume_state` does, as far as an evaluation needs it: the optimizer is not looked at."""
+    state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
+    check_facts(ready.data.facts, state.data, path)
+    may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
+    problems = [
+        *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
+        *_forms_problems("model", _forms(snapshot.model), ready.summary.tensors),
+        *_average_problems(snapshot, ready),
+    ]
+    _refuse(path, problems)
+    return state
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise UsageError where tensors of the checkpoint `path` have other names or shapes than those of a model."""
+    dtypes = {name: found.get(name, each).dtype for name, each in expected.items()}  # an average may be in a wider one
+    forms = {name: Form(tuple(each.shape), dtypes[name]) for name, each in expected.items()}
+    _refuse(path, list(_forms_problems("model", _forms(found), forms)))
+
+
+def feedback_lost(before: Snapshot, now: State) -> list[str]:
+    """Return a line where what a checkpoint's ranks held back of their gradients is not taken over."""
+    if before.feedback is None or now.feedback is not None:
+        return []
+    return [
+        "the checkpoint has what its ranks held back of their gradients, by compress=powersgd; this placement takes no "
+        "such thing, and the run goes on without it"
+    ]
+
+
+def check_first(ready: Setup) -> None:
+    """Raise UsageError where the run cannot begin from the checkpoint that gives its first weights."""
+    first = ready.first
+    if first is None or first.found is None or first.state is None:
+        return
+    check_facts(ready.data.facts, first.decisive, first.found.path)
+    if first.optimizer:
+        tensors, saved = first.found.snapshot.optimizer, first.state.engine.optimizer
+        problems = list(_optimizer_forms_problems(tensors, saved, *_trial(ready, steps=1)))
+        if problems:
+            advice = "take its weights alone, with run.start_from.optimizer=false"
+            text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
+            raise UsageError("\n".join([text, *problems[:_SHOWN]]))
+
+
+def check_beginning(ready: Setup) -> None:
+    """Raise UsageError where a run cannot begin: its first weights are gone, or its data can be read in two ways."""
+    recipe = ready.recipe
+    if ready.data.question:
+        raise UsageError(ready.data.question)
+    if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
+        raise UsageError(
+            "first weights: they are not where they were when the run first started, and it saved no checkpoint; put "
+            "them back, or choose another run.dir"
+        )
+
+
+def continuation_state(ready: Setup, now: State) -> State:
+    """Return the state of a run that begins with all of another's: `now` is what this one has before.
+
+    The numbers of the optimizer's groups that count are the other's; rates, decay and the like are the recipe's.
+    """
+    first = ready.first
+    assert first is not None
+    assert first.found is not None
+    assert first.state is not None
+    snapshot, state = first.found.snapshot, first.state
+    optimizer = state.engine.optimizer
+    _, fresh = _trial(ready, steps=0)
+    _, moved = _trial(ready, steps=1)
+    groups = [
+        {name: own.get(name, value) if not _same(value, last.get(name)) else value for name, value in before.items()}
+        for own, before, last in zip(optimizer.groups, fresh["groups"], moved["groups"], strict=True)
+    ]
+    own = now.scalars["loss_scale"]
+    moves = ready.recipe.loss_scale.static is None
+    scale = state.engine.loss_scale if moves and state.engine.loss_scale.keys() == own.keys() else own
+    return State(
+        model=dict(snapshot.model),
+        optimizer=dict(snapshot.optimizer),
+        ema=None if snapshot.ema is None or now.ema is None else dict(snapshot.ema),
+        scalars={"optimizer": {"slots": dict(optimizer.slots), "groups": groups}, "loss_scale": dict(scale)},
+    )
+
+
+def _refuse(path: Path, problems: Sequence[str]) -> None:
+    if not problems:
+        return
+    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    raise UsageError(
+        "\n".join([f"{path}: not a checkpoint of this run, though its hashes are right:", *problems[:_SHOWN], *more])
+    )
+
+
+def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
+    return {name: Form(tuple(local_tensor(held).shape), local_tensor(held).dtype) for name, held in tensors.items()}
+
+
+def _forms_problems(what: str, found: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
+    yield from _differing(what, {*found}, {*expected})
+    for name in sorted(found.keys() & expected.keys()):
+        if found[name] != expected[name]:
+            yield f"{what}: {name} is {found[name]}, in this run {expected[name]}"
+
+
+def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
+    if (snapshot.ema is None) != (ready.recipe.ema is None):
+        yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
+    elif snapshot.ema is not None:
+        averages = {name: form.as_average() for name, form in ready.summary.tensors.items()}
+        yield from _forms_problems("averaged weights", _forms(snapshot.ema), averages)
+
+
+def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
+    """Compare the elements of what is kept of parameters, for each rank there was, with those of the parameters."""
+    for name, held in tensors.items():
+        owner, _, slot = name.rpartition("/")
+        shape = tuple(local_tensor(held).shape)
+        form = ready.summary.trained.get(owner)
+        if form is None or slot not in ("error", "factor"):
+            yield f"feedback: {name} is none of this run's"
+        elif slot == "error" and math.prod(shape[1:]) != math.prod(form.shape):
+            yield f"feedback: {name} is {shape}, and {owner} in this run {form.shape}"
+
+
+def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
+    """Compare with an optimizer over parameters of the same shapes that has made one update, or none if none was."""
+    _, numbers = _trial(ready, steps=0)
+    expected, after = _trial(ready, steps=min(updates, 1))
+    optimizer = state.engine.optimizer
+    yield from _optimizer_forms_problems(tensors, optimizer, expected, after)
+    if len(optimizer.groups) != len(after["groups"]):
+        return
+    # Of a group's numbers some count updates; the others follow from the recipe. One that is missing was not known to
+    # the version of torch that wrote it.
+    for number, (own, first, last) in enumerate(zip(optimizer.groups, numbers["groups"], after["groups"], strict=True)):
+        place = f"optimizer: group {number}"
+        yield from _differing(place, {*own}, {*own} & {*last})
+        for name in sorted(own.keys() & last.keys()):
+            if name in first and _same(first[name], last[name]) and not _same(own[name], last[name]):
+                yield f"{place}: {name} is {own[name]}, in this run {last[name]}"
+    counts = {**_scalars(tensors), **_flat(optimizer.slots, optimizer.groups)}
+    yield from _count_problems(counts, expected, after, updates)
+
+
+def _optimizer_forms_problems(
+    tensors: Mapping[str, Any], optimizer: SavedOptimizer, expected: Mapping[str, Tensor], after: Mapping[str, Any]
+) -> Iterator[str]:
+    """Compare the tensors, slots and groups with those that an optimizer has `after` its updates."""
+    yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
+    yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
+    if len(optimizer.groups) != len(after["groups"]):
+        yield f"optimizer: {len(optimizer.groups)} groups of parameters, in this run {len(after['groups'])}"
+
+
+def _count_problems(
+    found: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
+) -> Iterator[str]:
+    """Compare the optimizer's own counts of its updates, if they are 1 after the first, with those of the run."""
+    once = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
+    for name, value in sorted(found.items()):
+        if name.rpartition("/")[2] == "step" and once.get(name) == 1 and value != updates:
+            yield f"optimizer: {name} is {value}, after {updates} updates"
+        elif value is not None and not math.isfinite(value):
+            yield f"optimizer: {name} is {value}"
+
+
+def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
+    recipe, found = ready.recipe, state.engine.loss_scale
+    scale = recipe.loss_scale
+    of_recipe = (scale.initial, scale.growth_interval, scale.static)
+    expected = loss_scaler(recipe.precision, torch.device("cpu"), *of_recipe).state_dict()
+    yield from _differing("loss scale", {*found}, {*expected})
+    if found.keys() != expected.keys() or not expected:
+        return
+    fixed = [name for name in expected if name not in ("scale", "_growth_tracker")]
+    for name in fixed:
+        if found[name] != expected[name]:
+            yield f"loss scale: {name} is {found[name]}, in this run {expected[name]}"
+    if scale.static is not None:
+        if (found["scale"], found["_growth_tracker"]) != (scale.static, 0):
+            yield f"loss scale: {found['scale']}, in this run {scale.static} at each step"
+        return
+    ratio = found["scale"] / scale.initial
+    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # doubled and halved, nothing else
+        yield f"loss scale: {found['scale']} is not {scale.initial} times a power of two"
+    if found["_growth_tracker"] not in range(scale.growth_interval):
+        yield f"loss scale: {found['_growth_tracker']} steps since it grew, at most {scale.growth_interval - 1}"
+
+
+def _differing(what: str, found: set[str], expected: set[str]) -> Iterator[str]:
+    yield from (f"{what}: {name} is none of this run's" for name in sorted(found - expected))
+    yield from (f"{what}: {name} is missing" for name in sorted(expected - found))
+
+
+def _same(one: object, other: object) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
+    plain = {name: local_tensor(held) for name, held in tensors.items()}
+    return {name: float(each) for name, each in plain.items() if not each.ndim and each.device.type != "meta"}
+
+
+def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all numbers of an optimizer by name, those of groups as optimizer_state names their tensors."""
+    of_groups = {f"group {number}/{name}": value for number, each in enumerate(groups) for name, value in each.items()}
+    return {**slots, **of_groups}
+
+
+def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of a new optimizer after so many steps: by shapes alone, in memory only where that fails."""
+    try:
+        return _after_steps(ready, steps, "meta")
+    except Exception:  # some read values as they step
+        return _after_steps(ready, steps, "cpu")
+
+
+def _after_steps(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    trained = [
+        (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
+        for name, form in ready.summary.trained.items()
+    ]
+    optimizer = ready.optimizer(trained, whole_norms)
+    keep_ratios(optimizer)
+    for _ in range(steps):
+        for _, parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        cast(Any, optimizer).step()
+    return optimizer_state(trained, optimizer)

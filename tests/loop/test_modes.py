@@ -1,0 +1,92 @@
+"""Modes of modules that a loop sets between steps: a resumed run has them, too."""
+
+from pathlib import Path
+from typing import Any
+
+import loops
+import pytest
+from test_joined import assert_resumes, joined
+from torch import nn
+
+import lockstep
+from lockstep.loop.modes import Modes
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def switched_once(run: Any, last: int) -> None:
+    """Train six steps, the last three in evaluation mode but for the first layer; save after the fourth."""
+    model, _ = loops.placed(run)
+    model.train()
+    for step in loops.computed(run, model, epochs=2):
+        if step.number == 3:
+            model.eval()
+            model[0].train()
+        step.update()
+        if step.number == last:
+            break
+
+
+def test_modes_that_a_loop_set_once_come_back_with_a_checkpoint(tmp_path: Path) -> None:
+    assert_resumes(switched_once, tmp_path)
+
+
+def switched_between_loops(run: Any, last: int) -> None:
+    """Train an epoch, and a second one in evaluation mode."""
+    model, _ = loops.placed(run)
+    for epochs in (1, 2):
+        for step in loops.computed(run, model, epochs=epochs):
+            step.update()
+            if step.number == last:
+                return
+        model.train(mode=epochs != 1)
+        if epochs == 1:
+            model[3].train()  # its dropout
+
+
+def test_modes_that_a_script_sets_between_two_loops_come_back(tmp_path: Path) -> None:
+    assert_resumes(switched_between_loops, tmp_path)
+
+
+def saved_before_a_switch(run: Any, at_head: bool) -> None:
+    model, _ = loops.placed(run)
+    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=1):
+        if at_head:
+            model.train()
+        for batch in step:
+            step.backward(sum=loops.loss(model, batch))
+        step.update()
+        if step.number == 2:
+            run.save()
+            model.eval()
+
+
+def test_a_mode_that_is_set_after_a_save_is_refused_unless_each_step_sets_it(tmp_path: Path) -> None:
+    with joined(tmp_path / "a") as run:
+        saved_before_a_switch(run, at_head=True)
+    text = r"step 3: .* was put into evaluation after run\.save, so that .*test_own_modes\.py:\d+\); set modes first"
+    with pytest.raises(lockstep.UsageError, match=text), joined(tmp_path / "b") as run:
+        saved_before_a_switch(run, at_head=False)
+
+
+def test_a_checkpoint_of_an_earlier_version_leaves_modes_alone() -> None:
+    model, warnings = loops.net(), []
+    kept = Modes(model, [])
+    model[1].eval()
+    kept.load(None, None, warnings.append)
+    kept.restore()
+    assert not model[1].training
+    assert warnings == []
+
+
+def test_modes_that_differ_at_place_from_those_the_run_began_with_are_warned_of() -> None:
+    model, warnings = loops.net(), []
+    model.eval()
+    kept = Modes(model, ["1"])
+    kept.load(["0"], [], warnings.append)
+    kept.restore()
+    assert modes(model) == [True, False, True, True, True, True]
+    [warning] = warnings
+    assert "in another mode than when the run began" in warning

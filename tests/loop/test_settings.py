@@ -1,0 +1,56 @@
+"""What lockstep.join is told: wrong words are refused all at once, with the line, and none is taken silently."""
+
+import re
+
+import pytest
+
+import lockstep
+from lockstep.loop.settings import Settings, settings
+
+
+def given(
+    seed: int = 0, dir: str | None = None, precision: str = "fp32", placement: object = None, run: object = None
+) -> Settings:
+    return settings(seed, dir, precision, 1, placement, run)  # type: ignore[arg-type]
+
+
+def test_sections_are_those_of_a_configuration():
+    found = given(dir="a", placement={"workers": 2}, run={"sinks": ["csv"], "keep": 1})
+    assert (found.run.dir, found.run.keep, found.run.sinks[0].name) == ("a", 1, "csv")
+    assert found.placement.workers == 2
+    assert given(placement=lockstep.Placement(timeout_s=5)).placement.timeout_s == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"seed": -1}, "seed: expected at least 0; got -1"),
+        ({"precision": "bf16-mixed"}, "precision: bf16-mixed is called bf16 here"),
+        ({"precision": "fp64"}, "precision: expected one of fp32, "),
+        (
+            {"placement": {"timeot_s": 5}},
+            "placement.timeot_s: unknown key; did you mean 'timeout_s' or 'stall_timeout_s'?",
+        ),
+        ({"placement": {"strategy": "zero3"}}, "placement.strategy: not for a loop of your own; give it to run.place"),
+        (
+            {"placement": lockstep.Placement(on_corruption="go_on")},
+            "placement.on_corruption: not for a loop of your own; your script cannot start itself without a rank",
+        ),
+        ({"run": {"save_every": {"steps": 5}}}, "run.save_every: not for a loop of your own; call run.save()"),
+        (
+            {"dir": "s3://bucket/a"},
+            "run.dir: an address (s3://), and a run is kept in a folder; give a folder of this host",
+        ),
+        ({"run": {"sinks": ["cvs"]}}, "run.sinks.0.name: no such sink; did you mean 'csv'?"),
+        ({"run": {"resume": "never"}}, "run.resume: not for a loop of your own; a run goes on with what is in dir"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_line(words, text):
+    with pytest.raises(lockstep.UsageError, match=r"^\S*test_own_settings\.py:\d+  " + re.escape(text)):
+        given(**words)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(lockstep.UsageError) as refused:
+        given(seed=-1, placement={"workers": -1}, run={"kepp": 1})
+    assert len(str(refused.value).splitlines()) == 3

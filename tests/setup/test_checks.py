@@ -1,0 +1,118 @@
+"""What would not be exact on CUDA is refused before a run there; what a placement cannot do, and models do not fit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config.load import load
+from lockstep.errors import UsageError
+from lockstep.setup.build import numerics_of, setup
+from lockstep.setup.checks import check_kernels, check_placement, cuda_refusals
+from lockstep.setup.resolved import resolve
+
+MODEL = """
+from torch import nn
+
+def pooled(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, num_classes))
+
+def synced(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.SyncBatchNorm(8), nn.Linear(8, num_classes))
+"""
+
+SYNC = "recipe.batchnorm=sync"
+
+
+@pytest.fixture
+def pooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "its_pools.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "recipe.model.name=its_pools:pooled"
+
+
+def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED"):
+        monkeypatch.delenv(name, raising=False)
+    config = load("digits", [pooled]).config
+    ready = setup(config.recipe)
+    check_kernels(config.placement, ready)  # there is no card
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"its_pools:pooled: on CUDA .*\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
+        check_kernels(config.placement, ready)
+    check_kernels(config.placement, ready, training=False)  # which has no backward
+    check_kernels(load("digits", [pooled, "placement.device=cpu"]).config.placement, ready)
+
+
+def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("digits", []).config
+    ready = setup(config.recipe)
+    assert cuda_refusals(ready) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
+        check_kernels(config.placement, ready)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            ["placement.strategy=pipeline", "placement.processes=2"],
+            "strategy pipeline .* do not reach a layer together",
+        ),
+        (["placement.strategy={name: mesh, pipe: 2}", "placement.processes=2"], "use single, ddp or zero1, or with 4"),
+        (["placement.strategy=zero3", "placement.processes=2"], "2 processes have 4; use as many processes as micro"),
+        (["placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4"], ""),
+        (["placement.strategy=zero1", "placement.processes=3"], ""),
+        (["recipe.compile=true"], "cannot wait in its middle .* set recipe.compile to false"),
+        (["recipe.model.chunks=2"], "leave recipe.model.chunks out"),
+        (["placement.recompute=full"], "leave placement.recompute out"),
+    ],
+)
+def test_where_forwards_cannot_go_together_batchnorm_cannot_be_synced(asked: list[str], text: str) -> None:
+    resolved = resolve(load("digits", [SYNC, "recipe.microbatches=4", "placement.device=cpu", *asked]))
+    if text:
+        with pytest.raises(UsageError, match=rf"^recipe.batchnorm: sync: .*{text}"):
+            check_placement(resolved)
+    else:
+        check_placement(resolved)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ("local", "its_pools:synced: 2 is a torch.nn.SyncBatchNorm, .* write batchnorm: sync"),
+        ("sync", ""),
+        ("frozen", ""),
+    ],
+)
+def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: str, asked: str, text: str) -> None:
+    recipe = load("digits", [pooled.replace("pooled", "synced"), f"recipe.batchnorm={asked}"]).config.recipe
+    if text:
+        with pytest.raises(UsageError, match=text):
+            setup(recipe)
+    else:
+        assert numerics_of(setup(recipe).recipe).sync_batchnorm is (asked == "sync")
+
+
+def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:
+    for asked, text in {
+        "sync": "no BatchNorm layer that trains",
+        "frozen": "no BatchNorm layer; leave the key",
+    }.items():
+        with pytest.raises(UsageError, match=text):
+            setup(load("digits", [pooled, f"recipe.batchnorm={asked}"]).config.recipe)
+
+
+def test_one_sample_in_each_micro_batch_is_enough_where_the_step_has_more(pooled: str) -> None:
+    few = [
+        pooled.replace("pooled", "synced"),
+        SYNC,
+        "recipe.last_batch=drop",
+        "recipe.batch=4",
+        "recipe.microbatches=4",
+    ]
+    assert setup(load("digits", few).config.recipe).warnings == ()
+    warned = setup(load("digits", [*few[:3], "recipe.batch=2", "recipe.microbatches=2"]).config.recipe).warnings
+    assert "BatchNorm normalises over a step, which has only 2 samples" in warned[0]

@@ -1,0 +1,71 @@
+"""First weights: what is said of those that cannot be had, before anything is started."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from lockstep.config.base import values
+from lockstep.config.load import Loaded, comparable, load
+from lockstep.errors import UsageError
+from lockstep.setup.first_weights import load_first_weights, weights_record
+from lockstep.training.checkpoint import store
+
+TENSORS = {"weight": torch.arange(4.0), "bias": torch.ones(2)}
+SHA256 = store.weights_sha256(TENSORS)
+
+
+@pytest.fixture(autouse=True)
+def _files(here: Path) -> None:
+    safetensors.torch.save_file(TENSORS, "file.safetensors")
+    Path("empty").mkdir()
+    Path("broken/checkpoints/step-00000001").mkdir(parents=True)
+
+
+def loaded(*overrides: str) -> Loaded:
+    return load("digits", overrides)
+
+
+def test_what_they_are_becomes_part_of_the_recipe_and_where_they_lie_does_not() -> None:
+    found, first = load_first_weights(loaded("recipe.model.weights=file.safetensors"))
+    weights = found.config.recipe.model.weights
+    assert (weights.sha256, weights.path) == (SHA256, "file.safetensors")
+    assert first.tensors.keys() == TENSORS.keys()
+    Path("file.safetensors").rename("moved.safetensors")
+    moved, _ = load_first_weights(loaded("recipe.model.weights=moved.safetensors"))
+    assert comparable(values(moved.config.recipe)) == comparable(values(found.config.recipe))
+    assert weights_record(found.config.recipe, None, None) == {"sha256": SHA256}
+
+
+def test_without_any_nothing_is_opened() -> None:
+    plain = loaded()
+    assert load_first_weights(plain) == (plain, None)
+    assert weights_record(plain.config.recipe, None, None) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["recipe.model.weights=nowhere"], "nowhere: not found"),
+        (["recipe.model.weights=empty"], "empty: no weights in it"),
+        (["recipe.model.weights=broken"], "broken"),
+        (["recipe.model.weights={fresh: a}"], "recipe.model.weights.path: missing"),
+        (["recipe.model.weights={path: file.safetensors, ema: true}"], "weights.ema: file.safetensors is no run"),
+        (["recipe.model.weights={path: file.safetensors, prefix: other}"], "no name begins with 'other'"),
+        (
+            [f"recipe.model.weights={{path: file.safetensors, sha256: '{'0' * 64}'}}"],
+            f"the tensors of file.safetensors have SHA-256 {SHA256}, not {'0' * 64}",
+        ),
+        (["recipe.model.weights=file.safetensors", "run.start_from=a"], "run.start_from gives first weights too"),
+        (["recipe.model.weights=file.safetensors", "recipe.model.pretrained=true"], "pretrained gives first weights"),
+        (["run.start_from=nowhere"], "nowhere: not found"),
+        (["run.start_from=file.safetensors"], "file.safetensors: is a file; give a run folder"),
+        ([f"recipe.start={{weights_sha256: '{SHA256}'}}"], "name that run in run.start_from"),
+        (["recipe.model.weights=nowhere", "run.dir=empty"], "nowhere: not found"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        load_first_weights(loaded(*words))
+    assert text in str(error.value)
