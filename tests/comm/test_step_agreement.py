@@ -12,7 +12,7 @@ pytestmark = pytest.mark.worlds
 def noted(world: World) -> str:
     world.note({"lr": 7})
     world.agree_to_stop(0)
-    world.note({"lr": 8 + world.rank, "clip": None})
+    world.note({"lr": 8 + world.rank, "clip": None}, "loop.py:9")
     world.agree_to_stop(1)
     world.note({})
     with pytest.raises(UsageError) as refused:
@@ -63,7 +63,7 @@ def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
 
 def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
     [found] = {*worlds.run(2, noted)}
-    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8; let it follow from step.number")
+    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8 (loop.py:9); let it follow from step.number")
     [found] = {*worlds.run(3, noted_more)}
     assert found.startswith("clip: rank 2 differs from rank 0: null, not 7; ")
 

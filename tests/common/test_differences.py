@@ -19,6 +19,12 @@ def test_hosts_that_do_not_matter_are_not_named() -> None:
     ]
 
 
+def test_the_line_of_the_script_is_named_before_the_advice() -> None:
+    assert differences({0: {"lr": 1}, 1: {"lr": 2}}, [], "sort them", "loop.py:9") == [
+        "lr: rank 1 differs from rank 0: 2, not 1 (loop.py:9); sort them"
+    ]
+
+
 def test_a_fact_that_rank_0_does_not_have_is_one_and_what_is_no_number_is_none() -> None:
     facts = {0: {"loss": float("nan")}, 1: {"loss": float("nan"), "of": "critic"}}
     assert differences(facts, []) == ["of: rank 1 differs from rank 0: critic, not null; start all ranks with the same"]

@@ -108,6 +108,36 @@ def test_what_a_script_keeps_comes_back_and_a_loop_that_it_leaves_is_done(tmp_pa
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000009")  # as if it had not come to its end
 
 
+def counting_late(run: Any, changes: Callable[[dict[str, Any]], object]) -> None:
+    model, _ = loops.placed(run)
+    for step in loops.computed(run, model, epochs=1):
+        run.state["steps"] = step.number
+        step.update()
+        if step.number == 2:
+            run.save()
+            changes(run.state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda state: state.update(late=1),
+        lambda state: state.clear(),
+        lambda state: state.update(late=torch.ones(1)),
+    ],
+)
+def test_a_state_that_is_changed_after_a_save_is_refused_with_the_line_of_that(tmp_path, changes):
+    text = r"step 2: run\.state was changed after run\.save, .* \(.*test_joined\.py:\d+\); change run\.state first"
+    with pytest.raises(lockstep.UsageError, match=text), joined(tmp_path / "run") as run:
+        counting_late(run, changes)
+
+
+def test_a_state_that_is_the_same_after_a_save_is_taken(tmp_path):
+    with joined(tmp_path / "run") as run:
+        counting_late(run, lambda state: state.update(steps=2))
+    assert run.state == {"steps": 3}
+
+
 @pytest.mark.parametrize("value", [torch.ones(3), {3: 7}, {3: 7, "a": 1}, (1, 2)])
 def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path, value):
     with joined(tmp_path / "run") as run:

@@ -1,10 +1,13 @@
 """Modes of modules that a loop sets between steps: a resumed run has them, too."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import loops
 import pytest
+import worlds
+from loop_ends import ended
 from test_joined import assert_resumes, joined
 from torch import nn
 
@@ -69,6 +72,46 @@ def test_a_mode_that_is_set_after_a_save_is_refused_unless_each_step_sets_it(tmp
     text = r"step 3: .* was put into evaluation after run\.save, so that .*test_own_modes\.py:\d+\); set modes first"
     with pytest.raises(lockstep.UsageError, match=text), joined(tmp_path / "b") as run:
         saved_before_a_switch(run, at_head=False)
+
+
+def nested() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Dropout()), "ab": nn.Dropout()})
+
+
+@pytest.mark.parametrize(
+    ("resting", "text"),
+    [
+        ([], "none"),
+        (["a.1"], "a.1"),
+        (["a.0", "ab"], "a.0, ab"),
+        (["a", "a.0", "a.1"], "a"),
+        (["a", "a.1"], "a without its parts, a.1"),
+        ([""], "the model without its parts"),
+        (["", "a", "a.0", "a.1", "ab"], "the whole model"),
+    ],
+)
+def test_a_summary_names_the_outermost_modules_in_evaluation_mode(resting: list[str], text: str) -> None:
+    model = nested()
+    for name, module in model.named_modules():
+        module.training = name not in resting
+    assert Modes(model, []).summary() == text
+
+
+def resting_elsewhere(run: Any) -> None:
+    """Put one layer into evaluation mode on each rank, another one on rank 1."""
+    model, _ = loops.placed(run)
+    for step in loops.computed(run, model, epochs=1):
+        step.update()
+        model[[3, 1][run.rank]].eval()
+
+
+@pytest.mark.worlds
+def test_ranks_that_have_other_modules_in_evaluation_mode_are_refused() -> None:
+    text = (
+        r"step.update: modules in evaluation mode: rank 1 differs from rank 0: 1, not 3 \(.*test_own_modes.py:\d+\); "
+    )
+    for found in worlds.run(2, ended, "ddp", resting_elsewhere):
+        assert re.match(text, found)
 
 
 def test_a_checkpoint_of_an_earlier_version_leaves_modes_alone() -> None:

@@ -85,7 +85,9 @@ def clipped_by_tensors(run: Any) -> None:
 
 def test_updates_that_differ_in_the_last_step_alone_are_refused_at_the_end() -> None:
     [found] = {*worlds.run(2, ended, "ddp", clipped_apart)}
-    assert found.startswith("step.update: clip: rank 1 differs from rank 0: 2.0, not null; let it follow from")
+    assert found.startswith(
+        "step.update: clip: rank 1 differs from rank 0: 2.0, not null (tests/loop/test_own_places.py:"
+    )
     assert worlds.run(2, ended, "ddp", clipped_by_tensors) == worlds.run(1, ended, "single", clipped_by_tensors) * 2
 
 

@@ -1,5 +1,6 @@
 """Blocks are what stands in plain containers; nothing that shares a parameter with the rest, and no part of a block."""
 
+import pytest
 import timm
 import torch
 import torchvision
@@ -49,6 +50,25 @@ class Tied(nn.Module):
 
 def test_blocks_that_share_a_parameter_are_none() -> None:
     assert names(Tied()) == ["blocks.1"]
+
+
+class Shared(nn.Module):
+    """Its first block has a second name, by which its parts are in a container of the model's."""
+
+    def __init__(self, earlier: bool) -> None:
+        super().__init__()
+        block = Block()
+        if earlier:
+            self.again = block
+        self.blocks = nn.ModuleList([block, Block()])
+        if not earlier:
+            self.again = block
+        self.others = nn.ModuleList([self.blocks[1]])
+
+
+@pytest.mark.parametrize(("earlier", "first"), [(False, "blocks.0"), (True, "again")])
+def test_blocks_with_a_second_name_are_blocks_once_and_as_a_whole(earlier: bool, first: str) -> None:
+    assert sorted(names(Shared(earlier))) == sorted([first, "blocks.1"])
 
 
 def test_a_model_without_containers_has_no_blocks() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.comm import older_fsdp
-from lockstep.comm.gathers import Gathers
+from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, Gathers
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
@@ -238,11 +238,7 @@ class Sharded:
         if _in_backward():
             return
         if not self._forwards_under_way:
-            raise refusal(
-                f"{self.names[unit]} is called by itself, and its weights are in rows, which the placed model gathers",
-                "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp "
-                "or zero1",
-            )
+            raise refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
         # autocast keeps the casts of weights that a call without a gradient makes first, and the nodes of these casts:
         # they are older than those of the later call, and autograd comes to them after all units in between.
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):

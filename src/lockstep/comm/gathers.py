@@ -18,6 +18,11 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 _NONE: Final = -1
+# What is said of a module that is called outside of the forward that gathers it.
+CALLED_ALONE: Final = "is called by itself, and its weights are in rows, which the placed model gathers"
+CALL_THE_MODEL: Final = (
+    "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp or zero1"
+)
 
 
 @final

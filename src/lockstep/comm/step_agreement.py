@@ -27,14 +27,16 @@ class StepAgreement:
         self._sent: tuple[Tensor, Any] | None = None
         self._level = 0  # that the last exchange found
         self.facts: dict[str, Any] = {}  # that have to be the same on all ranks
-        self.compared = self.facts  # those of the last exchange
+        self.where = ""  # the line of the user's code that they are of
+        self.compared, self.compared_where = self.facts, ""  # those of the last exchange
         self.figures: dict[str, float] = {}  # that should be, where a rank has some
         self.figures_differ = False  # those of the last exchange
 
     def exchange(self, level: int) -> int:
         """Begin an exchange after a step, and return the highest level of the last one, which is settled."""
         agreed, self._level = self._level, 0
-        self.compared, self._sent = self.facts, self._reduce(level, 0)
+        self.compared, self.compared_where = self.facts, self.where
+        self._sent = self._reduce(level, 0)
         return agreed
 
     def settle(self) -> bool:

@@ -259,13 +259,13 @@ class World:
             self._settle(self._agreement)
             return self._agreement.exchange(level)
 
-    def note(self, facts: dict[str, Any]) -> None:
-        """Note what has to be the same on all ranks.
+    def note(self, facts: dict[str, Any], where: str = "") -> None:
+        """Note what has to be the same on all ranks, and the line of the user's code, if it is of one.
 
         `agree_to_stop` compares it: the next call of that or of `meet` raises UsageError where it is not.
         """
         if self._agreement is not None:
-            self._agreement.facts = facts
+            self._agreement.facts, self._agreement.where = facts, where
 
     def say(self, figures: dict[str, float]) -> None:
         """Say figures of the run, which `agree_to_stop` and `meet` compare."""
@@ -293,14 +293,15 @@ class World:
             self.compare(
                 agreement.compared,
                 "let it follow from step.number, step.epoch and step.samples_seen, and not from the rank",
+                agreement.compared_where,
             )
 
-    def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same") -> None:
+    def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same", where: str = "") -> None:
         """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
         if self.size == 1:
             return
         said = dict(enumerate(self.told_by_all(facts)))
-        if lines := differences(said, [], advice):
+        if lines := differences(said, [], advice, where):
             raise UsageError(lines[0])
 
     def gather(self, own: bytes) -> list[bytes]:

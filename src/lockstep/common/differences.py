@@ -12,11 +12,15 @@ _SHOWN: Final = 5  # differences
 
 
 def differences(
-    facts: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], advice: str = "start all ranks with the same"
+    facts: Mapping[int, Mapping[str, Any]],
+    hosts: Sequence[str],
+    advice: str = "start all ranks with the same",
+    where: str = "",
 ) -> list[str]:
     """Return a line for each fact that ranks have otherwise than rank 0: the ranks, and the values of the first.
 
-    The `hosts` are by rank; none where they do not matter.
+    The `hosts` are by rank; none where they do not matter. `where` is the line of the user's code, if the facts are of
+    one.
     """
     lines = []
     for name in dict.fromkeys(name for each in facts.values() for name in each):
@@ -26,7 +30,8 @@ def differences(
             what = "; ".join(_unlike(own, facts[others[0]].get(name)))
             verb = "differs" if len(others) == 1 else "differ"
             who, first = ranks_in_words(others, hosts), ranks_in_words([0], hosts)
-            lines.append(f"{name}: {who} {verb} from {first}: {what}; {advice}")
+            at = f" ({where})" if where else ""
+            lines.append(f"{name}: {who} {verb} from {first}: {what}{at}; {advice}")
     return lines
 
 

@@ -208,12 +208,25 @@ class Guard:
         if self._kept:
             self._kept_versions = [each._version for each in self._kept]
         if not self._running:  # else nothing was checked since
-            self.last = self._line()
+            self.last = self.line()
             if moved or self._whole:
                 self._whole_at = self.last
                 if not self._frozen:
                     self._asked_at = self.last
             self._running = True
+
+    def line(self) -> Place:
+        """Return the line of the user's code that is calling, for less than own_code.calling asks."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            own = self._files.get(name)
+            if own is None:
+                own = self._files[name] = is_own(name)
+            if own:
+                return name, frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return "", 0
 
     def withhold(self) -> None:
         """Put what may not be written in the places of gradients."""
@@ -343,20 +356,7 @@ class Guard:
         return f"step {self.step}: " if self.step else ""
 
     def _refusal(self, text: str, advice: str = _ADVICE, since: Place | None = None) -> Exception:
-        return refusal(f"{self._at}{text}", advice, between(since or self.last, self._line()))
-
-    def _line(self) -> Place:
-        """Return the line of the user's code that is calling, for less than own_code.calling asks."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            own = self._files.get(name)
-            if own is None:
-                own = self._files[name] = is_own(name)
-            if own:
-                return name, frame.f_lineno
-            frame = frame.f_back  # type: ignore[assignment]
-        return "", 0
+        return refusal(f"{self._at}{text}", advice, between(since or self.last, self.line()))
 
 
 @final
@@ -371,6 +371,10 @@ class Unguarded:
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """See Guard."""
+
+    def line(self) -> Place:
+        """Return no line."""
+        return self.last
 
     def withhold(self) -> None:
         """See Guard."""

@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.comm import exchanges
+from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE
 from lockstep.comm.world import World
-from lockstep.common.own_code import Place, describe_error, location, refusal
+from lockstep.common.own_code import Place, describe_error, location, place, refusal
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, OwnCodeError
 from lockstep.parallel.gradients import nodes_behind
@@ -258,16 +259,34 @@ def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
 
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
+    if isinstance(error, LockstepError):
+        return error
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
-    of_rows = in_rows and any(word in str(error) for word in _OF_ROWS)
-    advice = _IN_ROWS if of_rows else ""
+    if in_rows and any(word in str(error) for word in _OF_ROWS):
+        if alone := _module_called_alone(error, model):
+            return refusal(f"{alone} {CALLED_ALONE}", CALL_THE_MODEL, place(error))
+        return OwnCodeError(f"weights that are in rows are computed with: {describe_error(error, _IN_ROWS)}")
+    advice = ""
     if "Expected more than 1 value per channel" in str(error):
         advice = _TOO_FEW
     if _OF_DTYPES in str(error):
         advice = _ONE_DTYPE
-    if isinstance(error, LockstepError) or not advice:
-        return error
-    return OwnCodeError(describe_error(error, advice))
+    return OwnCodeError(describe_error(error, advice)) if advice else error
+
+
+def _module_called_alone(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the part of the model whose call raised, "" if the placed model called it, or none did."""
+    names = {module: name for name, module in model.named_modules()}
+    entries = {*entry_modules(model)}
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward computes blocks again
+            return ""
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "_wrapped_call_impl" else None
+        if isinstance(module, nn.Module) and module in names:
+            return "" if module in entries else names[module]
+    return ""
 
 
 @contextmanager

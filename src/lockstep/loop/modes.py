@@ -20,6 +20,8 @@ class Modes:
 
     def __init__(self, model: nn.Module, placed: Sequence[str]) -> None:
         self._modules = dict(model.named_modules())
+        names = [*self._modules]  # parents before their children
+        self._sizes = [_subtree_size(names, place) for place in range(len(names))]
         self.placed = [*placed]  # the modules that were in evaluation mode when the script called run.place
         self._restored: frozenset[str] | None = None  # modes to restore
         self._saved: frozenset[str] | None = None  # modes of a save in this step
@@ -29,6 +31,23 @@ class Modes:
     def evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
         return evaluating(self._modules.items())
+
+    def summary(self) -> str:
+        """Return which modules are in evaluation mode, in words: of those within each other the outermost.
+
+        It tells any two sets of modules apart.
+        """
+        resting = [not module.training for module in self._modules.values()]
+        if not any(resting):
+            return "none"
+        names, found, place = [*self._modules], [], 0
+        while place < len(names):
+            name, size = names[place] or "the whole model", self._sizes[place]
+            whole = all(resting[place : place + size])
+            if resting[place]:
+                found.append(name if whole else f"{names[place] or 'the model'} without its parts")
+            place += size if whole else 1
+        return ", ".join(found)
 
     def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
         """Take over the modes of a checkpoint; those of earlier versions have none."""
@@ -80,3 +99,11 @@ class Modes:
 def evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the names of the modules in evaluation mode."""
     return [name for name, module in modules if not module.training]
+
+
+def _subtree_size(names: Sequence[str], place: int) -> int:
+    """Return how many of these names, from a place, are those of a module and of what is within it."""
+    prefix = f"{names[place]}." if names[place] else ""
+    return 1 + next(
+        (more for more, name in enumerate(names[place + 1 :]) if not name.startswith(prefix)), len(names) - place - 1
+    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Final, cast
 
 import torch
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import location, refusal
 from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.audit_schedule import AuditSchedule
@@ -94,10 +93,6 @@ class Placed:
     guard: Guard | Unguarded
     audit: Audit
 
-    @cached_property
-    def _modules(self) -> Sequence[nn.Module]:
-        return [*self.model.modules()]
-
     @property
     def calling_together(self) -> list[list[int]]:
         """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
@@ -135,15 +130,15 @@ class Placed:
         """
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
-            resting = sum(not module.training for module in self._modules)
             given = {
                 "of": of,
                 "lr": rate,
                 "clip": clip,
-                "modules in evaluation mode": resting,
+                "modules in evaluation mode": self.modes.summary(),
                 "names of step.sum": ", ".join(sums),
             }
-            self.world.note(self.groups.facts(step, given))
+            path, line = self.guard.line()
+            self.world.note(self.groups.facts(step, given), location(path, line) if path else "")
 
     def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Take over the settings of groups and the modes that a checkpoint was saved with, if it has them."""

@@ -112,6 +112,9 @@ class Run:
         self._ended = self._figures_compared = self._parts_told = False
         self._logged: dict[str, str] = {}  # figures, in full
         self._state: dict[str, Any] = {}
+        self._saved_state: tuple[str, str] | None = (
+            None  # that a checkpoint of this step keeps, and the line of that save
+        )
         self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
         self._modules_checked = 0  # updates of a step
         self._came_evaluating = False  # the model, to `place`
@@ -535,6 +538,7 @@ class Run:
         self._compare_figures()
         self._end_pass()
         self._turn = turn
+        self._saved_state = None  # a save between two loops, after which a resumed script runs the same lines
         self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
         placed.guard.mark()
         return self._step
@@ -562,11 +566,22 @@ class Run:
             raise self._step._unfinished()
         if placed.scheduler is not None:
             placed.scheduler.check_saved(self._step.number)
+        self._check_saved_state(self._step.number)
         placed.modes.end_step()
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
             self._member.observe(turn.step.number + 1, float(turn.sums.loss), placed.digests())
+
+    def _check_saved_state(self, step: int) -> None:
+        """Raise UsageError if run.state was changed after a save of the step, which a resumed run would not have."""
+        saved, self._saved_state = self._saved_state, None
+        if saved is not None and json.dumps(self._state, sort_keys=True, default=repr) != saved[0]:
+            raise refusal(
+                f"step {step}: run.state was changed after run.save, so that a resumed run would leave it out",
+                "change run.state first, and save then",
+                saved[1],
+            )
 
     def _module_check(self, phase: int) -> StrayModuleCheck | None:
         """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
@@ -610,8 +625,10 @@ class Run:
         except (TypeError, ValueError) as error:
             raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts by text in it") from None
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
-        compared["modules in evaluation mode"] = changes["modes"]
-        self._world.compare({**compared, "run.state": state})
+        compared["modules in evaluation mode"] = placed.modes.summary()
+        where = calling()
+        self._world.compare({**compared, "run.state": state}, where=where)
+        self._saved_state = state, where
         if placed.scheduler is not None:
             placed.scheduler.note_save()
         placed.modes.note_save()

@@ -19,9 +19,12 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     """Return the model's blocks, in its order: what is gathered, freed or computed again as one.
 
     They are what stands in its plain nn.Sequential and nn.ModuleList containers, however deep these lie in each other,
-    since a container's own parts are called as modules. A block that shares a parameter with the rest is none.
+    since a container's own parts are called as modules. A block that shares a parameter with the rest is none, nor is a
+    part of another block, which a second name of that one leads to.
     """
-    found = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
+    named = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
+    within = {part for block in named for part in block.modules() if part is not block}
+    found = [block for block in dict.fromkeys(named) if block not in within]
     owners: dict[int, set[int]] = {}
     inside = {id(part): number for number, unit in enumerate(found) for part in unit.modules()}
     for module in model.modules():
