@@ -118,7 +118,7 @@ class Member:
             if where is not None and not _interactive():
                 log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
                 streams.append(held.enter_context(rendezvous.rank_log.capture(log)))
-            world = open_world(rendezvous, device, placement.backend)
+            world = open_world(rendezvous, device, placement.backend, placement.timeout_s)
             held.callback(world.close)
             rank = Rank(rendezvous, world, where, machine.numerics(device), source)
             if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
