@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, final
 import click
 from click.shell_completion import BashComplete, add_completion_class
 
+from lockstep.common.loader_processes import lost_loader_process
 from lockstep.common.own_code import own_error
 from lockstep.common.platforms import need_posix
 from lockstep.common.text import printable
@@ -108,10 +109,11 @@ class Shell(click.Group):
 
             raise as_override(error) from None
         except LockstepError as error:
+            error = lost_loader_process(error) or error  # the user's code may have been running then
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
-            own = own_error(error) or _of_a_file(error)
+            own = lost_loader_process(error) or own_error(error) or _of_a_file(error)
             if own is None:
                 raise
             click.echo(printable(own.told), err=True)

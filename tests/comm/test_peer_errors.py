@@ -23,6 +23,12 @@ def test_an_error_of_torch_gets_a_name(raised: RuntimeError, text: str) -> None:
     assert caught.value.exit_code == EXIT_FAILED
 
 
+def test_an_exchange_that_times_out_names_the_key() -> None:
+    with pytest.raises(PeerLostError) as caught, translate_peer_errors():
+        raise RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")
+    assert str(caught.value).endswith("an exchange waits for it as long as placement.timeout_s")
+
+
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:32182."
 
 

@@ -58,6 +58,14 @@ def test_a_stall_ends_the_run_where_that_was_asked(start, run, finished):
     assert_goes_on(run, finished, 2)
 
 
+def test_a_save_may_take_longer_than_an_exchange(run):
+    slow = 'recipe.model={name: "held:slow_to_save"}'  # four files, of a second each
+    command = run(*TRAIN, slow, "placement.processes=2", "placement.timeout_s=3", "run.save_every.steps=20")
+    assert "lost another rank" not in command.err
+    saved = json.loads((command.folder / "run" / "result.json").read_text())
+    assert saved["event"] == "done"
+
+
 def test_a_stopped_rank_is_named(start, run, finished):
     command = held_at(start, 7, *TRAIN, *SOON, "placement.on_stall=end")
     stopped = command.workers()[1]

@@ -1,6 +1,7 @@
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import time
 import tracemalloc
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.common.loader_processes import LoaderDiedError
 from lockstep.core import random
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
@@ -330,3 +332,29 @@ def test_a_batch_without_room_in_shared_memory_is_an_error_and_no_wait(monkeypat
     monkeypatch.setattr(Tensor, "share_memory_", full)
     with pytest.raises(TrainingError, match=r"^placement.workers: a batch finds no room in /dev/shm: unable to alloc"):
         list(_loader(Decoded(8), 4, 1, workers=1).training(0))
+
+
+class Killing:
+    """A split of which one sample kills the loader process that fetches it."""
+
+    in_memory = False
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return 64
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+        if 7 in indices:
+            os.kill(os.getpid(), self._number)
+        return Decoded(64).fetch(indices, draw)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_loader_process_that_dies_is_named_with_its_signal_and_what_to_do(number: signal.Signals) -> None:
+    with pytest.raises(LoaderDiedError) as caught:
+        list(_loader(Killing(number), 8, 3, workers=2).training(0))
+    advice = {signal.SIGKILL: "probably out of memory: set fewer placement.workers", signal.SIGSEGV: "code of the data"}
+    told = rf"loader process [01] of 2 \(pid \d+\) was killed by {number.name}; {advice[number]}"
+    assert re.match(told, str(caught.value))

@@ -100,3 +100,9 @@ def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_termina
     assert _lines(by_slurm, own, FAILURE) == []
     assert _lines(by_hand, own, FAILURE) == [own.words]
     assert _lines(by_slurm, other, FAILURE) == [other.words]
+
+
+def test_a_loader_process_that_died_is_told_in_a_line_whatever_was_running() -> None:
+    failure = failure_of(RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. "), OWN, RankLog(OWN))
+    assert failure.text.startswith("error: loader process 17 was killed by SIGKILL; probably out of memory")
+    assert (failure.exit_code, failure.cause, failure.secondary) == (1, "host", False)

@@ -12,6 +12,9 @@ from lockstep.errors import TransientError
 # Not every exchange is ours: fully_shard gathers in hooks, in forward and backward. What gloo raises there has no type
 # of its own, but names its source files.
 _SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
+# What gloo and NCCL say of an exchange that has timed out.
+_TIMED_OUT: Final = ("Timed out waiting", "collective operation timeout")
+_SLOW: Final = "another rank is slow or hangs; an exchange waits for it as long as placement.timeout_s"
 
 
 class PeerLostError(TransientError):
@@ -55,4 +58,5 @@ def _from_exchange(error: BaseException) -> bool:
 
 def _peer_lost(error: BaseException) -> PeerLostError:
     first, *_ = *str(error).splitlines(), type(error).__name__
-    return PeerLostError(f"lost another rank during an exchange ({first})")
+    timed_out = any(sign in first for sign in _TIMED_OUT)
+    return PeerLostError(f"lost another rank during an exchange ({first}){f'; {_SLOW}' if timed_out else ''}")

@@ -11,7 +11,9 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple, Protocol, Self, final
@@ -43,6 +45,8 @@ from lockstep.errors import UsageError
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
 _MAIN: Final = 0  # of a group's uses: by this thread
 _SIDE: Final = 1  # and by a side stream, which may exchange at the same time
+_ARRIVED: Final = "arrived"  # counter at the store: how often a rank came to the end of `untimed`
+_POLLS_S: Final = 0.002, 0.2  # pauses between two looks at it: the first and the longest
 
 
 class Edge(NamedTuple):
@@ -72,6 +76,7 @@ class World:
     _edges: dict[int, Edge] = field(default_factory=dict, init=False)
     _made: dict[tuple[int, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
     _stores: int = field(default=0, init=False)
+    _untimed: int = field(default=0, init=False)  # how often
 
     def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
@@ -331,6 +336,30 @@ class World:
         """Wait for all ranks."""
         self.add_(torch.zeros(1))
 
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Wait for all ranks at the end of the block, however long one of them works in it. All ranks enter it.
+
+        An exchange would time out. This wait is at the store: while a rank sends heartbeats the others wait for it. One
+        that fails in the block leaves it at once, and holds up nobody.
+        """
+        self._untimed += 1
+        try:
+            yield
+        finally:
+            with translate_peer_errors():
+                arrived = self._store.add(_ARRIVED, 1) if self._store is not None else 0
+        if arrived:
+            with translate_peer_errors():
+                self._wait_for_arrivals(self._untimed * self.size)
+
+    def _wait_for_arrivals(self, count: int) -> None:
+        """Poll the store: a wait in it would keep its other users from it, and has a timeout."""
+        pause_s, longest_s = _POLLS_S
+        while int(self._store.get(_ARRIVED)) < count:
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
+
     def duplicate(self) -> Self:
         """Return the same ranks in a group of their own, for another thread. All ranks call it; nobody closes it."""
         return self.among([list(range(self.size))])
@@ -345,7 +374,8 @@ class World:
         if all(len(each) == 1 for each in groups):
             return World(info, self.device)
         group = self._own_group(groups)
-        return replace(self, info=info, _groups=(group, group), _store=None, _numbers=self._order(ranks), _log=None)
+        store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for another thread
+        return replace(self, info=info, _groups=(group, group), _store=store, _numbers=self._order(ranks), _log=None)
 
     def close(self) -> None:
         """Leave the process group, or the groups that were made beside another's, unless a script has left all."""

@@ -7,8 +7,9 @@ numbers. So the number of workers changes time and nothing else.
 import math
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.common.follow_parent import die_with_parent
+from lockstep.common.loader_processes import died
 from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
@@ -27,12 +29,13 @@ from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, Copies, prefetch
-from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
+from lockstep.errors import DataError, HostError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
 _BLOCK: Final = 64, 8192  # updates, and samples of all ranks, that are planned at once
 _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
+_DEATH_S: Final = 0.5  # until a process whose connection broke is seen to be dead
 
 
 class _Planned(NamedTuple):
@@ -213,6 +216,8 @@ def damages(split: Split, workers: int) -> Iterator[str]:
         for request in requests():
             try:
                 fetch(request)
+            except HostError:
+                raise
             except LockstepError as error:
                 yield str(error)
             else:
@@ -244,9 +249,27 @@ def _fetching(
     )
     answers: Any = iter(loader)
     try:
-        yield lambda _: _unwrap_answer(next(answers))
+        yield lambda _: _unwrap_answer(_next_answer(answers))
     finally:
         answers._shutdown_workers()  # else they live until collected
+
+
+def _next_answer(answers: Any) -> Any:
+    """Return the next answer; raise HostError, with the process and its signal, if a loader process died."""
+    try:
+        return next(answers)
+    except (EOFError, OSError, RuntimeError) as error:  # what a connection to a dead process raises, and torch's own
+        workers, until = answers._workers, time.monotonic() + _DEATH_S
+        dead: list[int] = []
+        while not dead and time.monotonic() < until:
+            with suppress(RuntimeError):  # torch's handler of SIGCHLD, which may come only now
+                time.sleep(0.01)
+                dead = [number for number, process in enumerate(workers) if process.exitcode is not None]
+        if not dead:
+            raise
+        number = dead[0]
+        name = f"{number} of {len(workers)} (pid {workers[number].pid})"
+        raise died(name, workers[number].exitcode) from error
 
 
 @final

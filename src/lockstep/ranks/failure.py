@@ -9,6 +9,7 @@ from typing import Any, Final, final, get_args
 
 from lockstep.comm.peer_errors import PeerLostError, lost_peer
 from lockstep.common import plainfile
+from lockstep.common.loader_processes import lost_loader_process
 from lockstep.common.own_code import own_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
@@ -93,7 +94,7 @@ def parse_failure(value: Any) -> Failure:
 
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
     """Return the failure that an error is. Of a lost peer or a limit only the log has the traceback."""
-    known = too_many_files(error) or lost_peer(error)
+    known = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
     if known is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known

@@ -46,6 +46,9 @@ _ENDINGS: Final[Mapping[_Role, str]] = {
     "computes or waits": "  no rank is behind: a GPU computes, or one of these threads, and the others wait for it",
     "waits": "  no rank is late: they wait for each other, in different places or over a link that is cut",
 }
+_SAVES: Final = (
+    "  a save is waited for however long it takes; under placement.on_stall=end set placement.stall_timeout_s higher"
+)
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,8 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
     if not silent:
         found = {role for role, _ in sharded_as}
         lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
+        late = [place for _, place in answers.values() if _role(place, most) in _LATE]
+        lines += [_SAVES] if late and all(place.status.phase == "saving" for place in late) else []
     return "\n".join(line for line in lines if line)
 
 

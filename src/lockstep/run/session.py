@@ -54,7 +54,7 @@ class Session:
     def __init__(self, rendezvous: Rendezvous, placement: Placement, device: torch.device) -> None:
         self.device = device
         self._rendezvous = rendezvous
-        self._backend = placement.backend
+        self._placement = placement
 
     @contextmanager
     def open_world(self) -> Iterator[World]:
@@ -62,7 +62,7 @@ class Session:
 
         After an error the process group stays open: other ranks may be in the middle of an exchange.
         """
-        world = open_world(self._rendezvous, self.device, self._backend)
+        world = open_world(self._rendezvous, self.device, self._placement.backend, self._placement.timeout_s)
         yield world
         world.close()
 

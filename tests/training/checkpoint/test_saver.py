@@ -3,7 +3,9 @@
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,43 @@ def test_ranks_save_together_beside_their_training(tmp_path: Path, size: int) ->
         assert answers == [([1, 2, 3], 50.0 * size)] * size
     manifests = [(tmp_path / name / "latest" / "manifest.json").read_bytes() for name in ("True", "False")]
     assert manifests[0] == manifests[1]
+
+
+def saved_slowly(world: World, folder: Path, slow: int, cut: bool, background: bool) -> float:
+    """Save while one rank takes longer for a file than an exchange may take; then exchange something."""
+    patient = world.duplicate()
+    patient._timeout = timedelta(seconds=1)
+    hurried = patient.duplicate()
+    usual = durable.write, durable.write_at
+
+    def slowly(write: Any) -> Any:
+        def wait_and_write(path: Path, *arguments: Any) -> Any:
+            time.sleep(1.5 if world.rank == slow and path.name == store.MODEL else 0.0)
+            return write(path, *arguments)
+
+        return wait_and_write
+
+    durable.write, durable.write_at = map(slowly, usual)
+    saver = Saver(hurried, folder, keep=1, background=background)
+    try:
+        for step in (1, 2):
+            tensor = torch.full((world.size, 3), float(step))
+            held: MaybeSharded = Shard(tensor[world.rank :][:1], world.rank, tensor.shape) if cut else tensor
+            saver.save(Progress(step=step), Snapshot({"w": held}, {}, None, {"step": step}))
+        saver.wait()
+        return float(hurried.add_(torch.ones(1)))
+    finally:
+        durable.write, durable.write_at = usual
+        saver.close()
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(("slow", "cut", "background"), [(0, False, False), (0, False, True), (1, True, False)])
+def test_a_save_may_take_longer_than_an_exchange(tmp_path: Path, slow: int, cut: bool, background: bool) -> None:
+    assert worlds.run(2, saved_slowly, tmp_path, slow, cut, background) == [2.0, 2.0]
+    found = store.newest(tmp_path)
+    assert found is not None
+    assert torch.equal(found.snapshot.model["w"], torch.full((2, 3), 2.0))
 
 
 def refused(world: World, folder: Path, names: list[str], odd: int, buffers: frozenset[str]) -> str:

@@ -78,8 +78,10 @@ class Saver:
             raise HostError(_not_saved(step, found, self.buffers))
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
-        elif self._world.rank == 0:
-            store.save(self.folder, step, snapshot, self.keep, best, self.key)
+        else:
+            with self._world.untimed():  # the others would wait in an exchange of the next step, which times out
+                if self._world.rank == 0:
+                    store.save(self.folder, step, snapshot, self.keep, best, self.key)
         path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - began
         return Saved(**at, path=path, weights_sha256=weights, best=best, seconds=seconds)
 

@@ -60,13 +60,16 @@ def save(
 def _all_succeed(world: World, action: Callable[[], T]) -> T:
     """Return what `action` does here, once all ranks have done theirs; where one fails, all raise OSError."""
     failed = torch.zeros(world.size, dtype=torch.int64)
-    try:
-        result = action()
-    except OSError as error:
-        failed[world.rank] = error.errno or errno.EIO
-        world.add_(failed)
-        raise
+    result: T | OSError
+    with world.untimed():  # what one rank writes may take longer than an exchange
+        try:
+            result = action()
+        except OSError as error:
+            failed[world.rank] = error.errno or errno.EIO
+            result = error
     ranks = world.add_(failed).nonzero().flatten().tolist()
+    if isinstance(result, OSError):
+        raise result
     if ranks:
         raise OSError(int(failed[ranks[0]]), f"rank {', '.join(map(str, ranks))} could not write")
     return result

@@ -1,0 +1,44 @@
+"""What torch says of a loader process that died, wherever its handler raises it, becomes one message."""
+
+import pytest
+
+from lockstep.common.loader_processes import died, lost_loader_process
+from lockstep.errors import OwnCodeError
+
+WORKER = "DataLoader worker (pid 17)"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{WORKER} is killed by signal: Killed. ", "17 was killed by SIGKILL; probably out of memory"),
+        (
+            f"{WORKER} is killed by signal: Bus error. It is possible",
+            "17 was killed by SIGBUS; probably no room in /dev",
+        ),
+        (f"{WORKER} is killed by signal: Segmentation fault. ", "17 was killed by SIGSEGV; code of the data set"),
+        (f"{WORKER} exited unexpectedly with exit code 3. Details", "17 exited with code 3; code of the data set"),
+        ("DataLoader worker (pid(s) 17, 18) exited unexpectedly", "17 exited; code of the data set"),
+    ],
+)
+def test_the_process_its_end_and_the_way_out_are_named(text: str, told: str) -> None:
+    found = lost_loader_process(RuntimeError(text))
+    assert found is not None
+    assert str(found).startswith(f"loader process {told}")
+
+
+def test_it_is_found_behind_what_the_users_code_is_said_to_have_raised() -> None:
+    error = OwnCodeError("model my.nets:net: RuntimeError: DataLoader worker ...")
+    error.__cause__ = RuntimeError(f"{WORKER} is killed by signal: Killed. ")
+    assert "SIGKILL" in str(lost_loader_process(error))
+
+
+def test_what_names_the_process_by_number_is_taken_first() -> None:
+    error = RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
+    error.__context__ = died("1 of 2 (pid 17)", -9)
+    assert lost_loader_process(error) is error.__context__
+
+
+def test_any_other_error_is_none_of_a_loader_process() -> None:
+    assert lost_loader_process(RuntimeError("DataLoader worker")) is None
+    assert lost_loader_process(ValueError(f"{WORKER} is killed by signal: Killed. ")) is None
