@@ -162,6 +162,12 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
     assert check_job(JOB) is JOB
 
 
+@pytest.mark.parametrize("python", ["/opt/venv/bin/python", "bin/python3.12", "python3.11"])
+def test_another_python_before_a_script_is_told_which_to_write(python):
+    with pytest.raises(UsageError, match=f"^{python}: processes run with .*; write python train.py --lr 1$"):
+        check_job(replace(JOB, words=(python, "train.py", "--lr", "1")))
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
     for asked, told in ((("3",), True), (("4",), False), (("auto",), False), (("3", "4"), False), (("4", "3"), True)):

@@ -732,3 +732,20 @@ def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
         loops.placed(run)
         run.steps(Curriculum(*loops.data().tensors), batch=16, steps=1)
     assert "warning: run.steps: the dataset has set_epoch: " in capsys.readouterr().err
+
+
+def test_a_collate_is_never_given_samples_of_two_steps():
+    class Chunks(list[torch.Tensor]):
+        """The chunks of a text, of which the last ones are shorter: each step has equally long ones."""
+
+    chunks = Chunks([torch.randn(3, 5), torch.randn(3, 5), torch.randn(2, 5), torch.randn(2, 5)])
+    model = nn.Linear(5, 1)
+    with joined() as run:
+        model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        seen = []
+        for step in run.steps(chunks, batch=2, epochs=1, order="sequential", collate=torch.stack):
+            for batch in step:
+                seen.append(tuple(batch.shape))
+                step.backward(mean=model(batch).mean())
+            step.update()
+    assert seen == [(2, 3, 5), (2, 2, 5)]

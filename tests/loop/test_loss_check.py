@@ -34,6 +34,7 @@ def check(
     microbatches: int = 8,
     weight: int | None = None,
     batch: Any = None,
+    step_weight: int = 0,
 ) -> None:
     """Check a loss of what a model returns for a micro-batch of so many samples."""
     outputs = nn.Linear(3, 5)(torch.ones(samples, 3))
@@ -46,6 +47,7 @@ def check(
         {outputs.grad_fn} if known else set(),
         mean=mean,
         weighs=weight is not None,
+        step_weight=step_weight,
     )
 
 
@@ -257,6 +259,17 @@ def test_a_sum_over_more_values_than_samples_is_asked_about_once(loss: Loss, cou
     check(loss, weight=4)  # whoever counts samples by weight= has said what the sum is divided by
     [line] = warnings_of(loss, weight=3)
     assert "of a micro-batch that weighs 3" in line
+
+
+def test_a_sum_times_the_weight_of_the_step_is_not_asked_about() -> None:
+    def vae(x: Tensor) -> Tensor:
+        """Return the two sums of a VAE, which its script never divides."""
+        likeness = F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), reduction="sum")
+        return likeness - 0.5 * torch.sum(1 + x - x.pow(2) - x.exp())
+
+    assert not warnings_of(lambda x: 32 * vae(x), step_weight=32)
+    [line] = warnings_of(vae, step_weight=32)
+    assert "if it never divides the sum, step.backward(sum=step.weight * loss)" in line
 
 
 @pytest.mark.parametrize("mean", [True, False])

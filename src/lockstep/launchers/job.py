@@ -18,6 +18,7 @@ _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
 _PROCESSES: Final = "placement.processes"
 _PYTHON: Final = ("python", "python3")  # either is the Python of the job
+_OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path to one, or a version
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,9 @@ def check_job(job: Job) -> Job:
     problems = []
     if not job.words or (job.is_script and len(job.words) == 1):
         problems.append("nothing to start; give a command after --, such as -- train digits")
+    elif not job.is_script and _OTHER_PYTHON.fullmatch(job.words[0]):
+        script = " ".join(job.words[1:]) or "train.py"
+        problems.append(f"{job.words[0]}: processes run with the Python of this environment; write python {script}")
     if job.fewest is not None and job.fewest > job.nodes:
         problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
     elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:

@@ -63,11 +63,13 @@ class LossCheck:
         *,
         mean: bool,
         weighs: bool = False,
+        step_weight: int = 0,
     ) -> None:
         """Raise UsageError, with the line that is calling, if `loss` is no 0-dim tensor with a graph, or misnamed.
 
         The loss is given as a `mean` or as a sum over the micro-batch, one of so many in the step. `returned` are the
-        nodes of what the model returned for it. `weighs` says that `weight` of run.steps counts what it weighs.
+        nodes of what the model returned for it. `weighs` says that `weight` of run.steps counts what it weighs, and
+        `step_weight` is the weight of the whole step, 0 if it is not known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -96,7 +98,7 @@ class LossCheck:
             self._check_mean(step, looked, microbatches)
             self._compare_counts(step, looked, microbatches, weighs)
         else:
-            self._check_sum(step, looked, weighs)
+            self._check_sum(step, looked, weighs, step_weight)
         if not mean or microbatches > 1:
             self._ask_of_function(step, looked)
 
@@ -128,8 +130,11 @@ class LossCheck:
                 raise refusal(text, advice)
             self._ask("division", f"{text} ({calling()}); {advice}")
 
-    def _check_sum(self, step: int, looked: "_Looked", weighs: bool) -> None:
-        """Raise UsageError for a mean that is given as a sum, and ask if a sum has more terms than weight."""
+    def _check_sum(self, step: int, looked: "_Looked", weighs: bool, step_weight: int) -> None:
+        """Raise UsageError for a mean that is given as a sum, and ask if a sum has more terms than weight.
+
+        A sum times the weight of the step is one that nothing divides, as the script wants it.
+        """
         means = [term for term, kind in looked.kinds() if kind == "mean"]
         if means:
             divisor = next((each.value for term in means if (each := looked.divisor_of_mean(term))), 0.0)
@@ -143,14 +148,16 @@ class LossCheck:
             )
         weight = looked.microbatch.weight
         fewest = min(looked.count_of_sum(term) for term in looked.terms)
-        decided = weighs and not fewest % weight
+        undivided = any(not scale.divides and scale.value == step_weight for scale in looked.shared)
+        decided = undivided or (weighs and not fewest % weight)
         if fewest > weight and not decided:
             unit = f"weighs {weight}" if weighs else f"has {weight} samples"
             self._ask(
                 "terms",
                 f"step {step}: the loss adds up {fewest:g} values of a micro-batch that {unit} ({calling()}), and "
                 f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
-                f"step.backward(mean=loss); if you mean this sum, add up each sample first and then the samples",
+                f"step.backward(mean=loss); if it never divides the sum, step.backward(sum=step.weight * loss); if you "
+                f"mean this sum, add up each sample first and then the samples",
             )
 
     def _check_mean(self, step: int, looked: "_Looked", microbatches: int) -> None:

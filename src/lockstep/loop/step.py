@@ -251,6 +251,7 @@ class Step:
             self._gate.returned,
             mean=is_mean,
             weighs=self._turn.step.counted is not None,
+            step_weight=self.weight,
         )
         if self._stray_check is not None:
             self._stray_check.check_leaves(self.number, loss)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,10 +41,13 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
 def digest_ends(split: Split, targets_only: bool = False) -> str:
     """Return a digest of the first and the last sample of a split, or of what they are to be predicted as."""
     try:
-        batch = split.fetch(np.unique([0, len(split) - 1]), None)
+        # A batch of its own for each: a collate of equally long samples cannot stack two of other lengths.
+        batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
     except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
         return "unreadable"
-    tensors = tensors_of(targets_if_any(batch) if targets_only else batch)
+    samples = [tensors_of(targets_if_any(batch) if targets_only else batch) for batch in batches]
+    # Tensor by tensor, as both samples stacked would be: digests in checkpoints stay comparable.
+    tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
     return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]
 
 
