@@ -111,6 +111,41 @@ WORDS_OF_TASKS = re.compile(
     r"(?<![a-z])(images?|pictures?|pixels?|crops?|classes|classif[a-z]*|labels|label_smoothing|num_class|class_weights?"
     r"|top_?[k15]|accurac(?:y|ies)|perplexit(?:y|ies)|segmentation|tokens?(?!_hex)|tokenizers?|vocabular(?:y|ies))(?![a-z])"
 )
+# The library: what a loop of the user's own needs. It should not need the application, which trains recipes. What it
+# imports of it still is listed here; nothing is added.
+LIBRARY = [
+    "common",
+    "core",
+    "device",
+    "comm",
+    "ranks",
+    "launchers",
+    "parallel",
+    "strategies",
+    "training",
+    "loop",
+    "runs",
+]
+APPLICATION = [
+    *("config/recipe", "config/load", "config/across", "setup", "probe", "models", "tasks", "run/events"),
+    *("run/training", "run/evaluation", "run/rank_training", "reporting/verification"),
+]
+FOR_ALL = ["tasks/base"]  # the words for batches and figures
+STILL_NEEDED = {
+    "loop/chunk_check": ["setup/chunk_check"],
+    "loop/member": ["setup/resume", "setup/user_source"],
+    "loop/placed": ["config/across", "models/check", "probe/state", "setup/chunking", "setup/strategy"],
+    "loop/placing": ["models/check"],
+    "loop/plan": ["config/recipe", "setup/build"],
+    "loop/resume": ["config/recipe", "setup/resume"],
+    "loop/run": ["probe/probe", "reporting/verification", "run/events", "setup/data_facts", "setup/strategy"],
+    "runs/completed": ["config/load"],
+    "runs/folder": ["config/load", "config/recipe", "setup/resume"],
+    "runs/load": [
+        *("config/recipe", "models/finetuning", "setup/build", "setup/chunk_check", "setup/examples", "setup/resume"),
+        *("setup/user_code", "tasks/find"),
+    ],
+}
 SHARED_BY_LAUNCHERS = {
     f"launchers/{name}" for name in ("agents", "base", "environment", "hostlist", "job", "variables")
 }
@@ -200,6 +235,19 @@ def test_imports_run_one_way(folder: str) -> None:
         if (others := {each for each in ours(module) if not any(_within(each, place) for place in allowed)})
     }
     assert not wrong
+
+
+def test_the_library_needs_no_more_of_the_application() -> None:
+    def inside(module: str, rooms: list[str]) -> bool:
+        return any(_within(module, room) for room in rooms)
+
+    needed = {
+        module: others
+        for module in MODULES
+        if inside(module, LIBRARY)
+        and (others := sorted(each for each in ours(module) if inside(each, APPLICATION) and not inside(each, FOR_ALL)))
+    }
+    assert needed == STILL_NEEDED
 
 
 def test_what_all_may_import_imports_little() -> None:
