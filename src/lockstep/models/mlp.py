@@ -43,6 +43,9 @@ def mlp(
 class _Scale(nn.Module):
     """Turns standardised outputs into the units of the targets; the buffers are saved with the weights."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, target_scale: Sequence[Sequence[float]]) -> None:
         super().__init__()
         means, deviations = zip(*target_scale, strict=True)
