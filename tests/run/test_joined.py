@@ -685,3 +685,16 @@ def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
         loops.placed(run)
         run.steps(Curriculum(*loops.data().tensors), batch=16, steps=1)
     assert "warning: run.steps: the dataset has set_epoch: " in capsys.readouterr().err
+
+
+def test_a_batch_whose_samples_are_columns_is_refused_with_the_line_to_write():
+    data = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64))
+
+    def columns(items: list[Any]) -> Any:
+        return torch.stack([row for row, _ in items], 1), torch.stack([target for _, target in items])
+
+    advice = r"let samples run along dim 0 of each tensor, and write x = x\.transpose\(0, 1\) in the loop"
+    with joined() as run:
+        loops.placed(run)
+        with pytest.raises(UsageError, match=advice):
+            next(iter(run.steps(data, batch=8, microbatches=2, epochs=1, collate=columns)))
