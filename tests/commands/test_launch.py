@@ -28,6 +28,18 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 launch = partial(invoke, "launch")
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ray", "Ray starts its own workers: call lockstep.ray.train, or lockstep.join in train_loop_per_worker"),
+        ("kubernetes", "use lockstep submit --on kubernetes"),
+        ("slrum", "no launcher 'slrum'; did you mean 'slurm'?"),
+    ],
+)
+def test_what_is_no_launcher_names_the_way_it_is_used(name: str, told: str) -> None:
+    assert told in launch("--on", name, "train", "digits", code=2).output
+
+
 def test_a_dry_run_prints_the_line_and_nothing_else(programs):
     put(programs, "srun", STANDS_IN)
     asked = ("--partition", "gpu", "--account", "physics", "--gpus-per-node", "2", "--cpus-per-task", "8")

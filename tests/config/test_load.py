@@ -233,6 +233,11 @@ recipe:
         ("recipe.compile=yes", ": expected true or false; got 'yes'"),
         ("recipe.model.name=7", ": expected text; got 7"),
         ("recipe.model=7", ": expected a name, or a mapping of keys; got 7"),
+        (
+            "run.evaluate_every=3",
+            ": expected a mapping of key: value lines; got 3; write run.evaluate_every.steps=3 or "
+            "run.evaluate_every.epochs=3",
+        ),
         ("recipe.model.options=7", ": expected a mapping of key: value lines; got 7"),
         ("recipe.topk=1", ": expected a list, such as [1, 5]; got 1"),
         ("recipe.topk=[1, 0]", ".1: expected at least 1; got 0"),

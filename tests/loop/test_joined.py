@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import joined
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,10 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.loop.model import explain_error
-from lockstep.ranks.external import alone
 from lockstep.ranks.signals import stopping
 from lockstep.runs.runs import is_held
-from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
 
 @pytest.fixture(autouse=True)
@@ -38,21 +36,6 @@ def _settings_left_as_found() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)
-
-
-@contextmanager
-def joined(folder: Path | None = None) -> Iterator[Any]:
-    """Join as a function does that Lockstep started, which leaves hooks of the interpreter alone."""
-    token = WORKER_CONTEXT.set(WorkerContext(alone(), folder=folder))
-    run = lockstep.join(seed=0, dir=folder)
-    try:
-        yield run
-        run.close()
-    except BaseException as error:
-        run.close(error)
-        raise
-    finally:
-        WORKER_CONTEXT.reset(token)
 
 
 def steps(run: Any, model: nn.Module, epochs: int = 1, before: int = 0) -> list[int]:
@@ -71,14 +54,14 @@ def test_a_run_that_was_left_goes_on_to_the_same_weights(tmp_path):
         model, _ = loops.placed(run)
         assert steps(run, model, epochs=2) == [1, 2, 3, 4, 5, 6]
         whole = run.fingerprint()
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=2, before=4) == [1, 2, 3, 4]
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         model, _ = loops.placed(run)
         assert run.step == 4
         assert steps(run, model, epochs=2) == [5, 6]
         assert run.fingerprint() == whole
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         assert steps(run, loops.placed(run)[0], epochs=3) == [7, 8, 9]  # a run may be lengthened
 
 
@@ -95,12 +78,12 @@ def with_patience(run: Any, until: int = 9) -> None:
 
 
 def test_what_a_script_keeps_comes_back_and_a_loop_that_it_leaves_is_done(tmp_path):
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         with_patience(run, until=4)
     saved = sorted(each.name for each in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000003"]
     for _ in range(2):
-        with joined(tmp_path / "run") as run:
+        with joined(dir=tmp_path / "run") as run:
             with_patience(run)
             assert (run.step, run.state) == (9, {"epochs": 3})
         [*_, last] = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -128,19 +111,19 @@ def counting_late(run: Any, changes: Callable[[dict[str, Any]], object]) -> None
 )
 def test_a_state_that_is_changed_after_a_save_is_refused_with_the_line_of_that(tmp_path, changes):
     text = r"step 2: run\.state was changed after run\.save, .* \(.*test_joined\.py:\d+\); change run\.state first"
-    with pytest.raises(lockstep.UsageError, match=text), joined(tmp_path / "run") as run:
+    with pytest.raises(lockstep.UsageError, match=text), joined(dir=tmp_path / "run") as run:
         counting_late(run, changes)
 
 
 def test_a_state_that_is_the_same_after_a_save_is_taken(tmp_path):
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         counting_late(run, lambda state: state.update(steps=2))
     assert run.state == {"steps": 3}
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), {3: 7}, {3: 7, "a": 1}, (1, 2)])
 def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path, value):
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         loops.placed(run)
         run.state["mean"] = value
         with pytest.raises(lockstep.UsageError, match=r"run\.state: .*; keep numbers, text, lists and dicts"):
@@ -167,7 +150,7 @@ def test_a_run_has_one_dataset_and_one_batch(other):
 
 def test_a_run_that_began_with_the_earlier_default_of_eight_micro_batches_resumes(tmp_path):
     def resume(until: int, **given: Any) -> int:
-        with joined(tmp_path / "run") as run:
+        with joined(dir=tmp_path / "run") as run:
             model, _ = loops.placed(run)
             for step in run.steps(loops.data(), batch=16, steps=until, **given):
                 for batch in step:
@@ -196,11 +179,11 @@ def test_an_epoch_loop_around_the_steps_is_refused_and_told_both_ways():
 
 
 def test_an_epoch_loop_that_counts_from_the_start_prints_one_summary(tmp_path, capsys):
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         model, _ = loops.placed(run)
         assert [steps(run, model, epochs=epoch + 1) for epoch in range(2)] == [[1, 2, 3], [4, 5, 6]]
     assert capsys.readouterr().out.count("40 training samples") == 1
-    with joined(tmp_path / "run") as run:  # it is complete
+    with joined(dir=tmp_path / "run") as run:  # it is complete
         model, _ = loops.placed(run)
         assert [steps(run, model, epochs=epoch + 1) for epoch in range(2)] == [[], []]
 
@@ -307,10 +290,10 @@ def assert_resumes(train: Callable[[Any, int], object], folder: Path) -> None:
     with joined() as run:
         train(run, 6)
         whole = run.fingerprint()
-    with joined(folder / "run") as run:
+    with joined(dir=folder / "run") as run:
         train(run, 4)
         run.save()
-    with joined(folder / "run") as run:
+    with joined(dir=folder / "run") as run:
         train(run, 6)
         assert run.fingerprint() == whole
 
@@ -349,7 +332,7 @@ def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkey
 
 
 def test_a_step_is_reported_before_its_evaluation(tmp_path):
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         model, _ = loops.placed(run)
         for step in loops.computed(run, model, steps=1):
             step.update()
@@ -360,7 +343,7 @@ def test_a_step_is_reported_before_its_evaluation(tmp_path):
 
 def test_a_loop_in_another_thread_leaves_signals_alone(tmp_path):
     def trained(folder: Path) -> str:
-        with joined(folder) as run:
+        with joined(dir=folder) as run:
             model, _ = loops.placed(run)
             assert steps(run, model, epochs=1) == [1, 2, 3]
             return run.fingerprint()
@@ -452,9 +435,9 @@ def test_an_average_of_the_weights_is_kept_and_evaluated_with(tmp_path):
     kept: list[tuple[str, dict[str, torch.Tensor]]] = []
     with joined() as run:
         trained(run, 6, {})
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         trained(run, 4, {})
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         trained(run, 6, kept[1][1])
     assert kept[2][0] == kept[0][0]
     loaded = lockstep.load(tmp_path / "run", model=loops.net).state_dict()
@@ -462,7 +445,7 @@ def test_an_average_of_the_weights_is_kept_and_evaluated_with(tmp_path):
         torch.testing.assert_close(loaded[name], each)
     with (
         pytest.raises(UsageError, match=r"of another loop.*\n  ema: 0\.75, and now None"),
-        joined(tmp_path / "run") as run,
+        joined(dir=tmp_path / "run") as run,
     ):
         loops.placed(run)
     model = nn.Linear(1, 1)
@@ -484,14 +467,14 @@ def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
 
     with joined() as run:
         whole = trained(run, 2)
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         trained(run, 1)
     with (
         pytest.raises(lockstep.UsageError, match=r"of another loop.*\n  chunks: 4, and now 2"),
-        joined(tmp_path / "run") as run,
+        joined(dir=tmp_path / "run") as run,
     ):
         trained(run, 2, chunks=2)
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         assert trained(run, 2) == whole
 
 
@@ -522,12 +505,12 @@ def test_chunks_that_cannot_be_are_refused(chunks: int, problem: str) -> None:
 
 
 def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         steps(run, loops.placed(run)[0])
     model = loops.net()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     refused = pytest.raises(lockstep.UsageError, match=r"of another loop.*\n  optimizer: ")
-    with refused, joined(tmp_path / "run") as run:
+    with refused, joined(dir=tmp_path / "run") as run:
         run.place(model, other)
 
 
@@ -535,7 +518,7 @@ def test_other_data_and_another_rate_than_before_a_resume_are_warned_of(tmp_path
     other = TensorDataset(loops.data().tensors[0] + 1, loops.data().tensors[1])
     changed = "changed since step 2 was saved: the optimizer's lr, the first or the last sample: the run goes on with"
     for rate, data, warned in ((0.1, loops.data(), 0), (0.1, loops.data(), 0), (0.2, other, 1)):
-        with joined(tmp_path / "run") as run:
+        with joined(dir=tmp_path / "run") as run:
             model = nn.Linear(6, 3)
             run.place(model, torch.optim.SGD(model.parameters(), lr=rate))
             for step in loops.computed(run, model, data, epochs=2):
@@ -749,3 +732,16 @@ def test_a_collate_is_never_given_samples_of_two_steps():
                 step.backward(mean=model(batch).mean())
             step.update()
     assert seen == [(2, 3, 5), (2, 2, 5)]
+
+
+def test_a_batch_whose_samples_are_columns_is_refused_with_the_line_to_write():
+    data = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64))
+
+    def columns(items: list[Any]) -> Any:
+        return torch.stack([row for row, _ in items], 1), torch.stack([target for _, target in items])
+
+    advice = r"let samples run along dim 0 of each tensor, and write x = x\.transpose\(0, 1\) in the loop"
+    with joined() as run:
+        loops.placed(run)
+        with pytest.raises(UsageError, match=advice):
+            next(iter(run.steps(data, batch=8, microbatches=2, epochs=1, collate=columns)))

@@ -3,18 +3,42 @@
 import os
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
 from lockstep.commands._script import ScriptCommand
+from lockstep.common.names import choices
 from lockstep.errors import UsageError
 from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
 from lockstep.launchers import node
 from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
 
+# Launchers of which `--on` has no need, each with the way it is used.
+_ELSEWHERE: Final = {
+    "ray": "Ray starts its own workers: call lockstep.ray.train, or lockstep.join in train_loop_per_worker",
+    "kubernetes": "use lockstep submit --on kubernetes; or --on node, if the platform starts a pod for each node",
+    "mpirun": "use --on openmpi",
+    "srun": "use --on slurm",
+}
+
+
+def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
+    """Return the name of a launcher; refuse any other with those there are, or with the way that it is used."""
+    if name not in starters():
+        raise click.BadParameter(_ELSEWHERE.get(name) or f"no launcher {name!r}{choices(name, list(starters()))}")
+    return name
+
 
 @click.command("launch", cls=ScriptCommand)
-@click.option("--on", type=click.Choice(list(starters())), default="local", show_default=True, help="Launcher to use.")
+@click.option(
+    "--on",
+    metavar=f"[{'|'.join(starters())}]",
+    callback=_launcher,
+    default="local",
+    show_default=True,
+    help="Launcher to use.",
+)
 @click.option(
     "--nodes",
     metavar="NUMBER | MIN:MAX",

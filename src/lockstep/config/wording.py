@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from lockstep.common.names import choices, list_names, nearest, suggestion
 from lockstep.config.base import Section
 from lockstep.config.document import UNREADABLE, KeyProblem, Path, SourcePosition, format_key, locate
+from lockstep.config.run import IntervalConfig
 from lockstep.config.schema import Config
 from lockstep.config.write import format_value
 
@@ -113,7 +114,10 @@ def _text(found: ErrorDetails) -> str:
 
 
 def _hint(found: ErrorDetails) -> str:
-    """Return what to do where a text would be right without its quotes, or with a point."""
+    """Return what to do where a text would be right without its quotes, or with a point, or a number as a key."""
+    if type(found["input"]) is int and section_at(found["loc"]) is IntervalConfig:
+        keys = [f"{format_key((*found['loc'], name))}={found['input']}" for name in IntervalConfig.model_fields]
+        return f"; write {' or '.join(keys)}"
     text, kind = found["input"], found["type"].partition("_")[0]
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""

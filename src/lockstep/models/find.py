@@ -34,6 +34,7 @@ OURS: Final[Mapping[str, str]] = {
     "botnet50": "lockstep.models.botnet:botnet50",
     "digits_convnet": "lockstep.models.digits_convnet:digits_convnet",
     "gpt": "lockstep.models.gpt:gpt",
+    "mlp": "lockstep.models.mlp:mlp",
     "mnist1d_cnn": "lockstep.models.mnist1d_nets:mnist1d_cnn",
     "mnist1d_logistic": "lockstep.models.mnist1d_nets:mnist1d_logistic",
     "mnist1d_mlp": "lockstep.models.mnist1d_nets:mnist1d_mlp",
@@ -49,8 +50,8 @@ def build_model(
     facts: Mapping[str, Any],
 ) -> nn.Module:
     """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample,
-    `vocabulary`, the number of tokens, `context`, how many a sample has, and `outputs`, the targets of a regression,
-    each where it has them.
+    `vocabulary`, the number of tokens, `context`, how many a sample has, `outputs`, the targets of a regression, and
+    `target_scale`, the mean and the standard deviation of each, where it has them.
 
     `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path, and a folder with a
     config.json a model of transformers, which else are found by their source alone. `options` go to the model's
@@ -189,7 +190,8 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
                 return _filter_arguments(factory, sizes) | _filter_arguments(factory, named, open_ended=False)
         case _:
             of_images = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
-            return _filter_arguments(factory, sizes | of_images)
+            of_rows = {key: facts[key] for key in ("shape", "outputs", "target_scale") if key in facts}
+            return _filter_arguments(factory, sizes | of_images | of_rows)
 
 
 def _filter_arguments(factory: Factory, arguments: dict[str, Any], open_ended: bool = True) -> dict[str, Any]:

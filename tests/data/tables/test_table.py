@@ -85,6 +85,8 @@ def test_whole_numbers_with_gaps_may_be_amounts(tmp_path: Path) -> None:
     assert _open(tmp_path, target="y", validation=0, kind="classification").question == ""
     data = _open(tmp_path, target="y", validation=0, kind="regression")
     assert data.facts["outputs"] == 1
+    assert data.facts["target_scale"] == [[pytest.approx(24_500), pytest.approx(14_430.87)]]
+    assert "recipe.model.name=mlp does" in data.warnings[0]
     assert data.warnings[0].startswith("target 'y' has mean 2.45e+04 and standard deviation 1.443e+04, and targets ")
     (tmp_path / "val.csv").write_text("x,y\n1,500\n")
     with pytest.raises(UsageError, match=r"set options\.kind=regression if they are amounts"):

@@ -76,27 +76,40 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         if part is not None
     ]
     facts: dict[str, Any] = {"shape": parts[0].shape, "columns": [column.facts for column in columns]}
-    facts |= {"outputs": len(targets), "targets": targets} if classes is None else {"classes": list(map(str, classes))}
+    scales = [] if classes is not None else [_scale_of(name, train) for name in targets]
+    if classes is None:
+        facts |= {
+            "outputs": len(targets),
+            "targets": targets,
+            "target_scale": [[mean, std or 1.0] for mean, std in scales],
+        }
+    else:
+        facts["classes"] = list(map(str, classes))
     return DataSet(
         train=parts[0],
         validation=parts[1] if len(parts) > 1 else None,
         facts=facts,
         skipped=None if classes is None else skip_mask,
         name=lambda number: f"row {rows[number]}",
-        warnings=() if classes is not None else tuple(_warnings(train, targets)),
+        warnings=tuple(_warnings(targets, scales)),
         question=question,
     )
 
 
-def _warnings(train: pyarrow.Table, targets: Sequence[str]) -> Iterator[str]:
+def _scale_of(name: str, train: pyarrow.Table) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a target."""
+    values = _floats(name, train[name]).astype(np.float64)
+    return float(values.mean()), float(values.std())
+
+
+def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
     """Warn of targets so far from 1, where outputs begin, that the usual rates do not come to them."""
-    for name in targets:
-        values = _floats(name, train[name]).astype(np.float64)
-        mean, std = values.mean(), values.std()
+    for name, (mean, std) in zip(targets, scales, strict=False):
         if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
             yield (
                 f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, and targets whose size or "
-                f"spread is far from 1 are learned slowly, if at all; subtract the mean, and divide by the deviation"
+                f"spread is far from 1 are learned slowly, if at all, by a model that does not scale its outputs, as "
+                f"recipe.model.name=mlp does; for other models subtract the mean, and divide by the deviation"
             )
 
 

@@ -1,0 +1,57 @@
+"""A perceptron for the rows of a table, or other samples of one shape.
+
+The targets of a regression may be prices, or lengths in metres. The layers compute them standardised, by the mean and
+the standard deviation of the training set, and the model returns them in their own units.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+
+
+def mlp(
+    shape: Sequence[int],
+    num_classes: int | None = None,
+    outputs: int | None = None,
+    target_scale: Sequence[Sequence[float]] | None = None,
+    width: int = 64,
+    depth: int = 2,
+) -> nn.Module:
+    """Return a model of `depth` hidden layers with ReLU, [n, *shape] to [n, num_classes] or [n, outputs].
+
+    `target_scale` has the mean and the standard deviation of each output; outputs are near 0 without it.
+    """
+    sizes = [math.prod(shape), *[width] * depth]
+    if (last := num_classes or outputs) is None:
+        raise UsageError("model mlp: its data names neither classes nor targets; give a recipe.task that has them")
+    layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+    for size, following in pairwise(sizes):
+        layers += [nn.Linear(size, following), nn.ReLU()]
+    layers.append(nn.Linear(sizes[-1], last))
+    if target_scale is not None and num_classes is None:
+        layers.append(_Scale(target_scale))
+    return nn.Sequential(*layers)
+
+
+@final
+class _Scale(nn.Module):
+    """Turns standardised outputs into the units of the targets; the buffers are saved with the weights."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, target_scale: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        means, deviations = zip(*target_scale, strict=True)
+        self.register_buffer("mean", torch.tensor(means, dtype=torch.float32))
+        self.register_buffer("std", torch.tensor(deviations, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = x * self.std + self.mean
+        return scaled
