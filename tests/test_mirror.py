@@ -84,7 +84,8 @@ TOGETHER: Final[dict[str, str]] = {
     "reporting/test_outside.py": "reporting: mlflow_sink wandb_sink",
     "run/test_joined.py": "run: membership\nrun: own_model own_placed own_resume own_sums",
     "run/test_run_own_loss.py": "run: own_loss_terms",
-    "commands/test_replay.py": "commands: bisect\nreplay: drive own page run\nrun: replaying",
+    "commands/test_replay.py": "commands: bisect\nreplay: drive own page run\n"
+    "run: own_examination replaying update_norms",
     "strategies/test_strategies.py": "strategies: context ddp hsdp single zero1 zero2 zero3",
     "tasks/test_batches.py": "tasks: base",
     "tasks/test_classification.py": "tasks: own_loss",

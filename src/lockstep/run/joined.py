@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from itertools import islice
@@ -32,7 +33,7 @@ from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
-from lockstep.errors import EXIT_DONE, CorruptionError, LockstepError, UsageError
+from lockstep.errors import EXIT_DONE, CorruptionError, LockstepError, TrainingError, UsageError
 from lockstep.parallel.audited import Part
 from lockstep.ranks.signals import StopRequest
 from lockstep.ranks.status import RankStatus
@@ -43,6 +44,7 @@ from lockstep.run.data_facts import digest_ends
 from lockstep.run.events import loop_start_event
 from lockstep.run.membership import Member
 from lockstep.run.model_modes import is_evaluating, mode_dependent_layer
+from lockstep.run.own_examination import Examination
 from lockstep.run.own_loss import LossCheck
 from lockstep.run.own_model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
 from lockstep.run.own_placed import ChunkPlan, Placed, spread
@@ -152,7 +154,8 @@ class Run:
     def state(self) -> dict[str, Any]:
         """What the script wants back after a resume: numbers, text, lists and dicts, the same on all ranks.
 
-        Checkpoints keep it, and `place` puts back what the one that it resumes from has.
+        Checkpoints keep it, and `place` puts back what the one that it resumes from has. Tensors lie on `device`,
+        detached.
         """
         return self._state
 
@@ -476,6 +479,8 @@ class Run:
                 placed.modes.restore()
             return self._finish_loop(placed, plan)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
+        if self._member.replay is not None:  # which goes on to its last step, to look into it
+            loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         try:
             what = self._world, self._until_last(loader), loop_plan, self._rank.progress, None
             also = stop, self._rank.digests, self._rank.preempted
@@ -484,7 +489,8 @@ class Run:
                     audit = None
                     if audits is not None and audits.due(each.step):
                         audit = partial(placed.audit.parts, audits, loader.microbatch, each.microbatches, each.step)
-                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples), audit)
+                    examination = self._examination(placed, each, loader)
+                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples), audit, examination)
                     self._end(placed, each)
                     continue
                 self._rank.write(each)
@@ -493,7 +499,7 @@ class Run:
                     self._member.stop(each.reason, partial(self.close, None))
         finally:
             stop.release()
-        if self._member.last is not None:
+        if self._member.replay is not None:
             self._end_replay()
         return self._finish_loop(placed, plan)
 
@@ -508,14 +514,32 @@ class Run:
         member = self._member
         began = self._loops > 0
         self._loops += 1
-        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.last is not None:
+        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.replay:
             return ""
         return verify_hint(self.size, self.dir, sys.argv)
 
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""
-        last = self._member.last
-        return loader.training if last is None else lambda first: islice(loader.training(first), last - first)
+        replay = self._member.replay
+        if replay is None:
+            return loader.training
+        return lambda first: islice(loader.training(first), replay.last - first)
+
+    def _examination(self, placed: Placed, turn: Turn, loader: Loader) -> Examination | None:
+        """Return what looks into a step: the last one of a replay that asks for it."""
+        replay = self._member.replay
+        if replay is None or not replay.examined or turn.step.number + 1 != replay.last or self.dir is None:
+            return None
+        digests = self._rank.digests
+
+        def report() -> None:
+            self._write_report()
+            if digests is not None:
+                digests.collect()
+
+        if digests is not None:  # of the steps before it, which may be the last to be done
+            digests.collect()
+        return Examination(self.dir, self._world, placed, loader.samples(turn.step), report)
 
     def _end_replay(self) -> NoReturn:
         """End the script: what follows the last step of a replay is not wanted."""
@@ -524,7 +548,14 @@ class Run:
         self.close()
         raise SystemExit(EXIT_DONE)
 
-    def _begin(self, placed: Placed, turn: Turn, leaves: int, audit: Callable[[], Iterator[Part]] | None) -> Step:
+    def _begin(
+        self,
+        placed: Placed,
+        turn: Turn,
+        leaves: int,
+        audit: Callable[[], Iterator[Part]] | None,
+        examination: Examination | None,
+    ) -> Step:
         _refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             placed.check_structure()
@@ -535,7 +566,8 @@ class Run:
         self._compare_figures()
         self._end_pass()
         self._turn = turn
-        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
+        checks = self._module_check, self._loss_check
+        self._step = Step(turn, self._gate, leaves, placed, *checks, self._sums, audit, examination)
         placed.guard.mark()
         return self._step
 
@@ -601,7 +633,8 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
-        placed.check_finite(self.step)
+        if self._member.replay is None:  # whose folder is thrown away
+            self._check_finite(placed)
         changes = placed.changes()
         try:
             state = json.dumps(self._state, sort_keys=True)
@@ -616,6 +649,14 @@ class Run:
             placed.scheduler.note_save()
         placed.modes.note_save()
         return kept.save()
+
+    def _check_finite(self, placed: Placed) -> None:
+        try:
+            placed.check_finite(self.step)
+        except TrainingError:
+            if self._rank.digests is not None:
+                self._rank.digests.collect()  # of the steps until here, which may be looked into
+            raise
 
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""

@@ -35,7 +35,7 @@ from lockstep.run.computing import computing_device
 from lockstep.run.handshake import placement_handshake
 from lockstep.run.own_settings import Settings
 from lockstep.run.rank import Rank
-from lockstep.run.replaying import replaying
+from lockstep.run.replaying import Replaying, replaying
 from lockstep.run.resume import signing_key
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.run.stall_detection import stall_detector
@@ -61,7 +61,7 @@ class Member:
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
-    last: int | None = None  # the step after which a replay ends
+    replay: Replaying | None = None  # what a replay asks for
     of_ray: bool = False  # a worker of Ray Train, whose process and errors are Ray's
 
     @staticmethod
@@ -136,8 +136,7 @@ class Member:
                 rank.sinks = [*rank.sinks, RayReport(str(where), lead=world.rank == 0)]
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
         settings = settings.model_copy(update={"run": kept})
-        last = None if again is None else again.last
-        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, last, worker is not None)
+        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, again, worker is not None)
 
     def register(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""
