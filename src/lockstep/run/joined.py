@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
@@ -21,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
 from lockstep.common.own_code import calling, refusal, with_its_line
-from lockstep.common.plainfile import parse_json
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
 from lockstep.core import random
@@ -30,6 +28,7 @@ from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
+from lockstep.core.shard import whole_tensors
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
@@ -52,6 +51,7 @@ from lockstep.run.own_plan import OwnPlan, make_plan
 from lockstep.run.own_resume import earlier_microbatches_of, read_own, refuse_other, warn_of_changes
 from lockstep.run.own_scheduler import OwnScheduler
 from lockstep.run.own_settings import settings
+from lockstep.run.own_state import compare_tensors, joined_state, split_state, state_digests
 from lockstep.run.own_step import AFTER_LOOP, Step, seed_all
 from lockstep.run.own_step_sums import StepSums
 from lockstep.run.placing import check_pair, hand_over
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the script wants back after a resume: numbers, text, lists and dicts, the same on all ranks.
+        """What the script wants back after a resume: numbers, text, tensors, lists and dicts, the same on all ranks.
 
         Checkpoints keep it, and `place` puts back what the one that it resumes from has. Tensors lie on `device`,
         detached.
@@ -197,14 +197,18 @@ class Run:
                 what = self._member, model, optimizer, strategy
                 placed = self._placed = spread(*what, ChunkPlan(chunks, plan or {}), own_scheduler, ema)
             if self.dir is not None:
-                self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.canonical, self._origin)
+                kept = self._member.settings.run
+                self._checkpoints = Checkpoints(
+                    self._rank, kept, placed.canonical, self._origin, script=lambda: self._split_state()[1]
+                )
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
                     self._first_step = self.step
                     placed.take_settings(resumed.state.recipe, self._rank.warn)
-                    self._state |= resumed.state.recipe.get("state", {})
-                every = self._member.settings.run.digest_every
+                    plain, tensors = resumed.state.recipe.get("state", {}), resumed.snapshot.script or {}
+                    self._state |= joined_state(self._member.checkpoint, plain, whole_tensors(tensors), self.device)
+                every = kept.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
@@ -598,7 +602,8 @@ class Run:
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
-            self._member.observe(turn.step.number + 1, float(turn.sums.loss), placed.digests())
+            digests = {**placed.digests(), **state_digests(self._split_state()[1])}
+            self._member.observe(turn.step.number + 1, float(turn.sums.loss), digests)
 
     def _module_check(self, phase: int) -> StrayModuleCheck | None:
         """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
@@ -636,15 +641,11 @@ class Run:
         if self._member.replay is None:  # whose folder is thrown away
             self._check_finite(placed)
         changes = placed.changes()
-        try:
-            state = json.dumps(self._state, sort_keys=True)
-            if (back := parse_json(state)) != self._state:
-                raise ValueError(f"it would come back as {back}")
-        except (TypeError, ValueError) as error:
-            raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts by text in it") from None
+        plain, tensors = self._split_state()
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         compared["modules in evaluation mode"] = changes["modes"]
-        self._world.compare({**compared, "run.state": state})
+        self._world.compare({**compared, "run.state": json.dumps(plain, sort_keys=True)})
+        compare_tensors(self._world, tensors)
         if placed.scheduler is not None:
             placed.scheduler.note_save()
         placed.modes.note_save()
@@ -662,7 +663,11 @@ class Run:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
         loop = {**(self._loop or placed.decisive()), "began": self._began(placed)}
-        return {"recipe": {"loop": loop, "state": deepcopy(self._state), **placed.changes()}, "data": {}}
+        plain, _ = self._split_state()
+        return {"recipe": {"loop": loop, "state": plain, **placed.changes()}, "data": {}}
+
+    def _split_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return split_state(self._state, self.device)
 
     def _began(self, placed: Placed) -> dict[str, Any]:
         """Return what else decides the numbers, and may be changed at a resume; a scheduler keeps its own rates."""
