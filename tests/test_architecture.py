@@ -67,7 +67,7 @@ ALLOWED = {
     "exports": ["core", "config", "tasks", "data", "models", "training", "setup", "runs", "run", "inference"],
     "replay": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "parallel", "training", "reporting"),
-        *("setup", "runs", "run", "loop/replaying"),
+        *("setup", "runs", "run", "loop/replaying", "loop/examination"),
     ],
     "planning": [
         *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "strategies"),

@@ -162,3 +162,134 @@ def test_the_sample_and_the_operation_behind_a_nan_are_found(run, start, tmp_pat
         in run("replay", "run", "--trust", "--step", step[1], "--samples").out.splitlines()
     )
     assert f"sample {sample} nan" in found.out
+
+
+BROKEN = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional
+import lockstep
+
+kind, strategy = sys.argv[1:]
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        room = 9.0 - x.amax(1, keepdim=True)
+        if kind == "backward":  # its slope is infinite at 0, times 0
+            return x + torch.sqrt(room * (room > 0)) * 0.01
+        return torch.where(room < 0, torch.sqrt(room), x)
+
+
+class Points:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return inputs[number], number % 3
+
+
+run = lockstep.join(seed=0, dir="own", run={"tensorboard": False, "digest_every": 1, "log_every": 5})
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), Root(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+model, optimizer = run.place(model, optimizer, strategy=strategy)
+inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+inputs[17] = torch.nan if kind == "data" else 60.0
+order = lambda epoch: [*range(20, 64), *range(20)]  # noqa: E731
+for step in run.steps(Points(), batch=16, microbatches=4, epochs=3, order=order):
+    for x, y in step:
+        loss = functional.cross_entropy(model(x), y)
+        if kind == "own check" and not torch.isfinite(loss):
+            raise ValueError("the loss is broken")
+        step.backward(mean=loss)
+    step.update()
+    if kind == "own check after" and not torch.isfinite(step.loss):
+        raise ValueError("the loss is broken")
+    if step.every(steps=2):
+        run.save()
+"""
+
+
+def script_on(processes: int, *words: str) -> list[str]:
+    """Return the command of a script on so many processes."""
+    if processes == 1:
+        return [sys.executable, *words]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *words]
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "strategy", "where"),
+    [
+        ("forward", 1, "auto", "first NaN in the forward of module 2, by sqrt"),
+        ("forward", 2, "zero3", "first NaN in the forward of module 2, by sqrt"),
+        ("data", 2, "ddp", "first NaN in the batch, as the dataset gives it"),
+        ("backward", 1, "auto", "first inf in the backward of module 2, by div of SqrtBackward0"),
+        ("backward", 2, "ddp", "first inf in the backward of module 2, by div of SqrtBackward0"),
+    ],
+)
+def test_the_sample_behind_a_nan_of_a_script_is_found(run, start, tmp_path, kind, processes, strategy, where):
+    (tmp_path / "train.py").write_text(BROKEN)
+    broken = subprocess.run(
+        script_on(1, "train.py", kind, "auto"), capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert ("not finite after step 4" if kind == "backward" else "loss is nan at step 4") in broken.stderr
+    before = hashes(tmp_path / "own")
+    found = run("replay", "own", "--step", "4", "--", *script_on(processes, "train.py", kind, strategy))
+    assert f"{where}, micro-batch 3, sample 17\n" in found.out
+    assert "2 of 2 are the run's: the same bits" in found.out
+    assert "of the largest loss micro-batch 3 nan" in found.out or kind == "backward"
+    page = (tmp_path / "replay-4.html").read_text()
+    assert "sample 16, sample 17, sample 18, sample 19" in page
+    assert "Activations" in page
+    assert hashes(tmp_path / "own") == before
+
+
+def test_a_script_that_ends_where_its_loss_is_nan_has_shown_why(run, start, tmp_path):
+    (tmp_path / "train.py").write_text(BROKEN)
+    script = script_on(2, "train.py", "own check", "auto")
+    subprocess.run(script_on(1, "train.py", "forward", "auto"), capture_output=True, check=False, cwd=tmp_path)
+    found = run("replay", "own", "--step", "4", "--", *script, code=2)
+    assert "first NaN in the forward of module 2, by sqrt, micro-batch 3, sample 17\n" in found.out
+    assert "1 of 1 are the run's: the same bits" in found.out
+    assert "before step 4 was done" in found.err
+    found = run("replay", "own", "--step", "4", "--", *script_on(1, "train.py", "own check after", "auto"))
+    assert "loss      nan at step 4" in found.out
+    assert "2 of 2 are the run's: the same bits" in found.out
+
+
+def test_weights_that_were_broken_before_the_step_are_named(run, start, tmp_path):
+    (tmp_path / "train.py").write_text(BROKEN.replace("every(steps=2)", "every(steps=3)"))
+    script = script_on(1, "train.py", "backward", "auto")
+    broken = subprocess.run(script, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "loss is nan at step 5" in broken.stderr
+    found = run("replay", "own", "--step", "5", "--", *script)
+    assert "0.weight and 1 more not finite before the step already; replay an earlier one" in found.out
+    assert "first " not in found.out
+
+
+def norms(page: str) -> list[tuple[float, float]]:
+    """Return the norms of gradient and update of each parameter."""
+    rows = page.partition("<h2>Parameters</h2>")[2].partition("</table>")[0]
+    numbers = re.findall(r"<td>[^<]+</td><td>([^<]+)</td><td>([^<]+)</td>", rows)
+    return [(float(gradient), float(update)) for gradient, update in numbers]
+
+
+def test_plain_descent_moves_weights_by_the_rate_times_the_gradient_that_is_shown(run, start, tmp_path):
+    (tmp_path / "train.py").write_text(BROKEN)
+    subprocess.run(script_on(1, "train.py", "forward", "auto"), capture_output=True, check=False, cwd=tmp_path)
+    run("replay", "own", "--step", "3", "--", *script_on(2, "train.py", "forward", "auto"))
+    found = norms((tmp_path / "replay-3.html").read_text())
+    assert len(found) == 4
+    for gradient, update in found:
+        assert update == pytest.approx(0.25 * gradient, rel=1e-3)
+
+
+def test_the_gradient_of_a_recipe_is_that_of_its_mean_loss(run, start, tmp_path):
+    words = ("recipe.optimizer={name: sgd, lr: 0.25, momentum: 0, weight_decay: 0}", "recipe.clip_norm=null")
+    run("train", *DIGITS, *words, "run.dir=run", "recipe.epochs=1")
+    rate = float(re.search(r"learning rate ([0-9.e-]+)", run("replay", "run", "--trust", "--step", "3").out)[1])
+    found = norms((tmp_path / "replay-3.html").read_text())
+    assert len(found) >= 2
+    for gradient, update in found:
+        assert update == pytest.approx(rate * gradient, rel=1e-3)

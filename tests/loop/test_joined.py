@@ -121,12 +121,14 @@ def test_a_state_that_is_the_same_after_a_save_is_taken(tmp_path):
     assert run.state == {"steps": 3}
 
 
-@pytest.mark.parametrize("value", [torch.ones(3), {3: 7}, {3: 7, "a": 1}, (1, 2)])
+@pytest.mark.parametrize("value", [torch.ones(3, requires_grad=True), {3: 7}, {3: 7, "a": 1}, (1, 2)])
 def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path, value):
     with joined(dir=tmp_path / "run") as run:
         loops.placed(run)
         run.state["mean"] = value
-        with pytest.raises(lockstep.UsageError, match=r"run\.state: .*; keep numbers, text, lists and dicts"):
+        with pytest.raises(
+            lockstep.UsageError, match=r"run\.state.*; (keep numbers, text, tensors, lists and dicts|detach)"
+        ):
             run.save()
 
 

@@ -14,11 +14,12 @@ from lockstep.core.order import Step
 from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.replay.examine import Examined, NonFinite, ObservedTask, examine
+from lockstep.replay.examine import ObservedTask, examine
 from lockstep.replay.trace import Trace
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem, Task
 from lockstep.tasks.classification import Classification
+from lockstep.training.observer import Examined, NonFinite
 
 SAMPLES = 6
 STEP = Step(0, 0, 0, 2 * SAMPLES, 0, False)

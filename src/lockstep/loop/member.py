@@ -20,7 +20,7 @@ from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.launchers import detect_rank, ray
-from lockstep.loop.replaying import replaying
+from lockstep.loop.replaying import Replaying, replaying
 from lockstep.loop.settings import Settings
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
 from lockstep.ranks.failure import failure_of
@@ -58,7 +58,7 @@ class Member:
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
-    last: int | None = None  # the step after which a replay ends
+    replay: Replaying | None = None  # what a replay asks for
     of_ray: bool = False  # a worker of Ray Train, whose process and errors are Ray's
 
     @staticmethod
@@ -129,8 +129,7 @@ class Member:
                 rank.sinks = [*rank.sinks, RayReport(str(where), lead=world.rank == 0)]
             seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
         settings = settings.model_copy(update={"run": kept})
-        last = None if again is None else again.last
-        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, last, worker is not None)
+        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, again, worker is not None)
 
     def register(self, run: R) -> R:
         """See that the run ends with this process, or with the function that joined it; return it."""

@@ -11,15 +11,19 @@ VARIABLE: Final = "LOCKSTEP_REPLAY"
 
 
 class Replaying(NamedTuple):
-    """The folder that takes the place of the run's, with the checkpoint to begin from, and the step to end after."""
+    """The folder that takes the place of the run's, with the checkpoint to begin from, and the step to end after.
+
+    If it is `examined`, each rank writes there what it sees of that step.
+    """
 
     folder: Path
     last: int
+    examined: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables of the environment that say so."""
-        return {VARIABLE: f"{self.last}:{self.folder}"}
+        return {VARIABLE: f"{self.last}:{int(self.examined)}:{self.folder}"}
 
     def settings(self, run: RunConfig) -> RunConfig:
         """Return what is kept instead of what the script says: each step and its digest, and nothing elsewhere."""
@@ -29,5 +33,7 @@ class Replaying(NamedTuple):
 
 def replaying(env: Mapping[str, str] = os.environ) -> Replaying | None:
     """Return what is asked for; None where the script just trains."""
-    last, _, folder = env.get(VARIABLE, "").partition(":")
-    return Replaying(Path(folder), int(last)) if folder else None
+    if VARIABLE not in env:
+        return None
+    last, examined, folder = env[VARIABLE].split(":", 2)
+    return Replaying(Path(folder), int(last), examined == "1")

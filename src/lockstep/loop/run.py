@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from itertools import islice
@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
 from lockstep.common.own_code import calling, refusal, with_its_line
-from lockstep.common.plainfile import parse_json
 from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.config.placement import Placement
 from lockstep.core import random
@@ -29,11 +28,13 @@ from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
+from lockstep.core.shard import whole_tensors
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Collate, Items, generators_kept
 from lockstep.data.loader import Loader, Weigh
-from lockstep.errors import EXIT_DONE, CorruptionError, LockstepError, UsageError
+from lockstep.errors import EXIT_DONE, CorruptionError, LockstepError, TrainingError, UsageError
 from lockstep.loop import sums as own_sums
+from lockstep.loop.examination import Examination
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import AlikeCalls, Gate, StrayModuleCheck, explain_error, modes_kept
@@ -44,6 +45,7 @@ from lockstep.loop.plan import OwnPlan, make_plan
 from lockstep.loop.resume import earlier_microbatches_of, read_own, refuse_other, warn_of_changes
 from lockstep.loop.scheduler import OwnScheduler
 from lockstep.loop.settings import settings
+from lockstep.loop.state import compare_tensors, joined_state, split_state, state_digests
 from lockstep.loop.step import AFTER_LOOP, Step, seed_all
 from lockstep.loop.step_sums import StepSums
 from lockstep.loop.verify_hint import verify_hint
@@ -112,7 +114,7 @@ class Run:
         self._ended = self._figures_compared = self._parts_told = False
         self._logged: dict[str, str] = {}  # figures, in full
         self._state: dict[str, Any] = {}
-        self._saved_state: tuple[str, str] | None = (
+        self._saved_state: tuple[tuple[str, dict[str, str]], str] | None = (
             None  # that a checkpoint of this step keeps, and the line of that save
         )
         self._seen: tuple[Any, str] | None = None  # the dataset of that loop, and a digest of its ends
@@ -153,9 +155,10 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the script wants back after a resume: numbers, text, lists and dicts, the same on all ranks.
+        """What the script wants back after a resume: numbers, text, tensors, lists and dicts, the same on all ranks.
 
-        Checkpoints keep it, and `place` puts back what the one that it resumes from has.
+        Checkpoints keep it, and `place` puts back what the one that it resumes from has. Tensors lie on `device`,
+        detached.
         """
         return self._state
 
@@ -197,14 +200,18 @@ class Run:
                 what = self._member, model, optimizer, strategy
                 placed = self._placed = spread(*what, ChunkPlan(chunks, plan or {}), own_scheduler, ema)
             if self.dir is not None:
-                self._checkpoints = Checkpoints(self._rank, self._member.settings.run, placed.canonical, self._origin)
+                kept = self._member.settings.run
+                self._checkpoints = Checkpoints(
+                    self._rank, kept, placed.canonical, self._origin, script=lambda: self._split_state()[1]
+                )
                 if self._member.checkpoint is not None:
                     resumed, self._resumed = read_own(self._member, self._member.checkpoint, placed)
                     self._checkpoints.resume(resumed)
                     self._first_step = self.step
                     placed.take_settings(resumed.state.recipe, self._rank.warn)
-                    self._state |= resumed.state.recipe.get("state", {})
-                every = self._member.settings.run.digest_every
+                    plain, tensors = resumed.state.recipe.get("state", {}), resumed.snapshot.script or {}
+                    self._state |= joined_state(self._member.checkpoint, plain, whole_tensors(tensors), self.device)
+                every = kept.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics)
@@ -479,6 +486,8 @@ class Run:
                 placed.modes.restore()
             return self._finish_loop(placed, plan)
         loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
+        if self._member.replay is not None:  # which goes on to its last step, to look into it
+            loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         try:
             what = self._world, self._until_last(loader), loop_plan, self._rank.progress, None
             also = stop, self._rank.digests, self._rank.preempted
@@ -487,7 +496,8 @@ class Run:
                     audit = None
                     if audits is not None and audits.due(each.step):
                         audit = partial(placed.audit.parts, audits, loader.microbatch, each.microbatches, each.step)
-                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples), audit)
+                    examination = self._examination(placed, each, loader)
+                    yield self._begin(placed, each, min(plan.microbatches, each.step.samples), audit, examination)
                     self._end(placed, each)
                     continue
                 self._rank.write(each)
@@ -496,7 +506,7 @@ class Run:
                     self._member.stop(each.reason, partial(self.close, None))
         finally:
             stop.release()
-        if self._member.last is not None:
+        if self._member.replay is not None:
             self._end_replay()
         return self._finish_loop(placed, plan)
 
@@ -511,14 +521,32 @@ class Run:
         member = self._member
         began = self._loops > 0
         self._loops += 1
-        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.last is not None:
+        if self.rank or began or member.checkpoint is not None or member.observe is not None or member.replay:
             return ""
         return verify_hint(self.size, self.dir, sys.argv)
 
     def _until_last(self, loader: Loader) -> Batches:
         """Return what gives the steps: of a replay those until its last one."""
-        last = self._member.last
-        return loader.training if last is None else lambda first: islice(loader.training(first), last - first)
+        replay = self._member.replay
+        if replay is None:
+            return loader.training
+        return lambda first: islice(loader.training(first), replay.last - first)
+
+    def _examination(self, placed: Placed, turn: Turn, loader: Loader) -> Examination | None:
+        """Return what looks into a step: the last one of a replay that asks for it."""
+        replay = self._member.replay
+        if replay is None or not replay.examined or turn.step.number + 1 != replay.last or self.dir is None:
+            return None
+        digests = self._rank.digests
+
+        def report() -> None:
+            self._write_report()
+            if digests is not None:
+                digests.collect()
+
+        if digests is not None:  # of the steps before it, which may be the last to be done
+            digests.collect()
+        return Examination(self.dir, self._world, placed, loader.samples(turn.step), report)
 
     def _end_replay(self) -> NoReturn:
         """End the script: what follows the last step of a replay is not wanted."""
@@ -527,7 +555,14 @@ class Run:
         self.close()
         raise SystemExit(EXIT_DONE)
 
-    def _begin(self, placed: Placed, turn: Turn, leaves: int, audit: Callable[[], Iterator[Part]] | None) -> Step:
+    def _begin(
+        self,
+        placed: Placed,
+        turn: Turn,
+        leaves: int,
+        audit: Callable[[], Iterator[Part]] | None,
+        examination: Examination | None,
+    ) -> Step:
         _refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             placed.check_structure()
@@ -539,7 +574,8 @@ class Run:
         self._end_pass()
         self._turn = turn
         self._saved_state = None  # a save between two loops, after which a resumed script runs the same lines
-        self._step = Step(turn, self._gate, leaves, placed, self._module_check, self._loss_check, self._sums, audit)
+        checks = self._module_check, self._loss_check
+        self._step = Step(turn, self._gate, leaves, placed, *checks, self._sums, audit, examination)
         placed.guard.mark()
         return self._step
 
@@ -571,12 +607,18 @@ class Run:
         self._step = None
         if self._member.observe is not None:
             assert turn.sums is not None
-            self._member.observe(turn.step.number + 1, float(turn.sums.loss), placed.digests())
+            digests = {**placed.digests(), **state_digests(self._split_state()[1])}
+            self._member.observe(turn.step.number + 1, float(turn.sums.loss), digests)
+
+    def _state_summary(self) -> tuple[str, dict[str, str]]:
+        """Return what is equal as long as run.state is."""
+        plain, tensors = self._split_state()
+        return json.dumps(plain, sort_keys=True), state_digests(tensors)
 
     def _check_saved_state(self, step: int) -> None:
         """Raise UsageError if run.state was changed after a save of the step, which a resumed run would not have."""
         saved, self._saved_state = self._saved_state, None
-        if saved is not None and json.dumps(self._state, sort_keys=True, default=repr) != saved[0]:
+        if saved is not None and self._state_summary() != saved[0]:
             raise refusal(
                 f"step {step}: run.state was changed after run.save, so that a resumed run would leave it out",
                 "change run.state first, and save then",
@@ -616,29 +658,39 @@ class Run:
 
     def _save(self, placed: Placed, kept: Checkpoints) -> list[Saved]:
         placed.check_structure()
-        placed.check_finite(self.step)
+        if self._member.replay is None:  # whose folder is thrown away
+            self._check_finite(placed)
         changes = placed.changes()
-        try:
-            state = json.dumps(self._state, sort_keys=True)
-            if (back := parse_json(state)) != self._state:
-                raise ValueError(f"it would come back as {back}")
-        except (TypeError, ValueError) as error:
-            raise refusal(f"run.state: {error}", "keep numbers, text, lists and dicts by text in it") from None
+        plain, tensors = self._split_state()
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         compared["modules in evaluation mode"] = placed.modes.summary()
         where = calling()
-        self._world.compare({**compared, "run.state": state}, where=where)
-        self._saved_state = state, where
+        compared["run.state"] = json.dumps(plain, sort_keys=True)
+        self._world.compare(compared, where=where)
+        compare_tensors(self._world, tensors)
+        self._saved_state = self._state_summary(), where
         if placed.scheduler is not None:
             placed.scheduler.note_save()
         placed.modes.note_save()
         return kept.save()
 
+    def _check_finite(self, placed: Placed) -> None:
+        try:
+            placed.check_finite(self.step)
+        except TrainingError:
+            if self._rank.digests is not None:
+                self._rank.digests.collect()  # of the steps until here, which may be looked into
+            raise
+
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
         placed = self._here()
         loop = {**(self._loop or placed.decisive()), "began": self._began(placed)}
-        return {"recipe": {"loop": loop, "state": deepcopy(self._state), **placed.changes()}, "data": {}}
+        plain, _ = self._split_state()
+        return {"recipe": {"loop": loop, "state": plain, **placed.changes()}, "data": {}}
+
+    def _split_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return split_state(self._state, self.device)
 
     def _began(self, placed: Placed) -> dict[str, Any]:
         """Return what else decides the numbers, and may be changed at a resume; a scheduler keeps its own rates."""

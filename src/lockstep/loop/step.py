@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Never, final
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch, tensors_of
 from lockstep.data.items import seed_python_and_numpy
+from lockstep.loop.examination import Examination
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import Placed
@@ -59,6 +61,7 @@ class Step:
     _losses: Callable[[int], LossCheck]
     _sums: StepSums
     _audit: Callable[[], Iterator[Part]] | None
+    _examination: Examination | None = None  # where a replay looks into the step
 
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
@@ -173,6 +176,8 @@ class Step:
                 seed_python_and_numpy(
                     random.extend_key(self._draws, _MICROBATCH, microbatch.index)
                 )  # torch's the engine seeds
+                if self._examination is not None and not self._part.beside:
+                    self._examination.enter(microbatch, self._phase)
                 forward = self._engine.forward_beside if self._part.beside else self._engine.forward
                 self._forward = forward(microbatch, self._turn.step)
                 self._forward.__enter__()
@@ -258,6 +263,8 @@ class Step:
         if is_mean and not microbatch.weight:
             for node in self._gate.returned:  # a mean over nothing has gradients of 0 / 0
                 node.register_prehook(_zeros)
+        if self._examination is not None:
+            self._examination.note_loss(loss)
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
@@ -273,6 +280,8 @@ class Step:
                 self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
         finally:
             self._gate.recomputing = False
+            if self._examination is not None:
+                self._examination.leave()
         self._guard.withhold()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
@@ -305,11 +314,14 @@ class Step:
         self._gate.step = self._guard.step = 0
         sums = self._part.sums or self._engine.end()
         self._sums.take(sums.counts)
+        update = partial(self._engine.update, rate, clip, only)
+        if self._examination is not None:
+            update = partial(self._examination.update, update, whole=only is None)
         if self._turn.sums is None:
             self._turn.digest()
-            self._turn.done(shown, sums, self._engine.update(rate, clip, only))
+            self._turn.done(shown, sums, update())
         else:  # the step is counted; its loss and norm are those of its last update
-            self._turn.again(sums, self._engine.update(rate, clip, only))
+            self._turn.again(sums, update())
         self._updated = True
         if only is not None:
             self._phase += 1
@@ -317,6 +329,8 @@ class Step:
         if scheduler is not None:
             scheduler.note_update()
         self._placed.audit.kept.note(self._turn.step)
+        if self._examination is not None and only is None:
+            self._examination.finish()  # here, since a script may end where step.loss is nan
         self._guard.mark(moved=True)
 
     def _setting(self, name: str, value: float) -> float:
@@ -365,6 +379,8 @@ class Step:
             forward.__exit__(GeneratorExit, GeneratorExit(), None)
         elif forward is not None:
             forward.__exit__(None, None, None)
+        if self._examination is not None and early:
+            self._examination.leave()
 
     def _microbatches(self) -> Iterator[MicroBatch]:
         """Yield what the loop is to compute, and finish the step where it is audited."""

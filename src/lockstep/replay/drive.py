@@ -50,8 +50,6 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         return _check(options, options.check, tell)
     first, last = _span(options)
     request = _request(options, first, last, examined=options.step is not None)
-    if options.script:
-        return _script(options, first, last, tell)
     if options.samples:
         for name in list_samples(request):
             tell(name)
@@ -71,14 +69,17 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
                 durable.replace(path, content.encode(errors="backslashreplace"))
             tell(f"written {path}")
 
-    return replay_here(request, report)
+    return _script(request, options.script, report) if options.script else replay_here(request, report)
 
 
-def _script(options: Options, first: int, last: int, tell: Callable[[str], None]) -> int:
-    if (options.folder / CONFIG).exists():
-        raise UsageError(f"{options.folder}: holds a run of a recipe, which needs no command; leave it out")
-    found = replay_script(options.folder, first, last, options.script)
-    _tell(tell, found)
+def _script(request: ReplayRequest, command: Sequence[str], report: Callable[[Replay], None]) -> int:
+    """Do steps of a loop of the user's own again, and return the exit code; UsageError where it did not come so far."""
+    if (request.folder / CONFIG).exists():
+        raise UsageError(f"{request.folder}: holds a run of a recipe, which needs no command; leave it out")
+    found = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
+    report(found)
+    if found.ended:
+        raise UsageError(found.ended)
     return EXIT_DONE if found.different is None else EXIT_VERIFICATION
 
 

@@ -8,16 +8,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.errors import UsageError
+from lockstep.loop.examination import read_seen
 from lockstep.loop.replaying import Replaying
 from lockstep.replay.run import Replay, check_done, checkpoint_before, recorded_digests
 from lockstep.reporting.jsonl import EVENTS, read
 from lockstep.training.checkpoint import store
 
 
-def replay_script(folder: Path, first: int, last: int, command: Sequence[str]) -> Replay:
+def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, examined: bool) -> Replay:
     """Run the script again, from the checkpoint of its run before step `first` until `last` is done.
 
-    It sees a folder with that checkpoint in the place of the run's. UsageError where it fails, or does not come so far.
+    It sees a folder with that checkpoint in the place of the run's. If `last` is examined, a script that ends before it
+    is done, as with an error of its own where a loss is nan, gives what was seen until then, and `ended`. UsageError
+    where it fails before that step, or does not come so far.
     """
     check_done(folder, last)
     start, checkpoint = checkpoint_before(folder, first)
@@ -26,17 +29,22 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str]) -
         (own / store.FOLDER).mkdir(parents=True)
         if checkpoint is not None:
             shutil.copytree(checkpoint, own / store.FOLDER / checkpoint.name, copy_function=_link)
-        done = subprocess.run(
-            command, env={**os.environ, **Replaying(own, last).variables}, capture_output=True, text=True, check=False
-        )
+        variables = Replaying(own, last, examined).variables
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
         events = [*read(own / EVENTS)] if (own / EVENTS).exists() else []
-        if done.returncode or not any(event.get("step") == last for event in events):
+        seen = read_seen(own)
+        ended = ""
+        if not any(event.get("step") == last for event in events) or (done.returncode and seen is None):
             end = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-            raise UsageError(f"{' '.join(command)}: ended with exit code {done.returncode} before step {last}:\n{end}")
+            ended = f"{' '.join(command)}: ended with exit code {done.returncode} before step {last} was done:\n{end}"
+            if seen is None:
+                raise UsageError(ended)
         found = recorded_digests(own)
     recorded = recorded_digests(folder)
     [began] = [event for event in events if event["event"] == "started"]
-    replay = Replay(folder, start, began["strategy"], began["processes"])
+    replay = Replay(folder, start, began["strategy"], began["processes"], ended=ended)
+    if seen is not None:
+        replay.samples, replay.examined, replay.layers = seen.samples, seen.examined, seen.layers
     for event in events:
         if event["event"] == "step":
             replay.add_step(event["step"], float(event["loss"]), event["lr"], found, recorded, first)

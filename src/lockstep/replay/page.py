@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from lockstep.replay.examine import LOSS, Examined, NonFinite
 from lockstep.replay.run import Replay, ReplayedStep
 from lockstep.reporting import charts
 from lockstep.reporting.jsonl import EVENTS, read
 from lockstep.reporting.page import Section, Table, Words
+from lockstep.training.observer import BATCH, LOSS, Examined, NonFinite
 
 _SHOWN: Final = 3  # samples and layers, in a terminal
 _MOST: Final = 200  # rows of a table
@@ -23,19 +23,31 @@ def lines(replay: Replay) -> Iterator[str]:
     placed = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
     yield f"{replay.folder}  {_span(steps)}  begun {began}  {placed}"
     yield from _verdict(replay)
-    yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
+    if replay.ended:
+        yield "loss      not known: the script ended before the step was done"
+    else:
+        yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
     found = replay.examined
     if found is not None and found.losses:
         listed = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_SHOWN])
         yield f"samples   {len(found.losses)}; of the largest loss {listed}"
+    if found is not None and found.microbatches:
+        listed = ", ".join(f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(found)[:_SHOWN])
+        yield f"samples   {sum(map(len, replay.samples))}; of the largest loss {listed}"
     if replay.layers:
         largest = sorted(replay.layers, key=lambda each: _order(each.gradient))[:_SHOWN]
         yield f"gradients largest in {', '.join(f'{each.name} {each.gradient:.3g}' for each in largest)}"
     if found is not None and found.nonfinite is not None:
         yield f"first {_where(replay, found.nonfinite)}"
+    broken = [each.name for each in replay.layers if not math.isfinite(each.weight)]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        yield f"weights   {broken[0]}{more} not finite before the step already; replay an earlier one"
 
 
 def _span(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no step done"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
@@ -69,12 +81,18 @@ def _samples(replay: Replay) -> list[tuple[int, int, float]]:
     return sorted(rows, key=lambda row: _order(row[2]))
 
 
+def _microbatches(found: Examined) -> list[tuple[int, float]]:
+    """Return the number and loss of each micro-batch, the largest loss first."""
+    return sorted(found.microbatches.items(), key=lambda row: _order(row[1]))
+
+
 def _where(replay: Replay, found: NonFinite) -> str:
     sample = f", {replay.name_of(replay.samples[found.microbatch][found.place])}" if found.place >= 0 else ""
+    place = f"micro-batch {found.microbatch}{sample}"
+    if found.module == BATCH:
+        return f"{found.what} in the batch, as the dataset gives it, {place}"
     module = found.module if found.module == LOSS else f"module {found.module}"
-    return (
-        f"{found.what} in the {found.phase} of {module}, by {found.operation}, micro-batch {found.microbatch}{sample}"
-    )
+    return f"{found.what} in the {found.phase} of {module}, by {found.operation}, {place}"
 
 
 def sections(replay: Replay) -> Iterator[Section]:
@@ -104,8 +122,14 @@ def _match(step: ReplayedStep) -> str:
 
 
 def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
-    rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
-    yield Table("Samples", ("sample", "micro-batch", "loss"), rows, "Those of the largest loss come first.")
+    note = "Those of the largest loss come first."
+    if found.microbatches:
+        names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
+        rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(found)[:_MOST]]
+        yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
+    if found.losses:
+        rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
+        yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
     largest = sorted(found.activations.items(), key=lambda each: _order(each[1]))[:_MOST]
     rows = [[name, f"{value:.4g}"] for name, value in largest]
     yield Table("Activations", ("module", "largest absolute value"), rows)
@@ -114,6 +138,8 @@ def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
 def _curve(replay: Replay) -> Iterator[Section]:
     """Yield the losses of the replay over those that the run logged around it."""
     steps = [each.step for each in replay.steps]
+    if not steps:
+        return
     logged = [
         (event["step"], float(event["loss"]))
         for event in read(Path(replay.folder) / EVENTS)

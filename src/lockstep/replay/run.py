@@ -31,7 +31,7 @@ from lockstep.parallel.engine import Auditable, Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.replay.examine import Examined, ObservedTask, examine
+from lockstep.replay.examine import ObservedTask, examine
 from lockstep.replay.trace import Head, Trace
 from lockstep.reporting.jsonl import EVENTS, last
 from lockstep.run.checkpoints import engine_state
@@ -48,6 +48,8 @@ from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.loop import NEVER, Interval, Progress, train, turns
+from lockstep.training.observer import Examined, LayerNorms
+from lockstep.training.update_norms import measure_update
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
 # Keys that say where and how a replay computes; all others are the run's.
@@ -91,21 +93,12 @@ class ReplayedStep:
         return self.recorded not in (None, self.digest)
 
 
-@dataclass(frozen=True)
-class LayerNorms:
-    """L2 norms of a parameter before the step, of its gradient, as a mean by weight, and of its update."""
-
-    name: str
-    weight: float
-    gradient: float
-    update: float
-
-
 @dataclass
 class Replay:
     """What a replay found; `start` is the step that it began after, and `differences` what is another machine's here.
 
     Of an examined step, `samples` are the numbers of its samples by micro-batch, and `name_of` what each is called.
+    `ended` says how a script ended before its last step was done.
     """
 
     folder: Path
@@ -120,6 +113,7 @@ class Replay:
     examined: Examined | None = None
     name_of: Callable[[int], str] = "sample {}".format
     trace: Trace | None = None
+    ended: str = ""
 
     def add_step(
         self, step: int, loss: float, lr: float, found: Mapping[Place, int], recorded: Mapping[Place, int], first: int
@@ -291,19 +285,17 @@ class _Steps:
         self._rates.append(lr)
         if not self._looked_at:
             return self._engine.update(lr, max_norm)
-        gradients = {name: _norm(each) for name, each in self._seen("the gradient", self._engine.gradients())}
-        before = {name: each.clone() for name, each in wholes(self._world, self._engine.state().model)}
-        update = self._engine.update(lr, max_norm)
-        scale = (update.loss_scale or 1.0) * max(self._step.weight, 1)
-        for name, after in self._seen("the weights after the step", self._engine.state().model):
-            if name in gradients:
-                moved = _norm(after.double() - before[name].double())
-                self._found.layers.append(LayerNorms(name, _norm(before[name]), gradients[name] / scale, moved))
+        update, self._found.layers = measure_update(
+            partial(self._engine.update, lr, max_norm),
+            self._seen("the gradient", self._engine.gradients),
+            wholes(self._world, self._engine.state().model),
+            self._seen("the weights after the step", lambda: self._engine.state().model),
+        )
         return update
 
-    def _seen(self, part: str, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    def _seen(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the whole of each tensor, and add it to the trace, if one is wanted."""
-        for name, whole in wholes(self._world, tensors):
+        for name, whole in wholes(self._world, tensors()):
             if self._found.trace is not None:
                 self._found.trace.add(part, "", name, whole)
             yield name, whole
@@ -338,7 +330,7 @@ class _Steps:
         self._found.name_of = self._ready.data.name_of
         trace = self._found.trace
         if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._ready.recipe.compile:
-            for _ in self._seen("the weights before the step", self._engine.state().model):
+            for _ in self._seen("the weights before the step", lambda: self._engine.state().model):
                 pass
             self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)
         elif trace is not None:
@@ -371,10 +363,6 @@ class _Steps:
         if changed := source_changes(state.source, self._ready.source):
             lines.append(f"your source files changed since step {state.progress.step} was saved: {changed}")
         return lines
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def list_samples(request: ReplayRequest) -> Iterator[str]:

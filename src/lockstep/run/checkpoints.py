@@ -1,8 +1,10 @@
 """The checkpoints of a run: the one that it resumes from, and those that it saves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
+
+from torch import Tensor
 
 from lockstep.common.schemas import SCHEMA
 from lockstep.config.run import RunConfig
@@ -32,7 +34,8 @@ class Checkpoints:
     """Those in the folder of a rank's run. All ranks call each method alike.
 
     What is saved is the state of `engine`, the rank's progress, and what `decided` the numbers, ready for JSON.
-    `buffers` are the names of tensors that are no parameters.
+    `buffers` are the names of tensors that are no parameters. `script` returns the tensors of a script of the user's
+    own, the same on all ranks.
     """
 
     rank: Rank
@@ -40,6 +43,7 @@ class Checkpoints:
     engine: Engine
     decided: Callable[[], dict[str, Any]]
     buffers: frozenset[str] = frozenset()
+    script: Callable[[], Mapping[str, Tensor]] = dict
 
     def __post_init__(self) -> None:
         assert self.rank.folder is not None
@@ -81,7 +85,8 @@ class Checkpoints:
             if rank.digests is not None:
                 rank.digests.add_weights(rank.progress.step, state.model)
                 rank.digests.collect()
-            snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback)
+            script = self.script() or None
+            snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback, script)
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
     def has(self, step: int) -> bool:

@@ -107,10 +107,10 @@ def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
 def _copy_snapshot(snapshot: Snapshot) -> Snapshot:
     files = [
         None if tensors is None else {name: _copy(held) for name, held in tensors.items()}
-        for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback)
+        for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback, snapshot.script)
     ]
-    model, optimizer, ema, feedback = files
-    return Snapshot(model or {}, optimizer or {}, ema, snapshot.state, feedback)
+    model, optimizer, ema, feedback, script = files
+    return Snapshot(model or {}, optimizer or {}, ema, snapshot.state, feedback, script)
 
 
 def _copy(held: MaybeSharded) -> MaybeSharded:

@@ -50,10 +50,11 @@ MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
 FEEDBACK: Final = "feedback.safetensors"
+SCRIPT: Final = "script.safetensors"  # tensors of a script of the user's own
 
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
-_LARGEST_MANIFEST: Final = 1 << 16  # bytes; it lists five files
+_LARGEST_MANIFEST: Final = 1 << 16  # bytes; it lists six files
 _LARGEST_STATE: Final = 1 << 26  # some optimizers keep a number for each parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
@@ -76,11 +77,13 @@ class Snapshot:
     ema: NamedTensors | None
     state: Mapping[str, JSON]
     feedback: NamedTensors | None = None
+    script: NamedTensors | None = None  # whole
 
     @property
     def files(self) -> dict[str, NamedTensors]:
         """The files of tensors, by their names."""
-        present = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
+        own = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
+        present = {**own, SCRIPT: self.script}
         return {name: tensors for name, tensors in present.items() if tensors is not None}
 
     @property
@@ -242,7 +245,9 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
         # Mapped, so that whoever wants but some rows reads no more than those.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _mapping(path / STATE, _LARGEST_STATE)
-        snapshot = Snapshot(tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK))
+        snapshot = Snapshot(
+            tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK), tensors.get(SCRIPT)
+        )
     if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
         raise DataError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
     return snapshot
@@ -268,7 +273,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
             raise ValueError("a hash is none")
     except ValueError as error:
         raise DataError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
-    if set(files) - {EMA, FEEDBACK} != {MODEL, OPTIMIZER, STATE}:
+    if set(files) - {EMA, FEEDBACK, SCRIPT} != {MODEL, OPTIMIZER, STATE}:
         raise DataError(f"{place}: lists {_format_names(files)}; the checkpoint is damaged")
     if key is not None:
         _check_signature(path, key, _json(content), signed)

@@ -1,0 +1,124 @@
+"""What a script keeps in `run.state`: plain values, which a checkpoint's JSON holds, and tensors, which get a file.
+
+In the JSON None stands in the place of each tensor. A tensor's name in the file is its path in JSON, such as
+`["queues", 0]`.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.world import World
+from lockstep.common.own_code import refusal
+from lockstep.common.plainfile import parse_json
+from lockstep.errors import UsageError
+from lockstep.training.checkpoint import store, tensorfile
+
+_KINDS: Final = "keep numbers, text, tensors, lists and dicts by text in it"
+
+
+def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the plain values of `run.state`, with None for its tensors, and these by their paths.
+
+    UsageError where it holds what a checkpoint cannot give back as it is.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _without_tensors(state, (), tensors)
+    try:
+        if (back := parse_json(json.dumps(plain))) != plain:
+            raise ValueError(f"it would come back as {back}")
+        plain = back  # a copy: the script goes on while it is written
+    except (TypeError, ValueError) as error:
+        raise refusal(f"run.state: {error}", _KINDS) from None
+    owners: dict[int, str] = {}
+    for path, tensor in tensors.items():
+        _check(shown(path), tensor, device)
+        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), path) if tensor.numel() else path
+        if owner != path:
+            raise refusal(
+                f"{shown(path)} shares memory with {shown(owner)}, and would not after a resume",
+                f"give it memory of its own: {shown(path)} = tensor.clone()",
+            )
+    return plain, tensors
+
+
+def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if tensors of `run.state` are not the same on all ranks. All ranks call it."""
+    if world.size == 1:
+        return
+    first, *others = world.told_by_all(state_digests(tensors))
+    for rank, digests in enumerate(others, start=1):
+        wrong = next((name for name in [*first, *digests] if digests.get(name) != first.get(name)), None)
+        if wrong is not None:
+            raise refusal(
+                f"{wrong} is another tensor on rank {rank} than on rank 0",
+                "make it of what all ranks have, such as step.sums, step.loss or the weights, and not of what a rank "
+                "computes of its own micro-batches",
+            )
+
+
+def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a digest of each tensor, with its dtype and shape, by what messages call it."""
+    return {shown(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
+
+
+def joined_state(
+    path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Any]:
+    """Return `run.state` as it was split, its tensors on `device`; UsageError where these are not of it."""
+    state = dict(plain)
+    for name, tensor in tensors.items():
+        try:
+            *way, last = parse_json(name)
+            place: Any = state
+            for each in way:
+                place = place[each]
+            if place[last] is not None:
+                raise ValueError
+            place[last] = tensor.to(device, copy=True)
+        except (ValueError, TypeError, LookupError):
+            raise UsageError(f"{path}: run.state has no place for a tensor {name[:60]}") from None
+    return state
+
+
+def shown(path: str) -> str:
+    """Return what messages call a tensor of `run.state`."""
+    return "run.state" + "".join(f"[{json.dumps(each)}]" for each in parse_json(path))
+
+
+def _without_tensors(value: Any, way: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[json.dumps(way)] = value
+        return None
+    if type(value) is dict:
+        return {key: _without_tensors(each, (*way, key), tensors) for key, each in value.items()}
+    if type(value) is list:
+        return [_without_tensors(each, (*way, place), tensors) for place, each in enumerate(value)]
+    return value
+
+
+def _check(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise UsageError unless a tensor comes back from a checkpoint as it is."""
+    if tensor.requires_grad:
+        raise refusal(
+            f"{name} holds a graph, or is to have a gradient, and a checkpoint keeps values alone",
+            f"detach it: {name} = tensor.detach().clone()",
+        )
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+        raise refusal(f"{name} is a tensor of a kind of its own", "keep plain dense tensors in run.state")
+    try:
+        tensorfile.dtype_name(name, tensor)
+    except ValueError as error:
+        raise refusal(str(error), "keep it in another dtype") from None
+    if tensor.device != device:
+        raise refusal(
+            f"{name} is on {tensor.device}, and would be on {device} after a resume", f"keep it on run.device: {device}"
+        )
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise refusal(
+            f"{name} is a view with strides of its own, and would have others after a resume",
+            f"make it contiguous: {name} = tensor.contiguous().clone()",
+        )
