@@ -36,6 +36,7 @@ _NOT_IN: Final[Mapping[str, frozenset[str]]] = {
     ),
     "fp16": frozenset({"bilinear", "random relu", "running mean by hand"}),
 }
+_DERIVES: Final = "torch.func.grad"  # which torch refuses where a checkpoint recomputes it
 _UNDERIVED: Final = ("use_reentrant=True", "no_grad", "long()")  # there inputs may have no derivative
 _ALL_PARAMETERS: Final = "model.parameters()"
 _TRAINED: Final = "[p for p in model.parameters() if p.requires_grad]"
@@ -273,6 +274,7 @@ def _suits(feature: Feature, model: Model) -> bool:
         or (feature.needs_block and feature.needs_block not in model.blocks)
         or (feature.splits_samples and "BatchNorm" in source)
         or ("checkpoint(" in feature.call and "random.random" in source)  # drawn anew, by another branch
+        or (("checkpoint(" in feature.call or "recompute" in str(feature.lines)) and _DERIVES in source)
         or ("autograd.grad" in str(feature.lines) and any(word in source for word in _UNDERIVED))
     )
 
@@ -292,7 +294,7 @@ def models(draw: st.DrawFn, verdicts: Sequence[Verdict] = tuple(Verdict)) -> Mod
         kind
         for kind in _with(verdicts, BLOCKS)
         if not (topology.splits_samples and "BatchNorm" in BLOCKS[kind].init)
-        and not (topology.replays and "checkpoint(" in BLOCKS[kind].forward)
+        and not (topology.replays and any(text in BLOCKS[kind].forward for text in ("checkpoint(", _DERIVES)))
     ]
     blocks = draw(st.lists(st.sampled_from(kinds), min_size=topology.blocks, max_size=most))
     container = draw(st.sampled_from(CONTAINERS))
