@@ -341,7 +341,9 @@ class Symmetric(nn.Module):
     "hook on the gradient of a module": Block(
         """
         self.layer = nn.Linear(16, 16)
-        self.layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * 0.5 for g in inputs))
+        self.layer.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(None if g is None else g * 0.5 for g in inputs)
+        )
         """,
         "return self.layer(x)",
     ),

@@ -20,7 +20,7 @@ PLACES: Final = (
     "gradients",  # after the last micro-batch
     "updated",
     "report",  # after the line of the step
-    "end",
+    "end",  # after what the loop evaluates, counts and saves
     "join arguments",
     "place arguments",
     "steps arguments",
@@ -86,7 +86,7 @@ def _draws() -> dict[str, Feature]:
             {**imports, "gradients": f"rate = 0.1 + 0.1 * {draw}", "update arguments": "lr=rate"},
             slot="rate",
         )
-        add("drawn after the update", {**imports, "updated": f"if {draw} < 0.4:\n    run.save()"})
+        add("drawn after the update", {**imports, "end": f"if {draw} < 0.4:\n    run.save()"})
         add(
             "drawn after the update for the next step",
             {
@@ -159,7 +159,7 @@ OPTIMIZERS: Final[dict[str, Feature]] = {
     "sgd with dampening": _optimizer(_MODEL.format("SGD", "lr=0.1, momentum=0.8, dampening=0.3")),
     "adam": _optimizer(_MODEL.format("Adam", "lr=1e-2")),
     "adam with amsgrad": _optimizer(_MODEL.format("Adam", "lr=1e-2, amsgrad=True, betas=(0.8, 0.95)")),
-    "fused adam": _optimizer(_MODEL.format("Adam", "lr=1e-2, fused=True")),
+    "fused adam": _optimizer(_MODEL.format("Adam", "lr=1e-2, fused=True"), Verdict.ROWS),
     "adam in a loop": _optimizer(_MODEL.format("Adam", "lr=1e-2, foreach=False")),
     "adamw": _optimizer(_MODEL.format("AdamW", "lr=1e-2, weight_decay=0.1")),
     "adagrad": _optimizer(_MODEL.format("Adagrad", "lr=5e-2")),
@@ -554,9 +554,15 @@ FEATURES: Final[dict[str, Feature]] = {
         {"steps arguments": "weight=lambda batch: int(batch[1].sum()) + 1"},
         "targets",
         loss='loss = (y * F.cross_entropy(out, y, reduction="none")).sum()',
+        adds_up=True,
     ),
     "two batches of a micro-batch": Feature(
-        {}, "call", call="torch.cat([model(part) for part in x.split(2)])", refuses_auxiliary=True, splits_samples=True
+        {},
+        "call",
+        Verdict.ROWS,  # not equally many in each micro-batch
+        call="torch.cat([model(part) for part in x.split(2)])",
+        refuses_auxiliary=True,
+        splits_samples=True,
     ),
     "tensor slices": Feature(
         {"place arguments": 'chunks=2, plan={"*.wide": "colwise", "*.narrow": "rowwise"}'}, "slices", needs_block="mlp"
@@ -596,11 +602,12 @@ FEATURES: Final[dict[str, Feature]] = {
     ),
     "early stopping": Feature(
         {
+            "placed": 'if run.state.get("worse") == 3:\n    print("weights", run.fingerprint())\n    return',
             "report": "if step.every(steps=1):\n"
             "    error = float(step.loss)\n"
             '    best = min(error, run.state.get("best", error))\n'
             '    run.state.update(best=best, worse=0 if error == best else run.state.get("worse", 0) + 1)\n'
-            '    if run.state["worse"] == 3:\n        run.save()\n        break'
+            '    if run.state["worse"] == 3:\n        run.save()\n        break',
         },
         "state",
     ),
@@ -611,6 +618,14 @@ FEATURES: Final[dict[str, Feature]] = {
     "save after each step": Feature({"report": "run.save()"}, "save"),
     "save at random": Feature(
         {"imports": "import random", "report": "if random.random() < 0.5:\n    run.save()"}, "save"
+    ),
+    "state changed after a save": Feature(
+        {
+            "inputs": 'x = x + 0.1 * run.state.get("late", 0)',
+            "end": 'if step.number % 2:\n    run.save()\nrun.state["late"] = step.number % 3',
+        },
+        "save",
+        Verdict.WRONG,
     ),
     "save by rank 0 alone": Feature(
         {"report": "if run.rank == 0 and step.number == 2:\n    run.save()"}, "save", Verdict.WRONG
@@ -642,6 +657,7 @@ FEATURES: Final[dict[str, Feature]] = {
             "model.head.requires_grad_(True)"
         },
         "calls",
+        Verdict.ROWS,
     ),
     "optimizer stepped": Feature({"updated": "optimizer.step()"}, "wrong", Verdict.WRONG),
     "rate written into groups": Feature(
@@ -666,12 +682,13 @@ FEATURES: Final[dict[str, Feature]] = {
         "exchange",
     ),
     "dropout switched by a rank": Feature({"step": "if run.rank == 0:\n    model.eval()"}, "wrong", Verdict.WRONG),
-    "step left early": Feature({"backward": "if step.number == 3:\n    break"}, "wrong", Verdict.WRONG),
+    # Before its backward: a rank may have no micro-batch after it, and has lost none then.
+    "step left early": Feature({"inputs": "if step.number == 3:\n    break"}, "wrong", Verdict.WRONG),
     "autocast around the loop": Feature(
         {"placed": 'torch.autocast("cpu", torch.bfloat16).__enter__()'}, "autocast", Verdict.WRONG
     ),
     "hook on a gradient of the placed model": Feature(
-        {"placed": "next(model.parameters()).register_hook(lambda gradient: gradient * 0.5)"}, "hook", Verdict.WRONG
+        {"placed": "model.head.weight.register_hook(lambda gradient: gradient * 0.5)"}, "hook", Verdict.WRONG
     ),
     "hook on a forward of the placed model": Feature(
         {"placed": "model.register_forward_hook(lambda module, args, output: None)"}, "hook"
@@ -684,6 +701,6 @@ FEATURES: Final[dict[str, Feature]] = {
     "bf16-compute": Feature({"join arguments": 'precision="bf16-compute"'}, "precision"),
     "fp16": Feature({"join arguments": 'precision="fp16"'}, "precision"),
     "audits": Feature({"join arguments": 'placement={"audit_every": 2}'}, "placement"),
-    "recomputation": Feature({"join arguments": 'placement={"recompute": True}'}, "placement"),
+    "recomputation": Feature({"join arguments": 'placement={"recompute": "full"}'}, "placement"),
     **_draws(),
 }

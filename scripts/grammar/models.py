@@ -145,7 +145,9 @@ TOPOLOGIES: Final[dict[str, Topology]] = {
     "block that evaluation calls": Topology(2, "z = {0}(z) if self.training else {1}({0}(z))"),
     "one block for each half": Topology(2, "z = torch.cat([{0}(z)[:, :8], {1}(z.flip(1))[:, 8:]], 1)"),
     "block in a checkpoint": Topology(1, "z = z + checkpoint({0}, z, use_reentrant=False)", replays=True),
-    "block in a reentrant checkpoint": Topology(1, "z = z + checkpoint({0}, z, use_reentrant=True)", replays=True),
+    "block in a reentrant checkpoint": Topology(
+        1, "z = z + checkpoint({0}, z, use_reentrant=True)", verdict=Verdict.ROWS, replays=True
+    ),
     "two blocks in a checkpoint": Topology(
         2, "z = checkpoint(lambda h: {0}(h) + {1}(h), z, use_reentrant=False)", replays=True
     ),

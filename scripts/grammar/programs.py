@@ -20,6 +20,23 @@ MOST_FEATURES: Final = 5
 _BATCH: Final = 16
 _WIDTH: Final = 110
 _VERDICTS: Final = (*(Verdict.RIGHT,) * 6, Verdict.ROWS, Verdict.RESUME, Verdict.STATE, Verdict.WRONG, Verdict.WRONG)
+# Blocks that torch does not compute in a precision, with the features that choose it.
+_NOT_IN: Final[Mapping[str, frozenset[str]]] = {
+    "bf16": frozenset({"bilinear", "running mean by hand"}),
+    "bf16-compute": frozenset(
+        {
+            "buffer",
+            "float64",
+            "float64 beside float32",
+            "fourier",
+            "orthogonal",
+            "running mean by hand",
+            "spectral norm",
+        }
+    ),
+    "fp16": frozenset({"bilinear", "random relu", "running mean by hand"}),
+}
+_DERIVES: Final = "torch.func.grad"  # which torch refuses where a checkpoint recomputes it
 _UNDERIVED: Final = ("use_reentrant=True", "no_grad", "long()")  # there inputs may have no derivative
 _ALL_PARAMETERS: Final = "model.parameters()"
 _TRAINED: Final = "[p for p in model.parameters() if p.requires_grad]"
@@ -111,6 +128,7 @@ class Program:
         numbers = '"loss", float(step.loss).hex(), step.norm is not None and float(step.norm).hex()'
         marker = step.index(_REPORT)
         step[marker : marker + 1] = [f'print("step", step.number, {numbers}, flush=True)']
+        step += self._lines("end")
         step += ["if step.number == asked.stop:", "    os.kill(os.getpid(), getattr(signal, asked.signal))"]
         setup = [
             f"inputs = torch.randn({self.samples}, 12, generator=torch.Generator().manual_seed(0))",
@@ -241,7 +259,7 @@ def _fit(model: Model, names: Sequence[str]) -> tuple[str, ...]:
     """Return the features that fit the model and one another: of a slot the first, all in the order of the grammar."""
     taken: dict[str, str] = {}
     for name in names:
-        if _suits(FEATURES[name], model):
+        if _suits(FEATURES[name], model) and _NOT_IN.get(name, frozenset()).isdisjoint(model.blocks):
             taken.setdefault(FEATURES[name].slot, name)
     chosen = set(taken.values())
     return tuple(name for name in FEATURES if name in chosen)
@@ -255,6 +273,8 @@ def _suits(feature: Feature, model: Model) -> bool:
         or (feature.refuses_auxiliary and model.has_auxiliary)
         or (feature.needs_block and feature.needs_block not in model.blocks)
         or (feature.splits_samples and "BatchNorm" in source)
+        or ("checkpoint(" in feature.call and "random.random" in source)  # drawn anew, by another branch
+        or (("checkpoint(" in feature.call or "recompute" in str(feature.lines)) and _DERIVES in source)
         or ("autograd.grad" in str(feature.lines) and any(word in source for word in _UNDERIVED))
     )
 
@@ -274,7 +294,7 @@ def models(draw: st.DrawFn, verdicts: Sequence[Verdict] = tuple(Verdict)) -> Mod
         kind
         for kind in _with(verdicts, BLOCKS)
         if not (topology.splits_samples and "BatchNorm" in BLOCKS[kind].init)
-        and not (topology.replays and "checkpoint(" in BLOCKS[kind].forward)
+        and not (topology.replays and any(text in BLOCKS[kind].forward for text in ("checkpoint(", _DERIVES)))
     ]
     blocks = draw(st.lists(st.sampled_from(kinds), min_size=topology.blocks, max_size=most))
     container = draw(st.sampled_from(CONTAINERS))
