@@ -8,7 +8,7 @@ import adversaries
 import pytest
 import torch
 import worlds
-from adversaries import gan, in_one_module, wasserstein
+from adversaries import gan, in_one_module, reached_by_each_loss, wasserstein
 from loop_ends import ended
 from test_joined import assert_resumes, joined
 from torch import nn
@@ -32,6 +32,13 @@ def test_one_module_is_the_same_in_rows_where_it_calls_what_it_has_equally_often
     assert worlds.run(2, ended, "zero2", in_one_module) == [alone] * 2
     for text in worlds.run(2, ended, "zero3", in_one_module):
         assert "is called more often than in the first forward" in text
+        assert "let each loss reach it (0 * output.sum() beside what is detached)" in text
+
+
+@pytest.mark.worlds
+def test_one_module_whose_nets_each_loss_reaches_is_the_same_under_zero3() -> None:
+    [alone] = worlds.run(1, ended, "single", reached_by_each_loss)
+    assert worlds.run(2, ended, "zero3", reached_by_each_loss) == [alone] * 2
 
 
 def differing_at_first(run: Any) -> None:

@@ -84,6 +84,31 @@ def in_one_module(run: Any) -> None:
         step.update(of="generator")
 
 
+class Reached(Both):
+    """Both nets, each called equally often in each forward, whose outputs each loss can reach."""
+
+    def forward(self, noise: Tensor, real: Tensor | None = None) -> tuple[Tensor, ...]:
+        assert real is not None
+        fake = self.nets["generator"](noise)
+        return self.nets["critic"](real), self.nets["critic"](fake.detach()), self.nets["critic"](fake), fake
+
+
+def reached_by_each_loss(run: Any) -> None:
+    """As `in_one_module`, by losses that depend on all that the forward calls."""
+    model = Reached()
+    model, _ = run.place(model, adam(model.nets))
+    for step in run.steps(data(), batch=16, microbatches=4, epochs=2):
+        for (real,) in step:
+            *scores, unused, fake = model(torch.randn(len(real), NOISE), real)
+            loss = sum(lost(each, 1.0 - number) for number, each in enumerate(scores))
+            step.backward(sum=loss + 0 * fake.sum() + 0 * unused.sum())
+        step.update(of="critic")
+        for (real,) in step:
+            *scores, score, _ = model(torch.randn(len(real), NOISE), real)
+            step.backward(sum=lost(score, 1.0) + 0 * sum(each.sum() for each in scores))
+        step.update(of="generator")
+
+
 def wasserstein(run: Any, epochs: int = 2) -> nn.ModuleDict:
     """Train the critic in each step with a penalty on its gradient, and the generator in every second one."""
     model = placed(run)

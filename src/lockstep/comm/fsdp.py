@@ -409,8 +409,10 @@ class Sharded:
         """Raise UsageError for a unit that others do not gather."""
         if unit not in left:
             raise UsageError(
-                f"{self.names[unit]} is called more often than in the first forward, and other processes would have "
-                f"to gather it for that; call it equally often in each forward, or use strategy zero2, zero1 or ddp"
+                f"{self.names[unit]} is called more often than in the first forward, or its backward did not reach it "
+                f"then, and other processes would have to gather it for that; call it equally often in each forward "
+                f"and let each loss reach it (0 * output.sum() beside what is detached), or use strategy zero2, zero1 "
+                f"or ddp"
             )
 
     def _gather(self, unit: int) -> None:

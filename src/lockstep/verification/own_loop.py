@@ -258,8 +258,8 @@ def _lost_state(lost: Mapping[str, str]) -> str:
         )
     names = list_some([f"{name} ({change})" for name, change in lost.items()], _SHOWN)
     return (
-        f"; likely cause: no checkpoint holds {names}; keep numbers in run.state and tensors in buffers of the model, "
-        "or compute the value from step.number"
+        f"; likely cause: no checkpoint holds {names}; keep it in run.state from step to step, a tensor as a list, or "
+        "compute the value from step.number"
     )
 
 
