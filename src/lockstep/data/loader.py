@@ -203,22 +203,6 @@ class Loader:
         return MicroBatch(number, batch, len(positions), sent.weight, dummy)
 
 
-def damages(split: Split, workers: int) -> Iterator[str]:
-    """Fetch each sample separately, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
-
-    def requests() -> Iterator[Request]:
-        return (Request(np.array([number]), None) for number in range(len(split)))
-
-    with _fetching(split, requests(), workers, torch.device("cpu")) as fetch:
-        for request in requests():
-            try:
-                fetch(request)
-            except LockstepError as error:
-                yield str(error)
-            else:
-                yield ""
-
-
 @contextmanager
 def _fetching(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
