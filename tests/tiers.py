@@ -36,7 +36,7 @@ _REAL: Final = (
     "parallel/test_compiled.py",
     "references",
     "strategies/test_horovod.py",
-    "reporting/test_outside.py",
+    "reporting/test_trackers.py",
     "reporting/test_png.py",
     "reporting/test_shown_in_chromium.py",
     "reporting/test_watched_in_chromium.py",

@@ -31,7 +31,7 @@ ALWAYS: Final = (
     "launchers/test_checkup_hosts.py::test_a_host_whose_name_stands_for_loopback_is_named",
     "strategies/test_horovod.py::test_two_ranks_by_horovodrun_add_as_one_process_does",
     "parallel/test_deepspeed_engine.py::test_any_recipe_comes_to_what_one_process_does",
-    "reporting/test_outside.py::test_wandb_takes_a_run_up_again_and_needs_neither_network_nor_key",
+    "reporting/test_trackers.py::test_wandb_takes_a_run_up_again_and_needs_neither_network_nor_key",
     "reporting/test_shown_in_chromium.py::test_charts_have_the_numbers_and_the_switch_moves_the_curves",
 )
 

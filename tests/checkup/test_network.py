@@ -3,18 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from lockstep.checkup.finding import Finding
 from lockstep.checkup.network import (
     of_connecting,
-    of_golden,
     of_interfaces,
     of_links,
-    of_shared,
     unreachable,
 )
-from lockstep.comm.golden import Golden
 from lockstep.comm.links import Link
 
 HOSTS = ["h0", "h1", "h2", "h3"]
@@ -123,22 +118,3 @@ def test_who_cannot_connect_is_named() -> None:
     [found] = of_connecting(["", "timed out"], [at(0), at(1)], ["h0", "h1"])
     assert (found.level, found.found) == ("problem", "rank 1 (h1) could not connect: timed out")
     assert [*of_connecting(["", ""], [at(0), at(1)], ["h0", "h1"])] == []
-
-
-def test_a_wrong_collective_is_named_with_its_ranks() -> None:
-    wrong = Golden({"broadcast": 2}, ["broadcast of 1 float32 on cpu: element 0 is 2, not 1; 1 of 1 differ"])
-    [found] = of_golden([Golden({"broadcast": 2}), wrong], ["h0", "h1"])
-    assert found.level == "problem"
-    assert found.found == f"broadcast is wrong on rank 1 (h1): {wrong.wrong[0]}"
-    fine = [*of_golden([Golden({"gather": 2, "scatter": 1}), Golden({"gather": 2, "scatter": 1})], ["h0", "h1"])]
-    assert words(fine) == [("ok", "all 3 cases are right: gather 2, scatter 1")]
-
-
-@pytest.mark.parametrize(
-    ("seen", "locked", "level"), [(True, True, "ok"), (True, False, "warning"), (False, True, "warning")]
-)
-def test_a_folder_of_all_hosts(seen: bool, locked: bool, level: str) -> None:
-    own = {"seen": True, "locked": True}
-    assert [each.level for each in of_shared([own, None, {"seen": seen, "locked": locked}], ["h0", "h0", "h1"])] == [
-        level
-    ]

@@ -6,7 +6,7 @@ import socket
 from functools import partial
 
 import pytest
-from conftest import FOLDER, invoke
+from conftest import invoke
 from forked import imported
 from waiting import free_port
 
@@ -115,29 +115,3 @@ def test_under_torchrun_the_agent_listens():
 def test_torch_is_not_imported_where_no_device_is_asked_for(tmp_path):
     words = ("doctor", "launch", "--device", "cpu")
     assert "torch" not in imported(*words, folder=tmp_path, **HYDRA, MASTER_PORT="29500")
-
-
-class TestData:
-    """`lockstep doctor data`: every sample is read once, before a run."""
-
-    def test_damaged_files_are_named(self, run, images):
-        whole = (images / "train/dog/5.jpg").read_bytes()
-        (images / "train/cat/3.jpg").write_bytes(b"no picture")
-        (images / "train/dog/5.jpg").write_bytes(whole[: len(whole) // 2])
-        (images / "val/dog/0.jpg").write_bytes(b"")
-        (images / "train/dog/6.gif").touch()
-        found = run("doctor", "data", *FOLDER, "recipe.data.on_error=skip", code=1)
-        *damaged, last = found.out.splitlines()
-        assert [line.partition(": cannot be read as an image: ")[0] for line in damaged] == [
-            "images/train/cat/3.jpg",
-            "images/train/dog/5.jpg",
-            "images/val/dog/0.jpg",
-        ]
-        assert all(line.endswith("; convert or remove it, or set recipe.data.on_error=skip") for line in damaged)
-        assert last == "3 of 20 samples cannot be read"
-        assert "warning: data set folder: files ignored: 1 (1 .gif); images end in" in found.err
-        assert found.err.splitlines()[-1] == "20 of 20 samples read"
-
-    def test_data_that_is_whole(self, run, images):
-        assert run("doctor", "data", *FOLDER).out == "0 of 20 samples cannot be read\n"
-        assert run("doctor", "data").out == "0 of 1,797 samples cannot be read\n"  # digits

@@ -91,7 +91,7 @@ def test_what_join_is_told_wrongly_is_reported_once(run) -> None:
 
 
 def test_a_service_has_one_run_of_a_killed_and_resumed_loop(start, run, monkeypatch) -> None:
-    """That of mlflow is resumed in reporting/test_outside.py."""
+    """That of mlflow is resumed in reporting/test_trackers.py."""
     name = "wandb"
     require_package(name)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -1,7 +1,6 @@
 """What a process finds of its host: limits of control groups, variables without secrets, versions."""
 
 import json
-import os
 import platform
 
 import psutil
@@ -17,9 +16,11 @@ def test_facts_are_ready_for_json() -> None:
     assert "pytest" not in found["versions"]
     assert found["numerics"]["torch"] == torch.__version__
     assert "threads" not in found["numerics"]
-    assert 1 <= found["cores"]["usable"] <= found["cores"]["all"] == os.cpu_count()
-    assert found["memory"]["all"] == psutil.virtual_memory().total
-    assert found["limits"].keys() == {"files", "processes", "locked_bytes", "fabric"}
+    assert found.keys() == {"host", "versions", "numerics", "cards", "variables"}
+
+
+def test_memory_is_that_of_the_host() -> None:
+    assert host.memory()["all"] == psutil.virtual_memory().total
 
 
 def test_variables_of_libraries_are_shown_and_no_secrets() -> None:

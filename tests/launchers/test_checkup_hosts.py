@@ -58,9 +58,7 @@ def test_a_host_with_a_slow_link_is_named(tmp_path: Path) -> None:
     fine = findings(done, "ok")
     assert json.loads(done.stdout)["hosts"] == ["h0", "h1", "h2"]
     assert fine["interface"] == "between hosts gloo takes eth0 of rank 0 (h0), 1 (h1), 2 (h2)"
-    assert fine["shared folder"] == "all hosts see the same folder, and locks hold between them"
     assert (tmp_path / "out1").read_text() == (tmp_path / "out2").read_text() == ""
-    assert not list(tmp_path.glob(".lockstep-doctor-*"))
     assert findings(done, "warning")["links between hosts"].startswith("all 4 links of h2 are slow, the slowest ")
     rates = {(each["source"], each["target"]): each["mb_s"] for each in json.loads(done.stdout)["links"]}
     # 2 Mbit/s are 0.25 MB/s, and more by what the link lets through at once; the other link makes hundreds.

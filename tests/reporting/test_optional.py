@@ -1,5 +1,6 @@
 """A sink that fails is off: said once, let go of, and no matter to the others."""
 
+import random
 from typing import Any
 
 import pytest
@@ -56,3 +57,16 @@ def test_ctrl_c_is_no_failure_of_a_sink() -> None:
     sink = Optional("sink mine:Sink", Fragile("started", KeyboardInterrupt()), [].append)
     with pytest.raises(KeyboardInterrupt):
         sink.write(started(), 1.0)
+
+
+def test_what_a_sink_draws_is_not_seen_by_the_loop() -> None:
+    class Drawing:
+        def write(self, event: Any, time: float) -> None:
+            random.random()
+
+        def close(self) -> None:
+            random.seed(0)
+
+    drawn = random.getstate()
+    write(Optional("sink mine:Sink", Drawing(), [].append), started(), stepped())
+    assert random.getstate() == drawn

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import Finding
-from lockstep.comm.golden import Golden
 from lockstep.comm.links import Link
 from lockstep.device.interfaces import is_loopback
 
@@ -103,23 +102,6 @@ def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> I
         yield Finding("interface", "ok", f"between hosts gloo takes {text}")
 
 
-def of_golden(found: Sequence[Golden], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Name the ranks on which a collective gave a wrong result."""
-    wrong: dict[str, dict[int, str]] = {}  # by collective, the first case of each rank
-    for rank, golden in enumerate(found):
-        for text in golden.wrong:
-            wrong.setdefault(text.partition(" ")[0].rstrip(":"), {}).setdefault(rank, text)
-    for collective, cases in wrong.items():
-        text = f"{collective} is wrong on {who([*cases], hosts)}: {next(iter(cases.values()))}"
-        remedy = "lockstep doctor on fewer hosts finds which one it is: a bad card, memory or library"
-        yield Finding("collectives", "problem", text, "a run trains with wrong numbers", remedy)
-    for text in sorted({text for golden in found for text in golden.refused}):
-        yield Finding("collectives", "ok", f"refused by the backend, and not tried: {text}")
-    if found and found[0].tried and not wrong:
-        tried = ", ".join(f"{name} {count}" for name, count in found[0].tried.items())
-        yield Finding("collectives", "ok", f"all {sum(found[0].tried.values())} cases are right: {tried}")
-
-
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
     """Return the ranks whose gloo would listen at loopback, though there are other hosts."""
     loops = [rank for rank, each in enumerate(facts) if each.get("network", {}).get("gloo") in ("lo", "lo0")]
@@ -138,22 +120,3 @@ def of_connecting(failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hos
         text = f"{who(ranks, hosts)} could not connect: {failed[ranks[0]]}"
         remedy = "let the hosts reach each other at all ports, or name the network they share in GLOO_SOCKET_IFNAME"
         yield Finding("connections", "problem", text, leads_to, remedy)
-
-
-def of_shared(seen: Sequence[Mapping[str, bool] | None], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Judge whether all hosts see one run folder, and whether a lock of rank 0 there holds on the others."""
-    others = {rank: each for rank, each in enumerate(seen) if each is not None and hosts[rank] != hosts[0]}
-    apart = [rank for rank, each in others.items() if not each["seen"]]
-    unlocked = [rank for rank, each in others.items() if each["seen"] and not each["locked"]]
-    if apart:
-        text = f"{who(apart, hosts)}: the run folder's place is not that of rank 0"
-        leads_to = "each host would keep its own part of a checkpoint, and a run resumes only where all parts are"
-        remedy = "name a folder on a file system of all hosts in run.dir"
-        yield Finding("shared folder", "warning", text, leads_to, remedy)
-    if unlocked:
-        text = f"{who(unlocked, hosts)}: a lock that rank 0 holds does not hold there"
-        leads_to = "two runs, started on two hosts, can write to one folder"
-        remedy = "mount it with locks (NFS: without nolock), or start runs on one host"
-        yield Finding("shared folder", "warning", text, leads_to, remedy)
-    if others and not apart and not unlocked:
-        yield Finding("shared folder", "ok", "all hosts see the same folder, and locks hold between them")

@@ -5,13 +5,9 @@ come are named (ranks/rendezvous.py, ranks/stall.py). So the check-up ends, and 
 """
 
 import json
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -19,17 +15,13 @@ import torch
 from lockstep.checkup import network
 from lockstep.checkup.agreement import of_ranks
 from lockstep.checkup.finding import Finding, merge_ranks
-from lockstep.checkup.folder import existing, folder_facts
-from lockstep.checkup.host import OF_HOST, OF_RANK, Around, judge
+from lockstep.checkup.host import OF_HOST, OF_RANK, judge
 from lockstep.checkup.report import CheckupReport
-from lockstep.comm.golden import Golden, run_golden_cases
 from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common import plainfile
-from lockstep.common.locking import exclusive
-from lockstep.device import host, interfaces, ports
+from lockstep.device import host, interfaces
 from lockstep.errors import LockstepError
-from lockstep.launchers.job import PORT
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.member import at_most
 from lockstep.ranks.rendezvous import Rendezvous
@@ -41,14 +33,12 @@ _STALL_S: Final = 8.0  # of one check, the slowest of which takes 2 s over a lin
 _EXCHANGE_S: Final = 20.0  # more than the stall detector needs to ask all ranks, and to name the one that hangs
 _HOST_S: Final = 15.0  # the first look at a card takes seconds
 _NETWORK_S: Final = 8.0
-_FOLDER_S: Final = 10.0
 
 
 @dataclass(frozen=True)
 class CheckupRequest:
-    """What to check: where run folders are, and the device."""
+    """What to check: the device."""
 
-    folder: Path
     device: Literal["auto", "cpu", "cuda"]
 
 
@@ -62,21 +52,17 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
         steps[0] += 1
 
     with _stall_detector(rendezvous):
-        leads = rendezvous.hosts.index(rendezvous.hosts[rendezvous.info.rank]) == rendezvous.info.rank
-        facts = rendezvous.gather(_facts(request, leads, alone=rendezvous.store is None))
-        step()
-        shared = rendezvous.gather({"shared": _sees_folder(request.folder, rendezvous, leads)})
+        facts = rendezvous.gather(_facts())
         step()
     found, world = _connect(request, rendezvous, facts)
     with _stall_detector(rendezvous):
         if world is not None:
             found["links"] = [asdict(each) for each in links(world, rounds(rendezvous.hosts), step)]
-            found["golden"] = asdict(run_golden_cases(world, step))
             world.close()
         measured = rendezvous.gather(found)
     if rendezvous.info.rank > 0:
         return None
-    findings, found_links = _all_findings(rendezvous, facts, shared, measured)
+    findings, found_links = _all_findings(rendezvous, facts, measured)
     seconds = time.monotonic() - began
     return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
 
@@ -91,11 +77,8 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
     return StallDetector(rendezvous, _STALL_S, end)
 
 
-def _facts(request: CheckupRequest, leads: bool, alone: bool) -> dict[str, Any]:
-    """Return what this rank finds of its host; `leads`: it does for its host what one rank is enough for.
-
-    The port is tried where this rank is alone: ranks that have joined have found theirs.
-    """
+def _facts() -> dict[str, Any]:
+    """Return what this rank finds of its host."""
     found: dict[str, Any] = {"timed_out": {}}
 
     def look(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
@@ -107,38 +90,7 @@ def _facts(request: CheckupRequest, leads: bool, alone: bool) -> dict[str, Any]:
 
     look("host", _HOST_S, host.facts)
     look("network", _NETWORK_S, lambda: {"network": interfaces.network()})
-    if leads:
-        look("run folder", _FOLDER_S, lambda: {"folder": folder_facts(request.folder)})
-    if alone:
-        found["ports"] = {str(PORT): ports.holder(PORT)}
     return found
-
-
-def _sees_folder(folder: Path, rendezvous: Rendezvous, leads: bool) -> dict[str, bool] | None:
-    """Return whether this rank's host sees a file that rank 0 has made and locked there; None where nobody asks."""
-    if len(set(rendezvous.hosts)) == 1:
-        return None
-    with _temporary_lock(folder) if rendezvous.info.rank == 0 else nullcontext("") as own:
-        path, found = rendezvous.tell(own), None
-        if path and leads:
-            seen = Path(path).is_file()
-            with exclusive(Path(path), wait=False) if seen and not own else nullcontext(False) as had:
-                found = {"seen": seen, "locked": not had}
-        rendezvous.gather({})  # rank 0 holds the lock until all have looked
-    return found
-
-
-@contextmanager
-def _temporary_lock(folder: Path) -> Iterator[str]:
-    """Yield the path of a locked file at the place of `folder`, removed afterwards; "" where that cannot be."""
-    try:
-        own = Path(tempfile.mkdtemp(prefix=".lockstep-doctor-", dir=existing(folder)))
-    except OSError:  # which the check of the run folder reports
-        yield ""
-        return
-    with exclusive(own / "lock", wait=False):
-        yield str(own / "lock")
-    shutil.rmtree(own, ignore_errors=True)
 
 
 def _connect(
@@ -149,7 +101,7 @@ def _connect(
     Rank 0 has the `facts` of all. Where they say that a host cannot be reached nobody tries.
     """
     # Why it has not the device that was asked for, why it could not connect, and what is measured with the others.
-    found: dict[str, Any] = {"device": "", "failed": "", "links": [], "golden": {}}
+    found: dict[str, Any] = {"device": "", "failed": "", "links": []}
     try:
         device = choose_device(request.device, rendezvous.info)
     except LockstepError as error:
@@ -180,22 +132,20 @@ def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _all_findings(
-    rendezvous: Rendezvous, facts: list[dict[str, Any]], shared: list[dict[str, Any]], measured: list[dict[str, Any]]
+    rendezvous: Rendezvous, facts: list[dict[str, Any]], measured: list[dict[str, Any]]
 ) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
     for rank, each in enumerate(measured):
         if each["device"] and "cards" in facts[rank]:
             facts[rank]["cards"]["problem"] = each["device"]
-    around = [Around(len(hosts), hosts.count(own), len(set(hosts))) for own in hosts]
-    findings = merge_ranks({rank: judge(OF_RANK, facts[rank], around[rank]) for rank in range(len(hosts))})
+    several = len(set(hosts)) > 1
+    findings = merge_ranks({rank: judge(OF_RANK, facts[rank], several) for rank in range(len(hosts))})
     findings += merge_ranks(
-        {rank: judge(OF_HOST, facts[rank], around[rank]) for rank in map(hosts.index, dict.fromkeys(hosts))}
+        {rank: judge(OF_HOST, facts[rank], several) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
     found_links = tuple(Link(**link) for each in measured for link in each["links"])
     findings += of_ranks(facts, hosts)
     findings += network.of_connecting([each["failed"] for each in measured], facts, hosts)
-    findings += network.of_shared([each["shared"] for each in shared], hosts)
     findings += network.of_interfaces(facts, hosts)
     findings += network.of_links(found_links, hosts)
-    findings += network.of_golden([Golden(**each["golden"]) for each in measured], hosts)
     return findings, found_links

@@ -1,4 +1,4 @@
-"""Check up the machine and the ranks; or report the launcher, the cards, and which data is damaged."""
+"""Check up the ranks and the links between them; or report the launcher or the cards."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
 
-from lockstep.commands import _recipe
-from lockstep.common.platforms import usable_cores
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
-from lockstep.common.text import printable_line
-from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_PREFLIGHT, EXIT_USAGE, UsageError
 
 if TYPE_CHECKING:
     from lockstep.checkup.finding import Finding
@@ -38,7 +33,6 @@ _WIDTH = 120  # of what is printed where that is no terminal
 @click.option(
     "--processes", type=click.IntRange(1), help="Start so many on this host; a launcher starts them elsewhere."
 )
-@click.option("--dir", "folder", type=click.Path(path_type=Path), default="runs", show_default=True, help="As run.dir.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="As placement.device.")
 @click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous.")
 @click.option(
@@ -49,12 +43,11 @@ def command(
     context: click.Context,
     as_json: bool,
     processes: int | None,
-    folder: Path,
     device: Literal["auto", "cpu", "cuda"],
     rendezvous: str,
     timeout: int,
 ) -> None:
-    """Check up this machine and, under a launcher, the ranks and what lies between them, in at most a minute.
+    """Check versions, devices and variables and, under a launcher, the ranks and the links between them.
 
     Each finding is ok, a warning or a problem: what was found, what it leads to, what to do. Ends with exit code 4
     where there is a problem.
@@ -69,7 +62,7 @@ def command(
         return
     from lockstep.checkup.rank import CheckupRequest
 
-    request = CheckupRequest(folder, device)
+    request = CheckupRequest(device)
     raise SystemExit(_check_up(request, partial(_show, as_json), processes, rendezvous, timeout))
 
 
@@ -162,36 +155,6 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
     began = time.monotonic()
     report = _show_here("launch", as_json, began, *of_launch(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
-
-
-@command.command("data")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
-def data(words: tuple[str, ...]) -> None:
-    """Read every sample of RECIPE's data once, on all cores, and name those that cannot be read.
-
-    A file that is cut off, or of another kind, is found. A bit that flipped inside a file mostly decodes without an
-    error: against that only hashes help, taken when the files were known to be good.
-    """
-    from lockstep.config.load import load, split
-    from lockstep.data.images.pictures import FINDS_ALL
-    from lockstep.data.loader import damages
-    from lockstep.data.mixture import parts
-    from lockstep.setup.build import open_recipe_data
-
-    recipe = load(*split(words)).config.recipe
-    strict = recipe.data.model_copy(update={"on_error": "raise"})
-    opened = open_recipe_data(recipe.model_copy(update={"data": strict}))
-    for warning in opened.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    read = [part for split in (opened.train, opened.validation) if split is not None for part in parts(split)]
-    total, damaged = sum(map(len, read)), 0
-    for number, damage in enumerate(chain(*(damages(part, usable_cores()) for part in read)), 1):
-        if damage:
-            damaged += 1
-            click.echo(printable_line(damage.removesuffix(FINDS_ALL)))
-        _recipe.tell_tenth(number, total, f"{number:,} of {total:,} samples read")
-    click.echo(f"{damaged:,} of {total:,} samples cannot be read")
-    raise SystemExit(EXIT_FAILED if damaged else EXIT_DONE)
 
 
 @command.command("gpu")

@@ -1,4 +1,4 @@
-"""Turn a configuration of Distribuuuu, pycls, Accelerate or the Trainer into a recipe."""
+"""Turn a configuration of Distribuuuu or pycls into a recipe."""
 
 import click
 
@@ -8,18 +8,16 @@ import click
 @click.argument("words", nargs=-1, metavar="[KEY VALUE]... [KEY=VALUE]...")
 @click.option("--gpus", type=click.IntRange(min=1), help="The number of GPUs that a batch for each is meant for.")
 def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
-    """Print FILE, a YAML of Distribuuuu, pycls or Accelerate, or TrainingArguments, as a recipe and a placement.
+    """Print FILE, a YAML of Distribuuuu or pycls, as a recipe and a placement.
 
     Comments say which of its keys each value is from, and why others have no counterpart. KEY VALUE are overrides as
     its framework takes them, and KEY=VALUE ours: OPTIM.BASE_LR 6.4 recipe.data.root=/data/imagenet
 
-    Distribuuuu and the Trainer give the batch of a GPU. A recipe has the whole one, for --gpus of them: as many as this
-    machine has, if left out. Accelerate and the Trainer have no model and data in their files: add them to what is
-    printed, or behind it.
+    Distribuuuu gives the batch of a GPU. A recipe has the whole one, for --gpus of them: as many as this machine has,
+    if left out.
     """
     from lockstep.setup.recipe_import import import_recipe
 
     found = import_recipe(file, words, gpus)
-    if not found.missing:
-        found.load()  # what is wrong with it is reported here, not by its first training
+    found.load()  # what is wrong with it is reported here, not by its first training
     click.echo(found.to_yaml(), nl=False)

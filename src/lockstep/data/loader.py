@@ -29,7 +29,7 @@ from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import Arrival, Copies, prefetch
-from lockstep.errors import DataError, HostError, LockstepError, PreflightError, UsageError, os_error_as
+from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
@@ -204,24 +204,6 @@ class Loader:
         number, positions, dummy = sent.cut
         batch = self.transforms.for_training(sent.arrival(), step.number, number)
         return MicroBatch(number, batch, len(positions), sent.weight, dummy)
-
-
-def damages(split: Split, workers: int) -> Iterator[str]:
-    """Fetch each sample separately, in `workers` processes, and yield what is wrong with it: "" where nothing is."""
-
-    def requests() -> Iterator[Request]:
-        return (Request(np.array([number]), None) for number in range(len(split)))
-
-    with _fetching(split, requests(), workers, torch.device("cpu")) as fetch:
-        for request in requests():
-            try:
-                fetch(request)
-            except HostError:
-                raise
-            except LockstepError as error:
-                yield str(error)
-            else:
-                yield ""
 
 
 @contextmanager

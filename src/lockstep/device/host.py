@@ -1,4 +1,4 @@
-"""What this process has of its host: versions, cores, memory, limits, variables; ready for JSON."""
+"""What this process has of its host: versions, devices, memory, variables; ready for JSON."""
 
 import os
 import platform
@@ -6,22 +6,19 @@ import re
 import socket
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import torch
 
-from lockstep.common.control_groups import limit_bytes, quota_cores
+from lockstep.common.control_groups import limit_bytes
 from lockstep.common.importing import version_of
-from lockstep.common.platforms import has_gpu_driver, usable_cores
+from lockstep.common.platforms import has_gpu_driver
 from lockstep.common.version import __version__
 from lockstep.device import machine
 
 _PACKAGE: Final = "lockstep-train"
 _FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")
-_SHARED_MEMORY: Final = Path("/dev/shm")
-_FABRIC: Final = Path("/sys/class/infiniband")
 _SHOWN: Final = re.compile(
     r"(OMP|KMP|MKL|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|NVIDIA|TORCH|PYTORCH|TP|ATEN|ONEDNN|DNNL|MALLOC|TIMM)_.*"
     r"|PYTHONHASHSEED|LD_PRELOAD|DISABLE_ADDMM_CUDA_LT"
@@ -36,9 +33,6 @@ def facts() -> dict[str, Any]:
         "versions": versions(),
         "numerics": _numerics(),
         "cards": cards(),
-        "cores": cores(),
-        "memory": memory(),
-        "limits": limits(),
         "variables": variables(os.environ),
     }
 
@@ -64,49 +58,10 @@ def cards() -> dict[str, Any]:
     return {"devices": names, "driver": has_gpu_driver()}
 
 
-def cores() -> dict[str, Any]:
-    """Return the cores of the host, those this process may run on, and how many a container lets it use at a time."""
-    return {
-        "all": os.cpu_count() or 1,
-        "usable": usable_cores(),
-        "quota": quota_cores(),
-        "threads": torch.get_num_threads(),
-        "load": psutil.getloadavg()[0],
-    }
-
-
 def memory() -> dict[str, int | None]:
-    """Return bytes of memory: all, free for programs, the least limit of a container, and what is swapped out.
-
-    Of shared memory, by which the workers of a loader hand over their batches, all and what is free.
-    """
-    now, shared = psutil.virtual_memory(), None
-    if _SHARED_MEMORY.is_dir():
-        shared = psutil.disk_usage(str(_SHARED_MEMORY))
-    return {
-        "all": now.total,
-        "free": now.available,
-        "limit": limit_bytes(),
-        "swapped": psutil.swap_memory().used,
-        "shared": shared.total if shared else None,
-        "shared_free": shared.free if shared else None,
-    }
-
-
-def limits() -> dict[str, Any]:
-    """Return what `ulimit` has for this process, None where that is unlimited, and what there is to hold against it."""
-    import resource  # only now: Windows has none
-
-    def soft(kind: int) -> int | None:
-        found = resource.getrlimit(kind)[0]
-        return None if found == resource.RLIM_INFINITY else found
-
-    return {
-        "files": soft(resource.RLIMIT_NOFILE),
-        "processes": soft(resource.RLIMIT_NPROC),
-        "locked_bytes": soft(resource.RLIMIT_MEMLOCK),
-        "fabric": _FABRIC.is_dir() and any(_FABRIC.iterdir()),
-    }
+    """Return bytes of memory: all, free for programs, and the least limit of a container."""
+    now = psutil.virtual_memory()
+    return {"all": now.total, "free": now.available, "limit": limit_bytes()}
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -10,52 +10,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
+from lockstep.reporting.curves import tracked
 from lockstep.reporting.tracker_id import read_id, write_id
+from lockstep.training.events import Done, Event, Stopped
 
 OPTIONS = ("uri", "experiment", "name")
 _LONGEST: Final = 500  # characters of a parameter
 _MOST: Final = 100  # parameters at once
-_ENDS: Final = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# For a server that does not answer. Training waits for each request, and mlflow's own settings retry for 20 minutes:
+# longer than the other ranks wait for this one (placement.timeout_s).
+_REQUESTS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 @final
 class Mlflow:
-    """A run of a tracking store. Figures that are not finite are left out: not every store takes them."""
+    """A run of a tracking store: the one that `folder` keeps the id of, or a new one with the `recipe`.
 
-    def __init__(self, client: Any, number: str) -> None:
-        self._client = client
-        self._number = number
+    Figures that are not finite are left out: not every store takes them.
+    """
 
-    def log(self, step: int, figures: Mapping[str, float], time: float) -> None:
-        """Take figures of a step."""
+    def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
+        for name, value in _REQUESTS.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient  # here: it takes seconds, and only rank 0 needs it
+
+        local = folder.absolute() / "mlflow"
+        uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            local.mkdir(exist_ok=True)
+            uri = f"sqlite:///{local / 'mlflow.db'}"
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        self._end = "FAILED"  # of a run that ends without saying so
+        self._run = read_id(folder, "mlflow")
+        if self._run:
+            self._client.update_run(self._run, status="RUNNING")
+        else:
+            self._run = _create(self._client, local if "mlflow.db" in uri else None, options, folder.name, recipe)
+            write_id(folder, "mlflow", self._run)
+
+    def write(self, event: Event, time: float) -> None:
         from mlflow.entities import Metric
 
-        finite = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-        metrics = [Metric(name, value, int(time * 1000), step) for name, value in finite.items()]
-        self._client.log_batch(self._number, metrics=metrics)
+        finite = {name: float(value) for name, value in tracked(event).items() if math.isfinite(value)}
+        if finite:
+            metrics = [Metric(name, value, int(time * 1000), event.step) for name, value in finite.items()]
+            self._client.log_batch(self._run, metrics=metrics)
+        if isinstance(event, Done | Stopped):
+            self._end = "FINISHED" if isinstance(event, Done) else "KILLED"
 
-    def finish(self, how: str) -> None:
-        """End."""
-        self._client.set_terminated(self._number, _ENDS[how])
-
-
-def open_remote(folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> Mlflow:
-    """Open the run that the folder keeps the id of, or a new one."""
-    from mlflow import MlflowClient
-
-    place = folder / "mlflow"
-    uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        place.mkdir(exist_ok=True)
-        uri = f"sqlite:///{place / 'mlflow.db'}"
-    client = MlflowClient(tracking_uri=uri)
-    number = read_id(folder, "mlflow")
-    if number:
-        client.update_run(number, status="RUNNING")
-    else:
-        number = _create(client, place if "mlflow.db" in uri else None, options, folder.name, recipe)
-        write_id(folder, "mlflow", number)
-    return Mlflow(client, number)
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.set_terminated(self._run, self._end)
 
 
 def _create(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:

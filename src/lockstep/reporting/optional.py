@@ -1,5 +1,6 @@
 """A sink that training can do without: where it fails it is switched off with one warning, and the run continues."""
 
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import final
@@ -29,6 +30,8 @@ class Optional:
             self._try(sink.close)
 
     def _try(self, call: Callable[[], None]) -> None:
+        # A library that retries a request draws its waiting time from the generator that the user's loop draws from.
+        drawn = random.getstate()
         try:
             with OwnCode(self._label):
                 call()
@@ -38,3 +41,5 @@ class Optional:
             with suppress(LockstepError), OwnCode(self._label):  # it has failed, and may once more
                 if failed is not None:
                     failed.close()
+        finally:
+            random.setstate(drawn)

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TextIO, final
@@ -17,10 +16,10 @@ from lockstep.common.text import printable
 from lockstep.config.run import RunConfig
 from lockstep.config.run import SinkConfig as Named
 from lockstep.errors import UsageError
+from lockstep.reporting import mlflow_sink, wandb_sink
 from lockstep.reporting.console import Console
 from lockstep.reporting.jsonl import JsonLines, figures
 from lockstep.reporting.optional import Optional
-from lockstep.reporting.outside import Outside
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
 from lockstep.reporting.tables import Tables
@@ -31,6 +30,7 @@ _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _SECRETS: Final = r"(?:password|passwd|passphrase|secret|token|credentials?|api_?key|(?:access|private|secret)_key)"
 _SECRET: Final = re.compile(rf"(?:^|[_.]){_SECRETS}$", re.IGNORECASE)
 _IN_URL: Final = re.compile(rf"//[^/@\s]*:(?!\$\{{)[^/@\s]+@|[?&;]{_SECRETS}=(?!\$\{{)\S", re.IGNORECASE)
+_OPTIONS: Final = {"mlflow": mlflow_sink.OPTIONS, "wandb": wandb_sink.OPTIONS}
 _CONTRACT: Final = "see docs/extend.md"
 
 
@@ -48,7 +48,7 @@ def check_sinks(run: RunConfig) -> None:
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
-            _check_options(number, sink, import_module(f"lockstep.reporting.{sink.name}_sink").OPTIONS)
+            _check_options(number, sink, _OPTIONS[sink.name])
         for key, text in _texts(sink.model_extra or {}):
             if _is_secret(key, text):
                 raise UsageError(
@@ -78,14 +78,16 @@ def open_sinks(
             log.write(f"{printable(text)}\n")
 
     with ExitStack() as held:
-        optional = [Optional(f"sink {named.name}", _open_sink(named, decided, folder), warn) for named in run.sinks]
+        optional: list[Sink] = []
+        for named in run.sinks:
+            optional.append(Optional(f"sink {named.name}", _open_sink(named, decided, folder), warn))
+            held.callback(optional[-1].close)
         if run.tensorboard:
             from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
             optional.append(Optional("tensorboard", curves, warn))
-        for sink in optional:
-            held.callback(sink.close)
+            held.callback(optional[-1].close)
         kept: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
             SkippedFiles(folder / run_folder.SKIPPED),
@@ -102,8 +104,10 @@ def _open_sink(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
         return _own(named.name, folder, options)
     if named.name == "csv":
         return Tables(folder)
-    log = folder / run_folder.LOGS / f"{named.name}.log"
-    return Outside(named.name, folder, options, decided, log)
+    with OwnCode(f"sink {named.name}"):
+        if named.name == "wandb":
+            return wandb_sink.Wandb(folder, options, decided)
+        return mlflow_sink.Mlflow(folder, options, decided)
 
 
 @final

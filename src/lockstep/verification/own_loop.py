@@ -258,7 +258,7 @@ def _lost_state(lost: Mapping[str, str]) -> str:
         )
     names = list_some([f"{name} ({change})" for name, change in lost.items()], _SHOWN)
     return (
-        f"; likely cause: no checkpoint holds {names}; keep it in run.state from step to step, a tensor as a list, or "
+        f"; likely cause: no checkpoint holds {names}; keep it in run.state from step to step, or "
         "compute the value from step.number"
     )
 

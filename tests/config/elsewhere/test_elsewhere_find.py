@@ -204,11 +204,32 @@ def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None
 
 
 def test_a_recipe_of_ours_is_none_of_theirs(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="its keys are not those of Distribuuuu, pycls, Accelerate or the Trainer"):
+    with pytest.raises(UsageError, match="its keys are not those of Distribuuuu or pycls"):
         imported(tmp_path, {"recipe": {"model": "resnet18"}})
     (tmp_path / "list.yaml").write_text("[1, 2")
     with pytest.raises(ConfigError):
         import_file(str(tmp_path / "list.yaml"), [], 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "library"),
+    [
+        ({"distributed_type": "FSDP", "num_processes": 4}, "Accelerate"),
+        ({"output_dir": "out", "learning_rate": 1e-4}, "the Trainer"),
+    ],
+)
+def test_those_that_have_a_table_in_the_documentation_are_refused_with_its_place(
+    tmp_path: Path, settings: dict[str, Any], library: str
+) -> None:
+    with pytest.raises(UsageError, match=f"a configuration of {library} is not imported; docs/coming-from.md#") as told:
+        imported(tmp_path, settings)
+    page, _, section = str(told.value).split("; ")[1].split(" ")[0].partition("#")
+    headings = [
+        line.strip("# ").lower().replace(" ", "-")
+        for line in (Path(__file__).parents[3] / page).read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    ]
+    assert section in headings
 
 
 def test_steps_take_the_place_of_the_epochs_of_the_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 from lockstep.common.names import suggestion
 from lockstep.config import write
 from lockstep.config.document import Document, KeyProblem, SourcePosition, format_key, locate, parse
-from lockstep.config.elsewhere import hugging_face, imagenet
+from lockstep.config.elsewhere import imagenet
 from lockstep.config.elsewhere.translation import KeyTable, TranslatedConfig, Translation, table_of, type_mismatch
 from lockstep.config.load import Loaded, load_text, read
 from lockstep.config.naming import drop_foreign
@@ -19,10 +19,13 @@ _OURS: Final = ("recipe.", "placement.", "run.")
 _NOTHING: Final = ("None", "none", "")
 # The first one that knows a configuration's keys translates it: Distribuuuu's have no mark of their own.
 _FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
-    "accelerate": hugging_face.accelerate,
-    "trainer": hugging_face.trainer,
     "pycls": imagenet.pycls,
     "distribuuuu": imagenet.distribuuuu,
+}
+# A file with one of these keys is another library's, of which the documentation has a table.
+_TABULATED: Final = {
+    "Accelerate": ("distributed_type",),
+    "the Trainer": ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"),
 }
 
 
@@ -35,16 +38,9 @@ class ImportedConfig:
     file: str
     translated: TranslatedConfig
 
-    @property
-    def missing(self) -> list[str]:
-        """The keys that a recipe needs, and a configuration of Accelerate or the Trainer does not have."""
-        recipe = self.translated.values.get("recipe", {})
-        return [f"recipe.{name}" for name in ("model", "data", "batch", "optimizer") if name not in recipe]
-
     def to_yaml(self) -> str:
-        """Write it as a recipe, or as what it has of one."""
-        missing = f" A recipe needs {', '.join(self.missing)}, too." if self.missing else ""
-        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.{missing}")
+        """Write it as a recipe."""
+        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.")
 
     def load(self) -> Loaded:
         """Return the configuration; ConfigError as for any recipe."""
@@ -63,9 +59,15 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     known = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
     table, translate = next((each for each in known if each[0].knows(typed)), (None, None))
     if table is None or translate is None:
+        for library, marks in _TABULATED.items():
+            if any(key in typed for key in marks):
+                raise UsageError(
+                    f"{file}: a configuration of {library} is not imported; docs/coming-from.md"
+                    f"#keys-of-accelerate-and-the-trainer has a table of its keys and ours"
+                )
         raise UsageError(
-            f"{file}: its keys are not those of Distribuuuu, pycls, Accelerate or the Trainer; a recipe of ours is "
-            f"given without --cfg: lockstep train {file}"
+            f"{file}: its keys are not those of Distribuuuu or pycls; a recipe of ours is given without --cfg: "
+            f"lockstep train {file}"
         )
     typed, places = ({table.renamed.get(key, key): each for key, each in of.items()} for of in (typed, places))
     _check(table, typed, places)
@@ -96,8 +98,6 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
 
 def _check(table: KeyTable, typed: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
     """Raise ConfigError for keys that the framework does not know, and values of another type."""
-    if table.rest:
-        return
     problems = []
     for key, value in typed.items():
         if key not in table.defaults:

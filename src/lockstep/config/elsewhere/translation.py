@@ -24,7 +24,7 @@ class KeyTable:
     of the `marks` is of this framework; without any, one that has one of its keys. `taken` names the key of ours with
     the same value, `taken_where_set` does so for values that are not empty or off, and `switches` gives what follows
     from a key that is on. `left` has reasons, each with the keys, or patterns of them, that have no counterpart for it.
-    `rest` is the reason for keys that the table does not have; without one they are refused.
+    Keys that the table does not have are refused.
     """
 
     framework: str
@@ -35,7 +35,6 @@ class KeyTable:
     taken_where_set: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    rest: str = ""
 
     def knows(self, typed: Collection[str]) -> bool:
         """Say whether the keys of a file are of this framework."""
@@ -120,11 +119,8 @@ class Translation:
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a key of theirs, or its default; UsageError where it is of another type."""
-        return self.get(key, self._table.defaults.get(key))
-
-    def get(self, key: str, default: Any) -> Any:
-        """Return the value of a key of theirs, or `default`; UsageError where it is of another type."""
         self._used.add(key)
+        default = self._table.defaults.get(key)
         value = self._typed.get(key)
         if value is None:
             return default
@@ -150,13 +146,6 @@ class Translation:
     def take(self, key: str, path: str) -> None:
         """Set a key of ours to the value of one of theirs."""
         self.set(path, self[key], key)
-
-    def choose(self, key: str, path: str, known: Mapping[Any, str]) -> str:
-        """Set a key of ours to what stands for the value of one of theirs, and return that; UsageError for others."""
-        if self[key] not in known:
-            raise UsageError(f"{key}: {self[key]!r}; use {', '.join(map(str, known))}")
-        self.set(path, known[self[key]], key)
-        return known[self[key]]
 
     def leave(self, reason: str, *keys: str) -> None:
         """Say why these keys of theirs, or patterns of them, have no counterpart, unless something follows from them.
@@ -189,9 +178,8 @@ class Translation:
         for reason, keys in self._table.left.items():
             self.leave(reason, *keys)
         forgotten = [key for key in {**self._table.defaults, **self._typed} if key not in self._used]
-        if forgotten and not self._table.rest:
+        if forgotten:
             raise AssertionError(f"nothing was done with {', '.join(forgotten)}")
-        reasons = self._left | dict.fromkeys(forgotten, self._table.rest)
         mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
-        left = {key: reason for key, reason in reasons.items() if key in self._typed and key not in mapped}
+        left = {key: reason for key, reason in self._left.items() if key in self._typed and key not in mapped}
         return TranslatedConfig(self._values, self._origins, left, tuple(self._notes))

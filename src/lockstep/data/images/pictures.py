@@ -19,7 +19,6 @@ from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, skip_mask
 from lockstep.tasks.facts import facts
 
-FINDS_ALL: Final = "; lockstep doctor data finds all such files"  # which that command leaves out
 _MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
 _STD: Final = (0.229, 0.224, 0.225)
 
@@ -110,7 +109,7 @@ class PictureSplit:
                 return None
             raise DataError(
                 f"{self._source.name(index)}: cannot be read as an image: {error}; convert or remove it, or set "
-                f"recipe.data.on_error=skip{FINDS_ALL}"
+                f"recipe.data.on_error=skip"
             ) from error
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
