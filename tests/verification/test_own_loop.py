@@ -333,7 +333,7 @@ def test_what_a_resume_loses_is_named(kind, lost):
     *_, resumed = check_placements(lambda: resumable(kind, folder), (1,), (), 3)
     assert re.match(
         rf"single on 1, stopped after step \d \(seed 0\) and resumed by single on 1: differs: step \d: .*; "
-        rf"likely cause: no checkpoint holds {lost}; keep it in run\.state from step to step, a tensor as a list",
+        rf"likely cause: no checkpoint holds {lost}; keep it in run\.state from step to step",
         resumed.line,
     )
     assert ("--no-resume" in resumed.line) == (folder is None)
