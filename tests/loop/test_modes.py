@@ -67,10 +67,10 @@ def saved_before_a_switch(run: Any, at_head: bool) -> None:
 
 
 def test_a_mode_that_is_set_after_a_save_is_refused_unless_each_step_sets_it(tmp_path: Path) -> None:
-    with joined(tmp_path / "a") as run:
+    with joined(dir=tmp_path / "a") as run:
         saved_before_a_switch(run, at_head=True)
     text = r"step 3: .* was put into evaluation after run\.save, so that .*test_own_modes\.py:\d+\); set modes first"
-    with pytest.raises(lockstep.UsageError, match=text), joined(tmp_path / "b") as run:
+    with pytest.raises(lockstep.UsageError, match=text), joined(dir=tmp_path / "b") as run:
         saved_before_a_switch(run, at_head=False)
 
 

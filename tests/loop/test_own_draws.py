@@ -89,10 +89,10 @@ def test_weights_of_another_dtype_do_not_go_on_with_a_folder(tmp_path: Path) -> 
         model = nn.Linear(6, 3, dtype=dtype)
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         place(run, torch.float32)
         run.save()
-    with pytest.raises(UsageError, match="of another model; differing: bias, weight"), joined(tmp_path / "run") as run:
+    with pytest.raises(UsageError, match="of another model; differing: bias, weight"), joined(dir=tmp_path / "run") as run:
         place(run, torch.float64)
 
 
@@ -100,7 +100,7 @@ def test_a_save_compares_the_state_of_the_script_between_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: dict[str, Any] = {}
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         loops.placed(run)
         run.state["patience"] = 3
         with monkeypatch.context() as patch:

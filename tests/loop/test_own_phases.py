@@ -179,7 +179,7 @@ def test_an_average_of_which_nobody_knows_how_often_it_moves_is_refused() -> Non
 
 def test_a_save_between_two_updates_is_refused(tmp_path: Path) -> None:
     text = r"step 1: .* gone through again after run\.save .*test_own_phases\.py"
-    with pytest.raises(UsageError, match=text), joined(tmp_path / "run") as run:
+    with pytest.raises(UsageError, match=text), joined(dir=tmp_path / "run") as run:
         save_between(run)
 
 

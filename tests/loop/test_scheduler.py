@@ -82,9 +82,9 @@ def test_rates_are_those_of_plain_pytorch_and_a_resumed_run_goes_on_with_them(na
         with joined() as run:
             rates = train(run, make)
             whole = run.fingerprint()
-        with joined(tmp_path / "run") as run:
+        with joined(dir=tmp_path / "run") as run:
             train(run, make, 4)
-        with joined(tmp_path / "run") as run:
+        with joined(dir=tmp_path / "run") as run:
             assert train(run, make) == rates[4:]
             assert run.fingerprint() == whole
     assert rates == plain(make)
@@ -98,7 +98,7 @@ def test_settings_that_a_resume_overrules_are_warned_of(tmp_path: Path, capsys: 
     text = "run.place: the scheduler is made with another gamma than when the run began"
     said, rates = [], []
     for last, decay in ((1, 0.5), (2, 0.5), (3, 0.9), (4, 0.9)):
-        with joined(tmp_path / "run") as run:
+        with joined(dir=tmp_path / "run") as run:
             rates += train(run, made(decay), last)
         said.append(text in capsys.readouterr().err)
     assert said == [False, False, True, True]
@@ -166,7 +166,7 @@ def test_what_would_not_be_heeded_is_refused(text: str, tmp_path: Path) -> None:
             each.update(**given)
             body(run, scheduler)
 
-    with pytest.raises(UsageError) as raised, joined(tmp_path / "run") as run:
+    with pytest.raises(UsageError) as raised, joined(dir=tmp_path / "run") as run:
         trained(run)
     assert str(raised.value).startswith(text)
     assert "test_own_scheduler.py:" in str(raised.value)
@@ -205,11 +205,11 @@ def test_a_scheduler_that_is_none_of_this_optimizer_is_refused() -> None:
 
 
 def test_a_run_goes_on_with_the_scheduler_that_it_had(tmp_path: Path) -> None:
-    with joined(tmp_path / "run") as run:
+    with joined(dir=tmp_path / "run") as run:
         train(run, SCHEDULERS["MultiStepLR"], 2)
     for make, text in (
         (SCHEDULERS["StepLR"], r"scheduler: 'torch.*MultiStepLR', and now 'torch.*StepLR'"),
         (lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2, 3, 4]), "the scheduler has "),
     ):
-        with pytest.raises(UsageError, match=text), joined(tmp_path / "run") as run:
+        with pytest.raises(UsageError, match=text), joined(dir=tmp_path / "run") as run:
             train(run, make)

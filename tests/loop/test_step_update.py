@@ -70,7 +70,7 @@ def broken(run: Any, kind: str) -> None:
     ],
 )
 def test_a_step_that_is_not_finite_is_not_saved(tmp_path: Path, kind: str, text: str) -> None:
-    with pytest.raises(TrainingError, match=text), joined(tmp_path / "run") as run:
+    with pytest.raises(TrainingError, match=text), joined(dir=tmp_path / "run") as run:
         broken(run, kind)
     saved = sorted(each.name for each in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000001"]
