@@ -36,6 +36,8 @@ _NOT_IN: Final[Mapping[str, frozenset[str]]] = {
     ),
     "fp16": frozenset({"bilinear", "random relu", "running mean by hand"}),
 }
+_TWICE: Final = "two updates of a step"
+_ONCE: Final = {"audits", "averaged weights"}  # which docs/own-loop.md lists as refused with them
 _DERIVES: Final = "torch.func.grad"  # which torch refuses where a checkpoint recomputes it
 _UNDERIVED: Final = ("use_reentrant=True", "no_grad", "long()")  # there inputs may have no derivative
 _ALL_PARAMETERS: Final = "model.parameters()"
@@ -123,7 +125,7 @@ class Program:
     @cached_property
     def source(self) -> str:
         """The text of the file."""
-        twice = "two updates of a step" in self.features
+        twice = _TWICE in self.features
         step = [*self._lines("step"), *(self._updates() if twice else self._update("")), *self._lines("report")]
         numbers = '"loss", float(step.loss).hex(), step.norm is not None and float(step.norm).hex()'
         marker = step.index(_REPORT)
@@ -262,6 +264,8 @@ def _fit(model: Model, names: Sequence[str]) -> tuple[str, ...]:
         if _suits(FEATURES[name], model) and _NOT_IN.get(name, frozenset()).isdisjoint(model.blocks):
             taken.setdefault(FEATURES[name].slot, name)
     chosen = set(taken.values())
+    if _TWICE in chosen:
+        chosen -= _ONCE
     return tuple(name for name in FEATURES if name in chosen)
 
 

@@ -511,7 +511,7 @@ def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
         steps(run, loops.placed(run)[0])
     model = loops.net()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    refused = pytest.raises(lockstep.UsageError, match=r"of another loop.*\n  optimizer: ")
+    refused = pytest.raises(lockstep.UsageError, match=r"of another loop \(\S+test_joined\.py:\d+\); .*\n  optimizer: ")
     with refused, joined(dir=tmp_path / "run") as run:
         run.place(model, other)
 

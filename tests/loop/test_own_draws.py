@@ -92,7 +92,10 @@ def test_weights_of_another_dtype_do_not_go_on_with_a_folder(tmp_path: Path) -> 
     with joined(dir=tmp_path / "run") as run:
         place(run, torch.float32)
         run.save()
-    with pytest.raises(UsageError, match="of another model; differing: bias, weight"), joined(dir=tmp_path / "run") as run:
+    with (
+        pytest.raises(UsageError, match="of another model; differing: bias, weight"),
+        joined(dir=tmp_path / "run") as run,
+    ):
         place(run, torch.float64)
 
 

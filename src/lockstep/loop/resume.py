@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.common.own_code import calling
 from lockstep.config.recipe import earlier_microbatches
 from lockstep.core.sample_order import SHUFFLED
 from lockstep.core.shard import local_tensor
@@ -44,7 +45,9 @@ def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any
         if name in before and before[name] != now[name]
     ]
     if lines:
-        raise UsageError("\n".join([f"{place}: of another loop; undo the changes, or choose another dir:", *lines]))
+        where = f" ({line})" if (line := calling()) else ""
+        told = f"{place}: of another loop{where}; undo the changes, or choose another dir:"
+        raise UsageError("\n".join([told, *lines]))
 
 
 def warn_of_changes(rank: Rank, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
