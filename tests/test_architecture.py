@@ -38,10 +38,7 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "checkup"),
     ],
-    "comparison": [
-        *("core", "config", "device", "comm", "ranks", "data", "parallel", "training", "reporting"),
-        "run",
-    ],
+    "comparison": ["config", "training", "reporting", "run"],
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "run"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
