@@ -55,10 +55,7 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "setup", "runs", "probe", "run"),
     ],
-    "comparison": [
-        *("core", "config", "device", "comm", "ranks", "data", "parallel", "training", "reporting"),
-        *("setup", "runs", "run"),
-    ],
+    "comparison": ["config", "training", "reporting", "setup", "runs", "run"],
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "setup", "runs", "loop/script"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from forked import events, steps
 
+from lockstep.comparison.plan import ComparisonRequest, plan_runs
+
 QUICK = ("recipe.epochs=1", "recipe.model.name=held:linear", "recipe.model.source=auto", "recipe.model.options={}")
 QUICK = (*QUICK, "run.tensorboard=false", "run.probe=off", "run.log_every=1")
 
@@ -138,3 +140,9 @@ def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
     single, ddp = rows(command.folder / "a")
     assert (single["starts"], ddp["starts"]) == (1, 2)
     assert ddp["same_bits_as_single"] is True
+
+
+def test_a_variant_that_is_the_recipe_itself_is_trained_once(tmp_path: Path) -> None:
+    variants = ("recipe.optimizer.lr=0.05", "recipe.optimizer.lr=0.1", "recipe.optimizer.lr=5e-2")
+    plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path))
+    assert [plan.row.variant for plan in plans] == [variants[1], variants[0]]

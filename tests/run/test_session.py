@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from benchmarks import naive_ddp
 from lockstep import errors
-from lockstep.comparison import naive_ddp
 from lockstep.config.load import Loaded, load
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig
@@ -73,7 +73,7 @@ CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {
     "training": lambda loaded, _, ranks: run_rank(resolve(loaded, 2), None, None, None, ranks),
     "evaluation": lambda loaded, _, ranks: evaluation._on_rank(loaded, None, print, None, ranks),
     "replay": _replay,
-    "the script of a comparison": lambda loaded, folder, ranks: naive_ddp._on_rank(
+    "the naive DDP of a benchmark": lambda loaded, folder, ranks: naive_ddp._on_rank(
         resolve(loaded, 2), folder, SimpleNamespace(), None, ranks
     ),
     "verification": lambda loaded, folder, ranks: traced_run.work(_traced(loaded, folder), None, ranks),

@@ -20,7 +20,7 @@ from lockstep.launchers import check_alone
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
 @click.option("--also", multiple=True, metavar="KEY=VALUE", help="The recipe with this override too; may be repeated.")
-@click.option("--usual", is_flag=True, help="The usual script beside it, whose batch grows with the processes.")
+@click.option("--usual", is_flag=True, hidden=True, help="A benchmark now.")
 @click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where the runs and pages go.")
 @click.option("--no-page", is_flag=True, help="Write no page.")
 @click.option("--png", is_flag=True, help="Write each chart as a PNG file, too, which needs Chromium.")
@@ -44,20 +44,29 @@ def command(
     """
     from lockstep.comparison.drive import run_all
     from lockstep.comparison.output import Display, write
-    from lockstep.comparison.plan import ComparisonRequest, folder_for, placements_in, plan_runs, processes_in
+    from lockstep.comparison.plan import (
+        USUAL_MOVED,
+        ComparisonRequest,
+        folder_for,
+        placements_in,
+        plan_runs,
+        processes_in,
+    )
     from lockstep.config.load import split
     from lockstep.config.shipped import list_shipped_recipes
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.png import check_png
 
     check_alone("compare starts the processes of each placement")
+    if usual:
+        raise UsageError(f"--usual: {USUAL_MOVED}")
     source, overrides = split(words)
     if source not in list_shipped_recipes() and Path(source).is_dir():
         folders = shlex.join(each for each in words if Path(each).is_dir())
         raise UsageError(f"{source}: a folder; to compare runs, use lockstep report {folders}; else give a YAML file")
     folder = folder or folder_for(source)
     strategies, counts = placements_in(placements), processes_in(processes)
-    request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder, usual)
+    request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder)
     if png:
         check_png()
     plans = plan_runs(request)

@@ -31,14 +31,13 @@ def compare(
     processes: Sequence[int] = (1, 2),
     overrides: Mapping[str, Any] | None = None,
     also: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    usual: bool = False,
     dir: str | Path | None = None,
 ) -> Comparison:
     """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
 
     `placements` are strategies, by name or as mappings of `name` and options, which run on each of `processes` above 1,
     after one process alone. With each of `also`, an override, all are trained once more; `also` is a mapping of them,
-    or, for several values of one key, a list of mappings. `usual` adds a naive DDP script.
+    or, for several values of one key, a list of mappings.
     The runs are in `dir`, left out a new folder in runs/; runs that are finished there are only read.
 
     A run that fails becomes a row with the reason. UsageError, before any run starts, where one of them cannot run.
@@ -50,7 +49,7 @@ def compare(
     words, variants = tuple(as_words(overrides)), tuple(word for each in each_also for word in as_words(each))
     threads = torch.get_num_threads()
     try:
-        request = ComparisonRequest(str(recipe), words, strategies, counts, variants, folder, usual)
+        request = ComparisonRequest(str(recipe), words, strategies, counts, variants, folder)
         return run_all(plan_runs(request), lambda _: None)
     finally:
         torch.set_num_threads(threads)

@@ -1,19 +1,16 @@
 """Where a comparison goes: the terminal while it runs, and then the table, JSON, the page and PNG files."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self, TextIO, final
 
-from rich.console import Console, Group, RenderableType
-from rich.constrain import Constrain
+from rich.console import Group
 from rich.live import Live
-from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.common.text import printable
 from lockstep.comparison.page import sections, title
-from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, naive_cells, to_json
+from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, to_json
 from lockstep.reporting import wording
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
@@ -61,7 +58,7 @@ class Display:
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
     """Print the table, write the files, and return their paths."""
     console = terminal_on(stream)
-    print_unfolded(console, Group(drawing(comparison, console), *_usual(comparison, console)))
+    print_unfolded(console, drawing(comparison, console))
     for line in conclusion(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]
@@ -73,16 +70,6 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     if with_png:
         paths += write_png(shown, folder)
     return paths
-
-
-def _usual(comparison: Comparison, console: Console) -> Iterator[RenderableType]:
-    """Yield what came of the usual script where it ran, folded to a terminal."""
-    headings, rows = naive_cells(comparison)
-    table = Table(*(Column(each, justify="right", overflow="fold") for each in headings))
-    for row in rows:
-        table.add_row(*row)
-    if rows:
-        yield Constrain(table, console.width if console.is_terminal else None)
 
 
 def _line(row: ResultRow) -> str:

@@ -5,18 +5,12 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Final
 
-from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, columns, conclusion, naive_cells
+from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, columns, conclusion
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
-from lockstep.reporting.run_log import evaluation_curve
 from lockstep.reporting.run_page import chart
 
 _SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
-_NAIVE: Final = (
-    "Its batch is that of a process, so more processes take larger and fewer steps at the same rate. The loss that it "
-    "prints is rank 0's, the mean over its last epoch; its figures are means of the ranks', over padded shares of the "
-    "validation samples."
-)
 _THROUGHPUT: Final = "Samples by seconds of training: setting up, evaluating and saving are left out."
 _SECONDS: Final = (
     "Mean of the ranks, of the last start, by what the main thread of a rank does. Computing: on a core. Data: until "
@@ -41,24 +35,11 @@ def sections(comparison: Comparison) -> list[Section]:
     found: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
         Table("Runs", [*shown], [*zip(*shown.values(), strict=True)], below),
-        *_naive(comparison),
         *_scaling_charts(comparison),
         *_inside(comparison.done),
         *_curves(comparison.done),
     ]
     return [each for each in found if not isinstance(each, Words) or each.paragraphs]
-
-
-def _naive(comparison: Comparison) -> Iterator[Section]:
-    """Yield the results of the naive DDP script, where it ran."""
-    headings, rows = naive_cells(comparison)
-    if not rows:
-        return
-    yield Table("What the usual script makes of it", headings, rows, _NAIVE)
-    figure = comparison.figure
-    found = _series(comparison, lambda row: row.history.last_of(evaluation_curve(figure)))
-    if len({number for points in found.values() for number, _ in points}) > 1:
-        yield lines(f"{figure} in the end", "processes", figure, found)
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:

@@ -10,14 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.comparison.naive_ddp import as_seen, check_naive, train_naive
-from lockstep.comparison.result import NAIVE, ResultRow
+from lockstep.comparison.result import ResultRow
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import CONFIG, Loaded, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND
-from lockstep.config.recipe import Recipe
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
 from lockstep.run.background import Train
@@ -27,11 +25,12 @@ from lockstep.runs.folder import fresh_folder
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut, check_kernels
 from lockstep.setup.prepare import check, open_unplaced
-from lockstep.setup.resolved import local_processes
 from lockstep.setup.resume import check_recipe
 
 _SINGLE: Final = "single"
 _OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that are set here
+_USUAL: Final = ("usual script", "usual", "naive_ddp")
+USUAL_MOVED: Final = "the usual script is a benchmark now: python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
 _LONGEST: Final = 80  # characters of a part of a folder's name
 
 Strategy = Mapping[str, Any]  # its name, and its options beside it
@@ -41,8 +40,7 @@ Strategy = Mapping[str, Any]  # its name, and its options beside it
 class ComparisonRequest:
     """What is to be compared: a recipe with overrides, strategies, numbers of processes, and other recipes.
 
-    Each of `variants` is an override by which the recipe is compared too, such as `recipe.batchnorm=sync`. With `usual`
-    it is also trained by a naive DDP script.
+    Each of `variants` is an override by which the recipe is compared too, such as `recipe.batchnorm=sync`.
     """
 
     source: str
@@ -51,7 +49,6 @@ class ComparisonRequest:
     processes: tuple[int, ...]
     variants: tuple[str, ...]
     folder: Path
-    usual: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,8 @@ def placements_in(text: str) -> tuple[Strategy, ...]:
     found = [{"name": each} if isinstance(each, str) else each for each in listed]
     if not found or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
         raise UsageError(f"--placements {text}: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}")
+    if any(each["name"] in _USUAL for each in found):
+        raise UsageError(f"--placements {text}: {USUAL_MOVED}")
     return tuple(found)
 
 
@@ -99,22 +98,18 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans: list[PlannedRun] = []
     problems: list[str] = []
-    seen: list[Recipe] = []  # by the usual script
     keys = dict.fromkeys(each.partition("=")[0].strip() for each in request.variants)
     for variant, loaded in _variants(request, _placement_overrides(*single)):
         ready = _ready(loaded)
         called = variant or ", ".join(_given(loaded, key) for key in keys)
-        of, script = f", {called}" if called else "", as_seen(loaded.config.recipe)
-        named = [(_strategy_label(each), each, count) for each, count in unique]
-        if request.usual and script not in seen:
-            named += [(NAIVE, {"name": "ddp" if count > 1 else _SINGLE}, count) for count in request.processes]
-        for name, strategy, count in named:
+        of = f", {called}" if called else ""
+        for strategy, count in unique:
+            name = _strategy_label(strategy)
             try:
                 plan = _plan(request, variant, name, strategy, count, ready)
                 plans.append(replace(plan, row=replace(plan.row, variant=called)))
             except UsageError as error:
-                problems.append(f"{'' if name == NAIVE else f'{name} on {count}{of}: '}{error}")
-        seen.append(script)
+                problems.append(f"{name} on {count}{of}: {error}")
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
     return plans
@@ -158,9 +153,6 @@ def _plan(
     loaded = load(request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *kept])
     if (folder / CONFIG).exists():
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
-    if name == NAIVE:  # the naive DDP script promises nothing
-        check_naive(loaded.config.recipe, ready, local_processes(loaded.config))
-        return PlannedRun(loaded, ResultRow(NAIVE, count, variant, str(folder), "none"), train_naive)
     resolved = check(loaded)
     check_cut(resolved, ready)
     check_kernels(resolved.placement, ready)

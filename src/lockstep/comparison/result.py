@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from rich.console import Console, RenderableType
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import History, best, by_rank, count, evaluation_curve, peaks
+from lockstep.reporting.run_log import History, best, by_rank, count, peaks
 from lockstep.reporting.run_view import loss
 from lockstep.reporting.terminal import table
 
@@ -20,9 +20,6 @@ State = Literal["waiting", "running", "done", "failed"]
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
-NAIVE: Final = "usual script"  # naive_ddp.py, as a strategy of a comparison
-PRINTED: Final = "printed "  # before the names of the figures that it prints, in its log
-OF_ALL: Final = "loss of all ranks"  # where it prints rank 0's
 _NOTHING: Final = {"", "done", "1.00", "100%", "0%"}  # what says nothing where all of a column is one of these
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
@@ -166,27 +163,6 @@ def columns(comparison: Comparison) -> dict[str, list[str]]:
     return {heading: words for heading, words in found if len({*words} - {""}) > 1 or {*words} - _NOTHING}
 
 
-def naive_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return the results of the naive DDP script, as headings and the words of each row, where it ran."""
-    figure = comparison.figure
-    headings = ["usual script", "batch of a step", "updates", "training loss that it prints", "of all ranks"]
-    headings += [f"{figure} that it prints", f"{figure} of each sample once", f"{figure} of the recipe"]
-    return headings, [
-        [
-            row.label.removeprefix(f"{NAIVE} "),
-            f"{count(row.history.started, 'batch') or 0:,}",
-            f"{count(row.history.started, 'steps') or 0:,}",
-            _words(row, f"{PRINTED}loss/train"),
-            _words(row, OF_ALL),
-            _words(row, f"{PRINTED}{figure}/validation", figure),
-            _words(row, evaluation_curve(figure), figure),
-            _words(comparison.reference(row), evaluation_curve(figure), figure),
-        ]
-        for row in comparison.done
-        if row.strategy == NAIVE
-    ]
-
-
 def drawing(comparison: Comparison, console: Console) -> RenderableType:
     """Return the table for a terminal."""
     styles = [_STYLES.get(row.state, "") for row in comparison.rows]
@@ -251,12 +227,6 @@ def _same(comparison: Comparison, row: ResultRow) -> str:
 def _figure(name: str, _: Comparison, row: ResultRow) -> str:
     figure = row.history.figure
     return wording.figure(figure.value, figure.is_fraction) if figure and figure.name == name else ""
-
-
-def _words(row: ResultRow | None, curve: str, figure: str = "") -> str:
-    """Return where a curve ends; empty where there is none."""
-    value = row.history.last_of(curve) if row else None
-    return "" if row is None or value is None else wording.figure(value, figure in row.history.fractions)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,4 +1,6 @@
-"""A recipe under naive DDP: DistributedDataParallel as tutorials show it, for `compare`.
+"""A recipe under naive DDP: DistributedDataParallel as tutorials show it, beside the recipe on one process.
+
+    python -m benchmarks.naive_ddp RECIPE [KEY=VALUE]... [--processes 1,2,4] [--dir FOLDER]
 
 Model, first weights, data, augmentation, task, optimizer and schedule over epochs are the recipe's. What is wrong here
 is meant:
@@ -8,18 +10,27 @@ is meant:
 - A step is the mean of the processes' means, and so are the validation figures.
 - BatchNorm sees the batch of a process, and each process keeps running statistics of its own.
 - What is printed of training is rank 0's.
+
+The table has what the script prints beside the same for all ranks, and beside the recipe. Its runs and comparison.json
+are in --dir; started again with the same one, those that are done are only read.
 """
 
+from __future__ import annotations
+
+import argparse
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
@@ -27,21 +38,27 @@ from torch.utils.data import Dataset, DistributedSampler
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.comparison.result import NAIVE, OF_ALL, PRINTED
+from lockstep.comparison.drive import run_all
+from lockstep.comparison.output import JSON, Display
+from lockstep.comparison.plan import ComparisonRequest, PlannedRun, folder_for, plan_runs, processes_in
+from lockstep.comparison.result import Comparison, ResultRow, conclusion, to_json
 from lockstep.config import plan as planning
 from lockstep.config.blame import with_places
-from lockstep.config.load import CONFIG, Loaded, to_yaml
+from lockstep.config.load import CONFIG, Loaded, load, read_run_recipe, split, to_yaml
 from lockstep.config.recipe import Recipe
+from lockstep.config.write import flow
 from lockstep.core import random
 from lockstep.core.batch import Batch, call, length, map_tensors
 from lockstep.data.base import Request, Split
 from lockstep.device.meter import Meter
-from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
+from lockstep.reporting import wording
 from lockstep.reporting.jsonl import JsonLines
+from lockstep.reporting.run_log import count, evaluation_curve
 from lockstep.reporting.sink import Sink
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import on_ranks_of
@@ -50,17 +67,84 @@ from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.examples import transforms_of
 from lockstep.setup.prepare import Prepared, open_unplaced
 from lockstep.setup.resolved import Resolved, resolve
+from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
 from lockstep.training.checkpoint.store import weights_sha256
 from lockstep.training.evaluate import batch_sums, figures_of
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
 
+NAIVE: Final = "usual script"  # as a strategy of a comparison
+PRINTED: Final = "printed "  # before the names of the figures that it prints, in its log
+OF_ALL: Final = "loss of all ranks"  # where it prints rank 0's
 
-def as_seen(recipe: Recipe) -> Recipe:
-    """Return a recipe without what the script passes over: two that are alike then have one row."""
-    passed_over = {"microbatch": None, "microbatches": 1, "ema": None, "memory_format": "contiguous", "compile": False}
-    batchnorm = "local" if recipe.batchnorm == "sync" else recipe.batchnorm
-    return recipe.model_copy(update={**passed_over, "nonfinite": "stop", "batchnorm": batchnorm})
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train both, print the table and return the exit code: 1 where a run failed, 2 where one cannot run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.naive_ddp", description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="+", metavar="RECIPE [KEY=VALUE]...")
+    parser.add_argument("--processes", default="1,2,4", help="how many, with commas between them")
+    parser.add_argument("--dir", dest="folder", type=Path, help="where the runs go")
+    asked = parser.parse_args(arguments)
+    try:
+        source, overrides = split(asked.words)
+        folder = asked.folder or folder_for(source)
+        plans = plan(source, overrides, processes_in(asked.processes), folder)
+        with Display(sys.stderr) as display:
+            comparison = run_all(plans, display.show)
+    except UsageError as error:
+        print(error.told, file=sys.stderr)
+        return error.exit_code
+    (folder / JSON).write_text(to_json(comparison), encoding="utf-8")
+    headings, cells = table_of(comparison)
+    table = Table(*headings)
+    for row in cells:
+        table.add_row(*row)
+    Console(width=160).print(table)
+    for line in conclusion(comparison):
+        print(line, file=sys.stderr)
+    return EXIT_FAILED if comparison.failed else EXIT_DONE
+
+
+def plan(source: str, overrides: Sequence[str], processes: Sequence[int], folder: Path) -> list[PlannedRun]:
+    """Return the recipe on one process, and the script on each number; UsageError where one of them cannot run."""
+    [single] = plan_runs(ComparisonRequest(source, tuple(overrides), ({"name": "ddp"},), (1,), (), folder))
+    plans = [single]
+    for size in processes:
+        own = folder / f"usual-script-{size}"
+        placed = (f"placement.strategy={'ddp' if size > 1 else 'single'}", f"placement.processes={size}")
+        loaded = load(source, [*overrides, *placed, f"run.dir={flow(str(own))}", "run.resume=auto"])
+        if (own / CONFIG).exists():
+            check_recipe(own, read_run_recipe(own / CONFIG), loaded.config.recipe)
+        _prepare(loaded)
+        plans.append(PlannedRun(loaded, ResultRow(NAIVE, size, "", str(own), "none"), train_naive))
+    return plans
+
+
+def table_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return what came of the script, as headings and the words of each row."""
+    figure = comparison.figure
+    headings = ["usual script", "batch of a step", "updates", "training loss that it prints", "of all ranks"]
+    headings += [f"{figure} that it prints", f"{figure} of each sample once", f"{figure} of the recipe"]
+    return headings, [
+        [
+            row.label.removeprefix(f"{NAIVE} "),
+            f"{count(row.history.started, 'batch') or 0:,}",
+            f"{count(row.history.started, 'steps') or 0:,}",
+            _words(row, f"{PRINTED}loss/train"),
+            _words(row, OF_ALL),
+            _words(row, f"{PRINTED}{figure}/validation", figure),
+            _words(row, evaluation_curve(figure), figure),
+            _words(comparison.rows[0], evaluation_curve(figure), figure),
+        ]
+        for row in comparison.done
+        if row.strategy == NAIVE
+    ]
+
+
+def _words(row: ResultRow, curve: str, figure: str = "") -> str:
+    """Return where a curve ends; empty where there is none."""
+    value = row.history.last_of(curve)
+    return "" if value is None else wording.figure(value, figure in row.history.fractions)
 
 
 def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
@@ -275,3 +359,7 @@ def _batches(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,23 +1,23 @@
-"""`lockstep compare --usual`: the script of tutorials beside a recipe, checked against that script written by hand."""
+"""The script of tutorials beside a recipe, checked against that script written by hand."""
 
 import json
 import math
-import signal
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import events, steps
+from forked import events
 from torch.nn import functional
 from torch.utils.data import DistributedSampler
 
-from lockstep.comparison.plan import ComparisonRequest, plan_runs
-from lockstep.comparison.result import NAIVE
+from benchmarks import naive_ddp
 from lockstep.config.load import load
 from lockstep.core import random
 from lockstep.data.base import Request
-from lockstep.errors import UsageError
 from lockstep.setup.build import Setup, setup
 from lockstep.setup.examples import transforms_of
 
@@ -34,7 +34,8 @@ RECIPE = (
     "recipe.model.source=auto",
     "recipe.model.options={}",
 )
-QUICK = ("run.tensorboard=false", "run.probe=off", "run.log_every=1", "--placements", "ddp", "--dir", "a", "--no-page")
+QUICK = ("run.tensorboard=false", "run.probe=off", "run.log_every=1")
+ROOT = Path(__file__).parents[2]
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
@@ -84,11 +85,23 @@ def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
     }
 
 
-def test_it_computes_and_prints_what_the_script_by_hand_does(run, monkeypatch):
-    command = run("compare", *RECIPE, *QUICK, "--processes", "1,2", "--usual")
-    found = rows(command.folder)
-    assert [*found] == ["single on 1", "ddp on 2", "usual script on 1", "usual script on 2"]
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+def program(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.naive_ddp", *RECIPE, *QUICK, *words, "--dir", str(folder / "a")]
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    """The environment in which both the benchmarks and what a recipe of these tests names are found."""
+    paths = [str(ROOT), str(ROOT / "tests" / "commands"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def test_it_computes_and_prints_what_the_script_by_hand_does(tmp_path: Path, env: dict[str, str]) -> None:
+    asked = program(tmp_path, "--processes", "1,2")
+    done = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path)
+    assert [*found] == ["single on 1", "usual script on 1", "usual script on 2"]
     ready = setup(load(RECIPE[0], list(RECIPE[1:])).config.recipe)
     for ranks in (1, 2):
         row = found[f"usual script on {ranks}"]
@@ -96,50 +109,25 @@ def test_it_computes_and_prints_what_the_script_by_hand_does(run, monkeypatch):
         assert {name: row["last"][name] for name in expected} == pytest.approx(expected, rel=1e-5)
         assert (row["state"], row["promises"], row["same_bits_as_single"]) == ("done", "none", False)
         assert len(row["peak_bytes_by_rank"]) == ranks
-        [started] = events(command.folder / row["run"], "started")
+        [started] = events(tmp_path / row["run"], "started")
         samples = started["train_samples"]
         assert started["batch"] == ranks * BATCH
-        samples_seen = [event["samples"] for event in events(command.folder / row["run"], "step")]
+        samples_seen = [event["samples"] for event in events(tmp_path / row["run"], "step")]
         assert len(samples_seen) == started["steps"] == EPOCHS * math.ceil(math.ceil(samples / ranks) / BATCH)
         assert samples_seen[-1] == EPOCHS * samples
     assert found["usual script on 2"]["weights_sha256"] != found["usual script on 1"]["weights_sha256"]
-    assert "top1 of each sample once" in command.out
-    assert command.left() == []
+    assert "top1 of each" in done.stdout
 
-    before = [(command.folder / row["run"] / "events.jsonl").read_bytes() for row in found.values()]
-    again = run("compare", *RECIPE, *QUICK, "--processes", "1,2", "--usual")
-    assert [(again.folder / row["run"] / "events.jsonl").read_bytes() for row in found.values()] == before
-
-
-def test_an_interruption_leaves_no_process_and_it_begins_anew(run, start):
-    asked = ("compare", *RECIPE, *QUICK, "recipe.epochs=10", "--processes", "2", "--usual")
-    command = start(*asked)
-
-    def logged() -> list[int]:
-        found = next((command.folder / "a").glob("usual-script-2*"), None)
-        return steps(found) if found else []
-
-    command.until(logged)
-    command.signal_group(signal.SIGINT)
-    assert command.wait() == 130
-    assert command.left() == []
-    assert len(logged()) < 10 * 12
-    run(*asked)
-    assert logged() == [*range(1, 10 * 12 + 1)]
+    before = [(tmp_path / row["run"] / "events.jsonl").read_bytes() for row in found.values()]
+    subprocess.run(asked, cwd=tmp_path, env=env, check=True, capture_output=True)
+    assert [(tmp_path / row["run"] / "events.jsonl").read_bytes() for row in found.values()] == before
 
 
-def test_what_the_script_passes_over_gives_it_no_row(tmp_path: Path) -> None:
-    variants = ("recipe.batchnorm=sync", "recipe.microbatches=2", "recipe.batch=32")
-    plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path / "a", usual=True))
-    found = [(plan.row.strategy, plan.row.variant) for plan in plans]
-    given = "recipe.batchnorm=local, recipe.microbatches=4, recipe.batch=64"
-    assert [variant for strategy, variant in found if strategy == NAIVE] == [given, "recipe.batch=32"]
-    assert [variant for strategy, variant in found if strategy == "single"] == [given, *variants]
-    with pytest.raises(UsageError, match=r"usual script: its BatchNorm is that of a process"):
-        plan_runs(ComparisonRequest("digits", variants[:1], ({"name": "ddp"},), (1,), (), tmp_path / "b", usual=True))
-
-
-def test_a_variant_that_is_the_recipe_itself_is_trained_once(tmp_path: Path) -> None:
-    variants = ("recipe.optimizer.lr=0.05", "recipe.optimizer.lr=0.1", "recipe.optimizer.lr=5e-2")
-    plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path))
-    assert [plan.row.variant for plan in plans] == [variants[1], variants[0]]
+def test_what_it_does_not_do_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for words, told in (
+        (["recipe.batchnorm=sync"], "usual script: its BatchNorm is that of a process"),
+        (["recipe.precision=bf16"], "usual script: it trains in fp32, and recipe.precision is bf16"),
+        (["recipe.last_batch=drop", "recipe.batch=900"], "of 2 each has 718 samples, which do not fill one of 900"),
+    ):
+        assert naive_ddp.main(["digits", *words, "--processes", "2", "--dir", str(tmp_path / "a")]) == 2
+        assert told in capsys.readouterr().err
