@@ -332,7 +332,7 @@ def left(world: World, strategy: str, ranks: Collection[int], what: str) -> str:
 def test_an_evaluation_that_one_rank_leaves_is_refused_on_all_ranks_where_calls_exchange_parts(then: str) -> None:
     for strategy in ("zero2", "zero3"):
         for text in worlds.run(2, left, strategy, {1}, then):
-            assert "run.each: rank 1 left the loop before its last batch, and rank 0 did not (tests/run" in text
+            assert "run.each: rank 1 left the loop before its last batch, and rank 0 did not (tests/loop" in text
         assert names(text, evaluation_left)  # of rank 1
 
 

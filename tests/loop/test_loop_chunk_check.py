@@ -81,7 +81,7 @@ def train(run: Any, model: nn.Module, chunks: int = 4, **named: Any) -> list[int
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("name", MIXING)
 def test_code_that_mixes_features_is_refused_in_the_first_step(name: str, zero: bool) -> None:
-    text = r"run.place: plan: in 4 chunks second computes something else than whole: .*test_own_chunk_check.py:\d+\); "
+    text = r"run.place: plan: in 4 chunks second computes something else than whole: .*test_loop_chunk_check.py:\d+\); "
     with pytest.raises(lockstep.UsageError, match=text), joined() as run:
         train(run, Net(MIXING[name], zero))
     assert run.step == 0

@@ -52,8 +52,8 @@ def of_a_weight(model: Any, inputs: Tensor) -> Tensor:
     return F.linear(inputs[:, :1].expand(-1, 8), model.head.weight).square().mean()
 
 
-ALONE = r"is called by itself, and its weights are in rows, .*test_own_model.py:\d+\); call the model as a whole"
-USED = r"weights that are in rows are computed with: RuntimeError: .*test_own_model.py:\d+\); this strategy keeps"
+ALONE = r"is called by itself, and its weights are in rows, .*test_loop_model.py:\d+\); call the model as a whole"
+USED = r"weights that are in rows are computed with: RuntimeError: .*test_loop_model.py:\d+\); this strategy keeps"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_other_first_weights_are_refused_before_a_strategy_cuts_them(strategy: s
 def test_another_dataset_on_a_rank_is_refused(loop: Any, differ: str) -> None:
     for text in worlds.run(2, ended, "ddp", loop):
         assert re.match(f"run.steps: {differ}", text), text
-        assert "test_own_plan.py" in text
+        assert "test_loop_plan.py" in text
         assert text.endswith("; give every rank the same, and the whole dataset: run.steps shares it out")
 
 

@@ -236,7 +236,7 @@ def test_a_part_that_is_a_sum_beside_a_mean_is_asked_about_once_in_several_micro
 
     check(loss, mean=True, microbatches=1)
     [line] = warnings_of(loss, mean=True)
-    assert re.match(r"step 1: a part of the loss is a sum over 4 values \(\S*test_run_own_loss\.py:\d+\), in one", line)
+    assert re.match(r"step 1: a part of the loss is a sum over 4 values \(\S*test_loss_check\.py:\d+\), in one", line)
 
 
 def test_a_sum_that_is_divided_by_the_batch_of_all_is_no_mean_over_the_microbatch() -> None:

@@ -69,7 +69,7 @@ def saved_before_a_switch(run: Any, at_head: bool) -> None:
 def test_a_mode_that_is_set_after_a_save_is_refused_unless_each_step_sets_it(tmp_path: Path) -> None:
     with joined(dir=tmp_path / "a") as run:
         saved_before_a_switch(run, at_head=True)
-    text = r"step 3: .* was put into evaluation after run\.save, so that .*test_own_modes\.py:\d+\); set modes first"
+    text = r"step 3: .* was put into evaluation after run\.save, so that .*test_modes\.py:\d+\); set modes first"
     with pytest.raises(lockstep.UsageError, match=text), joined(dir=tmp_path / "b") as run:
         saved_before_a_switch(run, at_head=False)
 
@@ -108,7 +108,7 @@ def resting_elsewhere(run: Any) -> None:
 @pytest.mark.worlds
 def test_ranks_that_have_other_modules_in_evaluation_mode_are_refused() -> None:
     text = (
-        r"step.update: modules in evaluation mode: rank 1 differs from rank 0: 1, not 3 \(.*test_own_modes.py:\d+\); "
+        r"step.update: modules in evaluation mode: rank 1 differs from rank 0: 1, not 3 \(.*test_modes.py:\d+\); "
     )
     for found in worlds.run(2, ended, "ddp", resting_elsewhere):
         assert re.match(text, found)

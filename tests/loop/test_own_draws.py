@@ -107,7 +107,7 @@ def test_a_save_compares_the_state_of_the_script_between_the_ranks(
         loops.placed(run)
         run.state["patience"] = 3
         with monkeypatch.context() as patch:
-            patch.setattr(type(run._world), "compare", lambda _self, facts, *_: compared.update(facts))
+            patch.setattr(type(run._world), "compare", lambda _self, facts, **_: compared.update(facts))
             run.save()
     assert compared["run.state"] == '{"patience": 3}'
 

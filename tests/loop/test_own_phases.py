@@ -53,7 +53,7 @@ def differing_at_first(run: Any) -> None:
 @pytest.mark.worlds
 def test_each_update_of_a_step_is_compared_between_the_ranks() -> None:
     for text in worlds.run(2, ended, "ddp", differing_at_first):
-        assert text.startswith("step.update: lr: rank 1 differs from rank 0: 0.02, not 0.01 (tests/run/")
+        assert text.startswith("step.update: lr: rank 1 differs from rank 0: 0.02, not 0.01 (tests/loop/")
 
 
 def test_a_loss_that_is_not_finite_in_one_update_stays_seen() -> None:

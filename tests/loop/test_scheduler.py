@@ -127,11 +127,11 @@ def test_every_placement_comes_to_the_same_bits_and_ranks_that_differ_are_refuse
         assert worlds.run(size, ended, strategy, loop) == [alone] * size
     for text in worlds.run(2, ended, "ddp", differing):
         assert text.startswith(
-            "step.update: settings of group 0: rank 1 differs from rank 0: lr: 0.042, not 0.035 (tests/run/"
+            "step.update: settings of group 0: rank 1 differs from rank 0: lr: 0.042, not 0.035 (tests/loop/"
         )
     for text in worlds.run(2, ended, "ddp", in_other_modes):
         assert text.startswith(
-            "step.update: modules in evaluation mode: rank 1 differs from rank 0: the whole model, not none (tests/run/"
+            "step.update: modules in evaluation mode: rank 1 differs from rank 0: the whole model, not none (tests/loop/"
         )
 
 
@@ -169,7 +169,7 @@ def test_what_would_not_be_heeded_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as raised, joined(dir=tmp_path / "run") as run:
         trained(run)
     assert str(raised.value).startswith(text)
-    assert "test_own_scheduler.py:" in str(raised.value)
+    assert "test_scheduler.py:" in str(raised.value)
 
 
 class Warmup(lr_scheduler.LRScheduler):

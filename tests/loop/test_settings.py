@@ -46,7 +46,7 @@ def test_sections_are_those_of_a_configuration():
     ],
 )
 def test_what_is_wrong_is_refused_with_its_line(words, text):
-    with pytest.raises(lockstep.UsageError, match=r"^\S*test_own_settings\.py:\d+  " + re.escape(text)):
+    with pytest.raises(lockstep.UsageError, match=r"^\S*test_settings\.py:\d+  " + re.escape(text)):
         given(**words)
 
 

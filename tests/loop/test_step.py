@@ -44,7 +44,7 @@ def trained_by(given: Callable[[Tensor], Any]) -> None:
 )
 def test_a_loss_without_one_name_is_refused_with_both_forms(given: Callable[[Tensor], Any], found: str) -> None:
     said = (
-        rf"step 1: step\.backward was given {found} \(\S*test_own_step\.py:\d+\); name it: "
+        rf"step 1: step\.backward was given {found} \(\S*test_step\.py:\d+\); name it: "
         rf"step\.backward\(mean=loss\).*step\.backward\(sum=loss\)"
     )
     with pytest.raises(lockstep.UsageError, match=said) as raised:

@@ -135,7 +135,7 @@ def test_what_cannot_be_added_up_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(lockstep.UsageError, match=said) as raised:
         trained(number, before, after)
-    assert "test_own_step_sums.py:" in str(raised.value)
+    assert "test_step_sums.py:" in str(raised.value)
 
 
 def test_sums_are_known_after_the_update() -> None:
