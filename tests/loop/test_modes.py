@@ -107,9 +107,7 @@ def resting_elsewhere(run: Any) -> None:
 
 @pytest.mark.worlds
 def test_ranks_that_have_other_modules_in_evaluation_mode_are_refused() -> None:
-    text = (
-        r"step.update: modules in evaluation mode: rank 1 differs from rank 0: 1, not 3 \(.*test_modes.py:\d+\); "
-    )
+    text = r"step.update: modules in evaluation mode: rank 1 differs from rank 0: 1, not 3 \(.*test_modes.py:\d+\); "
     for found in worlds.run(2, ended, "ddp", resting_elsewhere):
         assert re.match(text, found)
 

@@ -131,7 +131,8 @@ def test_every_placement_comes_to_the_same_bits_and_ranks_that_differ_are_refuse
         )
     for text in worlds.run(2, ended, "ddp", in_other_modes):
         assert text.startswith(
-            "step.update: modules in evaluation mode: rank 1 differs from rank 0: the whole model, not none (tests/loop/"
+            "step.update: modules in evaluation mode: rank 1 differs from rank 0: "
+            "the whole model, not none (tests/loop/"
         )
 
 
