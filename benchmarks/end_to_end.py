@@ -116,7 +116,9 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     )
     never = Interval(steps=10**9)
     plan = Plan(endless, Rate(LR, SAMPLES, 1.0), log=Interval(steps=1), evaluate=never, save=never)
-    following = turns(world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
+    following = turns(
+        world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
+    )
     return _turn(steps, world, train(engine, plan, following))
 
 

@@ -185,7 +185,7 @@ class _Way:
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)
 
-        following = turns(self._world, batches, plan, self._progress, _never, _never, _NoStop())
+        following = turns(self._world, batches, plan, self._progress, evaluate=_never, save=_never, stop=_NoStop())
         for event in train(self.engine, plan, following):
             raise AssertionError(event)
 

@@ -165,7 +165,9 @@ def _lockstep(steps: int, world: World) -> Turn:
 
     def turn() -> float:
         began = time.perf_counter()
-        following = turns(world, loader.training, plan, Progress(), no_evaluation, no_save, StopRequest())
+        following = turns(
+            world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
+        )
         for _ in train(engine, plan, following):
             pass
         return time.perf_counter() - began

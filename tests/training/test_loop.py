@@ -48,7 +48,7 @@ def run(
             stop.level = level
 
     at = progress or Progress()
-    steps = turns(world, batches(following.steps, ask), following, at, evaluated(), saved, stop)  # type: ignore[arg-type]
+    steps = turns(world, batches(following.steps, ask), following, at, evaluate=evaluated(), save=saved, stop=stop)  # type: ignore[arg-type]
     return list(train(engine, following, steps))
 
 
@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     engine = FakeEngine(losses={1: math.nan})
     following = plan(STEPS, **{"log": Interval(steps=100), **rhythms})
     events: list[Event] = []
-    steps = turns(ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish())  # type: ignore[arg-type]
+    steps = turns(ALONE_WORLD, batches(STEPS), following, Progress(), evaluate=evaluated(), save=saved, stop=Wish())  # type: ignore[arg-type]
     training = train(engine, following, steps)
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
         events.extend(training)
@@ -185,7 +185,9 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
 def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted() -> None:
     following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
     ask = partial(next, warned)
-    steps = turns(ALONE_WORLD, batches(STEPS), following, Progress(), evaluated(), saved, Wish(), None, ask)  # type: ignore[arg-type]
+    steps = turns(
+        ALONE_WORLD, batches(STEPS), following, Progress(), evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask
+    )  # type: ignore[arg-type]
     saves = [each for each in shortly(list(train(FakeEngine(), following, steps))) if each.startswith("saved")]
     assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
 
@@ -205,9 +207,9 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         batches(STEPS, lambda _: passes(1.0)),
         following,
         Progress(),
-        lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
-        lambda progress: passes(1000.0) or saved(progress),  # type: ignore[func-returns-value]
-        Wish(),  # type: ignore[arg-type]
+        evaluate=lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
+        save=lambda progress: passes(1000.0) or saved(progress),  # type: ignore[func-returns-value]
+        stop=Wish(),  # type: ignore[arg-type]
     )
     training = train(FakeEngine(), following, steps)
     assert [event.samples_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3

@@ -206,7 +206,8 @@ def spread(
     )
     agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    make_optimizer, made = optimizer_factory(optimizer, model), hyperparameters(optimizer)
+    make_optimizer = optimizer_factory(optimizer, model)
+    made = hyperparameters(optimizer)
     if type(chunks.count) is int and chunks.count > 1:
         FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
     chunked = chunks.cut(model)
@@ -214,18 +215,34 @@ def spread(
         chosen.check_model(lambda: model, None, world.size)
     no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
     problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
-    log, every = MessageLog(), settings.placement.audit_every
+    log = MessageLog()
+    every = settings.placement.audit_every
     own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
     engine = chosen.start(problem, make_optimizer, own_world, numerics)
     assert isinstance(engine, DataParallelEngine)
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    rate, groups = base_rate(optimizer), Groups(optimizer, engine.groups, scheduler is not None)
-    what = settings, world, model, optimizer, name, chosen, numerics
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
-    audit = Audit(engine, world, log, every)
-    state = structure(model), rate, made, groups, scheduler, Modes(model, resting)
-    return Placed(*what, engine, canonical, chunks, *state, guard, audit)
+    return Placed(
+        settings=settings,
+        world=world,
+        model=model,
+        optimizer=optimizer,
+        name=name,
+        chosen=chosen,
+        numerics=numerics,
+        engine=engine,
+        canonical=canonical,
+        chunks=chunks,
+        structure=structure(model),
+        rate=base_rate(optimizer),
+        made=made,
+        groups=Groups(optimizer, engine.groups, scheduler is not None),
+        scheduler=scheduler,
+        modes=Modes(model, resting),
+        guard=guard,
+        audit=Audit(engine, world, log, every),
+    )
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:

@@ -197,8 +197,15 @@ class Run:
         own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
             with with_its_line():
-                what = self._member, model, optimizer, strategy
-                placed = self._placed = spread(*what, ChunkPlan(chunks, plan or {}), own_scheduler, ema)
+                placed = self._placed = spread(
+                    self._member,
+                    model,
+                    optimizer,
+                    strategy,
+                    chunks=ChunkPlan(chunks, plan or {}),
+                    scheduler=own_scheduler,
+                    ema=ema,
+                )
             if self.dir is not None:
                 kept = self._member.settings.run
                 self._checkpoints = Checkpoints(
@@ -485,13 +492,22 @@ class Run:
             if self._rank.progress.step == plan.steps.total:
                 placed.modes.restore()
             return self._finish_loop(placed, plan)
-        loop_plan, stop = plan.loop_plan(self._member.settings.run.log_every), StopRequest()
+        loop_plan = plan.loop_plan(self._member.settings.run.log_every)
+        stop = StopRequest()
         if self._member.replay is not None:  # which goes on to its last step, to look into it
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         try:
-            what = self._world, self._until_last(loader), loop_plan, self._rank.progress, None
-            also = stop, self._rank.digests, self._rank.preempted
-            for each in turns(*what, partial(self._boundary, placed), *also):
+            following = turns(
+                self._world,
+                self._until_last(loader),
+                loop_plan,
+                self._rank.progress,
+                save=partial(self._boundary, placed),
+                stop=stop,
+                digests=self._rank.digests,
+                preempted=self._rank.preempted,
+            )
+            for each in following:
                 if isinstance(each, Turn):
                     audit = None
                     if audits is not None and audits.due(each.step):
@@ -574,8 +590,17 @@ class Run:
         self._end_pass()
         self._turn = turn
         self._saved_state = None  # a save between two loops, after which a resumed script runs the same lines
-        checks = self._module_check, self._loss_check
-        self._step = Step(turn, self._gate, leaves, placed, *checks, self._sums, audit, examination)
+        self._step = Step(
+            turn,
+            self._gate,
+            leaves,
+            placed,
+            _make_stray_check=self._module_check,
+            _losses=self._loss_check,
+            _sums=self._sums,
+            _audit=audit,
+            _examination=examination,
+        )
         placed.guard.mark()
         return self._step
 

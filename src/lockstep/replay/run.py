@@ -263,7 +263,7 @@ class _Steps:
         self._resume()
         self._digests.add_weights(self._opened.start, self._engine.state().model)
         plan = replace(self._ready.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
-        following = turns(self._world, self._batches, plan, self._progress, None, lambda _: [], digests=self._digests)
+        following = turns(self._world, self._batches, plan, self._progress, save=lambda _: [], digests=self._digests)
         for _ in train(self, plan, following):
             pass
         self._digests.collect()

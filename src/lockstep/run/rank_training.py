@@ -117,8 +117,18 @@ class RankTraining:
         for finding in self.look():
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
-        plan, at, also = self._plan(), rank.progress, (stop, rank.digests, rank.preempted)
-        following = turns(self.world, self._batches, plan, at, self._evaluate, lambda _: checkpoints.save(), *also)
+        plan = self._plan()
+        following = turns(
+            self.world,
+            self._batches,
+            plan,
+            rank.progress,
+            save=lambda _: checkpoints.save(),
+            evaluate=self._evaluate,
+            stop=stop,
+            digests=rank.digests,
+            preempted=rank.preempted,
+        )
         for event in train(self.engine, plan, following):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()

@@ -148,7 +148,7 @@ class _TracedRun:
         save = Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER
         plan = self._ready.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
-        for _ in train(self, plan, turns(self._world, self._batches, plan, self._progress, None, self._save)):
+        for _ in train(self, plan, turns(self._world, self._batches, plan, self._progress, save=self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
