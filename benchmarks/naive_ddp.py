@@ -44,8 +44,9 @@ from lockstep.comparison.plan import ComparisonRequest, PlannedRun, folder_for, 
 from lockstep.comparison.result import Comparison, ResultRow, conclusion, to_json
 from lockstep.config import plan as planning
 from lockstep.config.blame import with_places
-from lockstep.config.load import CONFIG, Loaded, load, read_run_recipe, split, to_yaml
+from lockstep.config.load import Loaded, load, read_run_recipe, split, to_yaml
 from lockstep.config.recipe import Recipe
+from lockstep.config.recorded import CONFIG
 from lockstep.config.write import flow
 from lockstep.core import random
 from lockstep.core.batch import Batch, call, length, map_tensors

@@ -19,7 +19,7 @@ def other(folder: Path) -> Path:
     """Make another checkout, of another version, and return where Python finds it."""
     there = folder / "other" / "lockstep"
     shutil.copytree(Path(lockstep.__file__).parent, there)
-    file = there / "__init__.py"
+    file = there / "common" / "version.py"
     file.write_text(file.read_text(encoding="utf-8").replace("0.1.0", "0.1.1"), encoding="utf-8")
     return there.parent
 

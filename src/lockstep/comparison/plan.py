@@ -14,8 +14,9 @@ from lockstep.comparison.result import ResultRow
 from lockstep.config.base import values
 from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
-from lockstep.config.load import CONFIG, Loaded, load, read_run_recipe
+from lockstep.config.load import Loaded, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND
+from lockstep.config.recorded import CONFIG
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
 from lockstep.run.background import Train

@@ -22,7 +22,6 @@ from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
-CONFIG: Final = "config.yaml"  # of a run, in its folder
 _LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it as one takes long
 
 

@@ -12,6 +12,7 @@ from lockstep.common.text import printable_line
 from lockstep.config.document import format_key, mapping_at, parse
 from lockstep.config.write import flow, leaves
 
+CONFIG: Final = "config.yaml"  # of a run, in its folder
 _LARGEST: Final = 1 << 18  # bytes
 _MIXTURE: Final = "mixture"  # of data sets, which stand in its options
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lockstep.common.text import printable_line
-from lockstep.config.load import CONFIG
-from lockstep.config.recorded import RecordedConfig, read_recorded_config
+from lockstep.config.recorded import CONFIG, RecordedConfig, read_recorded_config
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import queue_states
 from lockstep.reporting import jsonl

@@ -9,8 +9,9 @@ from lockstep.common import plainfile
 from lockstep.common.text import size, step_time
 from lockstep.config.blame import with_places
 from lockstep.config.document import mapping_at, parse
-from lockstep.config.load import CONFIG, Loaded
+from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
+from lockstep.config.recorded import CONFIG
 from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
 from lockstep.planning.survey import Machine, Placed, as_predicted, made_ready, room, survey, with_strategy

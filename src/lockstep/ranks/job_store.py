@@ -22,7 +22,9 @@ itself keeps there for its process groups.
 | `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth question; a rank's place | each rank |
 | `left` | counter: how many ranks ask no more | each rank |
 | `group ...` | addresses of gloo and NCCL | torch |
-| `group arrived` | counter: how often a rank came to the end of work that is not timed, such as a save | each rank |
+
+A world keeps a counter beside those addresses: how often ranks have come to the end of work that is not timed, such as
+a save.
 """
 
 from __future__ import annotations

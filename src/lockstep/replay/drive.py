@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lockstep.config.load import CONFIG
+from lockstep.config.recorded import CONFIG
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, os_error_as
 from lockstep.replay import page
 from lockstep.replay.own import replay_script

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
-from lockstep.config.load import CONFIG, Loaded, load_text, read_run_recipe
-from lockstep.config.recorded import locations
+from lockstep.config.load import Loaded, load_text, read_run_recipe
+from lockstep.config.recorded import CONFIG, locations
 from lockstep.core.order import Step
 from lockstep.core.shard import NamedTensors
 from lockstep.data.base import NoTransforms

@@ -13,8 +13,9 @@ import torch
 
 from lockstep.common.rank import RankInfo
 from lockstep.config.base import values
-from lockstep.config.load import CONFIG, Loaded, comparable, differences, load_text, read_run_recipe
+from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
+from lockstep.config.recorded import CONFIG
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.parallel.layouts.base import gather_whole

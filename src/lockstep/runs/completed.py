@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.config.base import values
-from lockstep.config.load import CONFIG, Loaded, comparable, read_run_recipe
+from lockstep.config.load import Loaded, comparable, read_run_recipe
+from lockstep.config.recorded import CONFIG
 from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
 from lockstep.training.events import Done

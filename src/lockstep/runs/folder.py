@@ -31,7 +31,8 @@ from typing import Any, Final
 from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
 from lockstep.config import load as loading
-from lockstep.config.load import CONFIG, Loaded
+from lockstep.config.load import Loaded
+from lockstep.config.recorded import CONFIG
 from lockstep.config.recipe import Recipe
 from lockstep.device import machine
 from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as

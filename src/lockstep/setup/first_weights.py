@@ -14,8 +14,9 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lockstep.config import load as loading
-from lockstep.config.load import CONFIG, Loaded
+from lockstep.config.load import Loaded
 from lockstep.config.recipe import Recipe, StartingPoint, WeightsConfig
+from lockstep.config.recorded import CONFIG
 from lockstep.config.run import RunConfig, StartFromConfig
 from lockstep.core.shard import local_tensor
 from lockstep.errors import ConfigError, TrainingError, UsageError, error_as

@@ -19,8 +19,9 @@ from torch.nn import Parameter
 
 from lockstep.config import load as loading
 from lockstep.config.base import values
-from lockstep.config.load import CONFIG, comparable
+from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
+from lockstep.config.recorded import CONFIG
 from lockstep.config.run import RunConfig
 from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
