@@ -1,9 +1,11 @@
 """wandb and mlflow in the training process: what arrives there, again after a resume, and what a failure does."""
 
+import gc
 import math
 import os
 import random
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -124,6 +126,11 @@ def test_wandb_whose_service_is_gone_is_off_with_one_warning(open_sink: Any, cap
 
     with suppress(OSError):  # the next test starts another
         wandb.teardown()
+    # wandb waits for no service that is gone: Python would warn of it in whichever test comes next.
+    started_here = [each for each in gc.get_objects() if type(each) is subprocess.Popen]
+    for process in started_here:
+        if str(process.pid) in services:
+            process.wait(10)
 
 
 class Server(BaseHTTPRequestHandler):
