@@ -257,6 +257,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
         if "deepspeed" not in sys.modules:  # which keeps those that it has made
             for group in set(_world.pg_map) - kept - {*world._made.values()}:
                 dist.destroy_process_group(group)
+        torch.set_grad_enabled(True)  # a loop that was refused within no_grad may be suspended there
         try:
             _send(connection, (True, function(world, *args)))
         except BaseException:
