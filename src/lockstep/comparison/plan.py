@@ -24,7 +24,7 @@ from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
 from lockstep.runs.folder import fresh_folder
 from lockstep.setup.build import Setup
-from lockstep.setup.checks import check_cut, check_kernels
+from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
 from lockstep.setup.resume import check_recipe
 
@@ -156,7 +156,6 @@ def _plan(
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
     resolved = check(loaded)
     check_cut(resolved, ready)
-    check_kernels(resolved.placement, ready)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
 
 

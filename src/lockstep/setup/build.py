@@ -84,7 +84,7 @@ class Setup:
         return self.problem.task
 
     def plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
-        """Return what a loop over the recipe's steps follows, which reports, saves and evaluates at these intervals."""
+        """Return the plan of a training loop: the recipe's steps, and when to report, save and evaluate."""
         recipe, task = self.recipe, self.task
         return Plan(
             steps=self.steps,

@@ -3,7 +3,7 @@
 Every command that computes with a recipe comes through here, so all of them refuse the same things.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 from lockstep.config.blame import with_places
@@ -57,11 +57,6 @@ class Prepared:
         """How many share it."""
         return self.resolved.processes
 
-    def on(self, resolved: Resolved) -> "Prepared":
-        """Return the same recipe on another placement; one that cannot cut the model raises UsageError."""
-        check_cut(resolved, self.ready)
-        return replace(self, resolved=resolved)
-
 
 @final
 @dataclass(frozen=True)
@@ -75,7 +70,8 @@ class Placed:
         """Open data, model and optimizer, and check them with the placement; what does not fit raises UsageError."""
         with with_places(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
-            return Prepared(self.resolved, ready).on(self.resolved)
+            check_cut(self.resolved, ready)
+        return Prepared(self.resolved, ready)
 
 
 def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
