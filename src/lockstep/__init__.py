@@ -51,6 +51,8 @@ _PLACES = {
     "training.events": "Corrupted Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
     "verification.own_loop": "Checked verify",
 }
+# The rest locks run folders and starts processes as POSIX does.
+_ON_EVERY_SYSTEM = ("config.placement", "config.recipe", "errors", "training.events")
 __all__ = ["LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError"]
 __all__ += ["BatchSampler", "Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run"]
 __all__ += ["Corrupted", "Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Step", "Stepped"]
@@ -65,7 +67,7 @@ if not TYPE_CHECKING:  # else any name would do
         place = next((place for place, names in _PLACES.items() if name in names.split()), None)
         if place is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        if place.startswith(("comparison.", "exports.", "inference.", "run.", "verification.")):
+        if place not in _ON_EVERY_SYSTEM:
             import_module("lockstep.common.platforms").need_posix(f"lockstep.{name}")
         return getattr(import_module(f"lockstep.{place}"), name)
 

@@ -94,15 +94,19 @@ for command in sys.argv[1:]:
 def test_windows_refuses_the_library_in_a_line(tmp_path: Path) -> None:
     body = """
 import lockstep
-assert lockstep.Recipe and lockstep.UsageError
-try:
-    lockstep.join
-except lockstep.UsageError as error:
-    print(error)
+for name in lockstep.__all__:
+    try:
+        getattr(lockstep, name)
+    except lockstep.UsageError as error:
+        print(error)
 """
     found = run(tmp_path, WINDOWS, body=body)
     assert found.stderr == ""
-    assert found.stdout.startswith("lockstep.join needs Linux or macOS: ")
+    refused = found.stdout.splitlines()
+    assert all(" needs Linux or macOS: " in line for line in refused)
+    named = {line.split()[0] for line in refused}
+    assert {"lockstep.join", "lockstep.train", "lockstep.load"} <= named
+    assert named.isdisjoint({"lockstep.Recipe", "lockstep.Placement", "lockstep.UsageError", "lockstep.Stepped"})
 
 
 def test_without_prctl_a_child_ends_soon_after_its_parent() -> None:
