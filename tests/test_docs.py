@@ -272,6 +272,14 @@ def test_the_runs_that_prove_the_bits_are_counted_with_their_date_and_commit() -
             assert re.search(rf"(?<!\w){said}(?!\w)", sentence), said
 
 
+def test_the_picture_of_the_readme_shows_the_hash_of_the_first_steps() -> None:
+    """`scripts/record` draws the picture; both runs of it train as the page does."""
+    picture = (ROOT / "docs/images/proof.svg").read_text(encoding="utf-8").replace("&#160;", " ")
+    page = (ROOT / "docs/first-steps.md").read_text(encoding="utf-8")
+    [printed] = re.findall(r"^weights sha256 (\w{64})$", page, re.MULTILINE)
+    assert re.findall(r"weights sha256 (\w{64})", picture) == [printed, printed]
+
+
 def test_a_refused_configuration_is_told_as_its_page_says(here: Path) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").partition("\n## Errors\n")[2]
     recipe, command, told = re.findall(
