@@ -52,6 +52,10 @@ def of_a_weight(model: Any, inputs: Tensor) -> Tensor:
     return F.linear(inputs[:, :1].expand(-1, 8), model.head.weight).square().mean()
 
 
+def of_all_weights(model: Any, _: Tensor) -> Tensor:
+    return sum(parameter.square().mean() for parameter in model.parameters())
+
+
 ALONE = r"is called by itself, and its weights are in rows, .*test_loop_model.py:\d+\); call the model as a whole"
 USED = r"weights that are in rows are computed with: RuntimeError: .*test_loop_model.py:\d+\); this strategy keeps"
 
@@ -64,3 +68,11 @@ def test_what_computes_with_rows_is_refused_with_its_line(penalty: Any, text: st
     for found in worlds.run(2, ended, "zero3", partial(training, penalty=penalty)):
         assert re.search(text, found)
     assert len({*worlds.run(2, ended, "ddp", partial(training, penalty=penalty))}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_penalty_on_weights_that_are_kept_gathered_in_16_bits_has_the_bits_of_one_process(size: int) -> None:
+    """The gradient of the penalty reaches a weight before the backward of the weight's unit begins."""
+    penalized = partial(training, penalty=of_all_weights)
+    [expected] = worlds.run(1, partial(ended, precision="bf16-compute"), "single", penalized)
+    assert {*worlds.run(size, partial(ended, precision="bf16-compute"), "zero2", penalized)} == {expected}

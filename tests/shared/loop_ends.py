@@ -27,10 +27,10 @@ Loop = Callable[..., None]
 MARK = "  # <-"
 
 
-def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = None) -> str:
+def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = None, precision: str = "fp32") -> str:
     """Give a loop a run that has been joined; return what ended it, or the hash of what it trained."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    given = settings(3, None, "fp32", 1, {"audit_every": audit_every}, None)
+    given = settings(3, None, precision, 1, {"audit_every": audit_every}, None)
     life: Any = SimpleNamespace(status=None, info=ALONE)
     ends: list[BaseException | None] = []
     held = ExitStack()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.comm import older_fsdp
+from lockstep.comm import grad_dtype, older_fsdp
 from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, Gathers
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.common.own_code import refusal
@@ -93,8 +93,10 @@ class Sharded:
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy, mp_policy=precision
             )
-            if older and (group := _group(self._units[number])) is not None:
-                older_fsdp.complete(group, places)
+            if (group := _group(self._units[number])) is not None:
+                if older:
+                    older_fsdp.complete(group, places)
+                grad_dtype.keep_computed_dtype(group)
             _add_zeros(self._units[number])
             if not keep_gathered and (group := _group(self._units[number])) is not None:
                 group._backward_prefetch = self._prefetch

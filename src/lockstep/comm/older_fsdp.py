@@ -30,7 +30,7 @@ def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> se
 
 
 def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
-    """Let the parameters `wide` of a unit be gathered as they are, and gradients keep the dtype that they are made in.
+    """Let the parameters `wide` of a unit be gathered as they are, and hand its gradients over in one dtype.
 
     `group` is what fully_shard has of the unit.
     """
@@ -38,18 +38,11 @@ def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:
             as_it_is = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
             parameter.init_dtype_attrs = partial(_without, parameter.init_dtype_attrs, as_it_is)
-        parameter.init_unsharded_param = partial(_with_any_gradient, parameter, parameter.init_unsharded_param)
     group.post_backward = partial(_with_one_dtype, group, group.post_backward)
 
 
 def _without(init_dtype_attrs: Any, own: MixedPrecisionPolicy, of_unit: MixedPrecisionPolicy) -> None:
     init_dtype_attrs(own)
-
-
-def _with_any_gradient(parameter: Any, init_unsharded_param: Any) -> None:
-    init_unsharded_param()
-    if parameter.param_dtype is not None:
-        parameter._unsharded_param.grad_dtype = None
 
 
 def _with_one_dtype(group: Any, post_backward: Any, *_: Any) -> None:
