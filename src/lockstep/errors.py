@@ -1,16 +1,16 @@
-"""The errors Lockstep raises, and the exit code that each one ends the program with.
+"""The errors that Lockstep raises, with the exit code of each.
 
 LockstepError
-├── UsageError            2  what the user typed: a recipe, an override, a folder, a device
-│   ├── ConfigError       2  every problem of a configuration at once, each with its place
-│   └── OwnCodeError      2  what the user's own model, loss or data raised, with its file and line
-├── TrainingError         1  what went wrong while training: a loss that is not finite, say
-│   ├── DataError         1  a file that is missing, cut off or damaged
-│   ├── HostError         1  a disk or a service that does not do what it was asked
-│   ├── TransientError    1  a rank that is gone or does not come
-│   └── CorruptionError   1  an audit: a rank, or a link, that changes bits
-├── VerificationError     3  two runs that should agree do not
-└── PreflightError        4  the machine cannot do what the placement asks of it
+├── UsageError            2  invalid input from the user: a recipe, an override, a folder, a device
+│   ├── ConfigError       2  all problems of a configuration, each with its location
+│   └── OwnCodeError      2  an exception in the user's model, loss or data, with its file and line
+├── TrainingError         1  a failure during training, such as a loss that is not finite
+│   ├── DataError         1  a file that is missing, truncated or damaged
+│   ├── HostError         1  a disk or service of the host that failed
+│   ├── TransientError    1  a rank that is gone or did not start
+│   └── CorruptionError   1  an audit found a rank or a link that changes bits
+├── VerificationError     3  two runs that should agree differ
+└── PreflightError        4  the machine can't run the placement
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,44 +22,44 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_VERIFICATION: Final = 3
 EXIT_PREFLIGHT: Final = 4
-EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: saved, start me again
-EXITS_AGAIN: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # would come again if all started again as it is
+EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: the run was saved and should be started again
+EXITS_AGAIN: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # a restart without changes would end the same way
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 
-# Why a start failed, for who decides what to do about it: start again ("transient"), on another host ("host"), or not
-# before somebody has mended the code, the data or what was typed.
+# Why a start failed. It tells a scheduler whether to restart ("transient"), to restart on a different host ("host"), or
+# to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
-_MOST_LINES: Final = 11  # of problems; with the line that counts them, 12
+_MOST_LINES: Final = 11  # of problems; 12 with the line that counts them
 
 
 class LockstepError(Exception):
-    """Any error that Lockstep raises on purpose; its text is meant for the user."""
+    """Base class of all errors that Lockstep raises on purpose. The message is written for the user."""
 
     exit_code: int = EXIT_FAILED
     cause: Cause = "code"
 
     @property
     def told(self) -> str:
-        """What the user reads on the terminal."""
+        """The text that the terminal shows."""
         return f"error: {self}"
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows in place of a traceback (IPython asks for it)."""
+        """Return the lines that a notebook shows instead of a traceback. Called by IPython."""
         return [self.told]
 
 
 class UsageError(LockstepError):
-    """The user's mistake, found before a process group or a device exists; in code and data also while training."""
+    """A mistake in the user's input, found before a process group or a device exists. In code and data, also later."""
 
     exit_code = EXIT_USAGE
     cause: Cause = "usage"
 
 
 class ConfigError(UsageError):
-    """All problems of one configuration, each a line `place  key: what was wrong; what to do`.
+    """All problems of a configuration, one per line: `location  key: problem; fix`.
 
-    The text has the first of them, where there are more than a screen has room for.
+    The message is limited to the first problems that fit on a screen. `problems` has all of them.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -70,42 +70,42 @@ class ConfigError(UsageError):
 
     @property
     def told(self) -> str:
-        """All problems, after their number where there are several."""
+        """The problems, preceded by their number if there are several."""
         return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
 
 class OwnCodeError(UsageError):
-    """What the user's own model, loss or data raised, in a check or while training."""
+    """An exception raised by the user's own model, loss or data, in a check or during training."""
 
     cause = "code"
 
 
 class TrainingError(LockstepError):
-    """Training cannot go on: names the step, the rank and the file or figure that stopped it."""
+    """Training can't continue. The message names the step, the rank, and the file or value that stopped it."""
 
     exit_code = EXIT_FAILED
 
 
 class DataError(TrainingError):
-    """A file of the data or of a checkpoint is missing, cut off or damaged."""
+    """A data or checkpoint file is missing, truncated or damaged."""
 
     cause: Cause = "data"
 
 
 class HostError(TrainingError):
-    """A disk or a service of this host does not do what it was asked."""
+    """A disk or service of this host failed."""
 
     cause = "host"
 
 
 class TransientError(TrainingError):
-    """Another rank is gone or does not come: the run resumes when it is started again."""
+    """Another rank is gone or did not start. The run resumes when it is restarted."""
 
     cause = "transient"
 
 
 class CorruptionError(TrainingError):
-    """An audit found bits that are others than they should be. `ranks` are wrong, where a majority tells which."""
+    """An audit found wrong bits. `ranks` are the corrupt ranks, if a majority could identify them."""
 
     cause = "host"
 
@@ -115,13 +115,13 @@ class CorruptionError(TrainingError):
 
 
 class VerificationError(LockstepError):
-    """Two results that should be the same are not."""
+    """Two results that should be identical differ."""
 
     exit_code = EXIT_VERIFICATION
 
 
 class PreflightError(LockstepError):
-    """The machine, its devices or its network cannot do what the placement asks."""
+    """The machine, its devices or its network can't run the placement."""
 
     exit_code = EXIT_PREFLIGHT
     cause = "host"
@@ -131,7 +131,7 @@ class PreflightError(LockstepError):
 def error_as(
     kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], what: str, advice: str = ""
 ) -> Iterator[None]:
-    """Raise an error of the block as one of Lockstep: what was not done, the error's own text, and what to do."""
+    """Convert an exception in the block to an error of Lockstep: the failed action, the original message, the fix."""
     try:
         yield
     except caught as error:
@@ -140,7 +140,7 @@ def error_as(
 
 @contextmanager
 def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Iterator[None]:
-    """Raise an OSError of the block as an error of Lockstep: what was not done, why, and what to do."""
+    """Convert an OSError in the block to an error of Lockstep: the failed action, the reason, the fix."""
     try:
         yield
     except OSError as error:
@@ -148,8 +148,8 @@ def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Itera
 
 
 def against_nonfinite(clip_norm: float | None, own_loop: bool = False) -> str:
-    """Say what can be done about a loss that is not finite, in a recipe, or in a loop of the user's own."""
+    """Return advice for a loss that is not finite, for a recipe or for the user's own loop."""
     if own_loop:
-        return "lower the rate, or clip by step.update(clip=...)"
+        return "lower the learning rate, or clip with step.update(clip=...)"
     clip = "" if clip_norm else "set recipe.clip_norm, "
-    return f"lower the rate, {clip}or go on over such steps with recipe.nonfinite=skip"
+    return f"lower the learning rate, {clip}or skip such steps with recipe.nonfinite=skip"

@@ -127,7 +127,7 @@ def test_ssh_ties_what_it_starts_to_itself():
         (
             torchrun.command,
             replace(JOB, hosts=()),
-            "2 hosts for torchrun, but no place where they meet; give --endpoint HOST:PORT",
+            "2 hosts for torchrun, but no rendezvous endpoint; pass --endpoint HOST:PORT",
         ),
     ],
 )

@@ -62,10 +62,10 @@ def broken(run: Any, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("loss", r"loss is nan at step 2 .*; lower the rate, or clip"),
+        ("loss", r"loss is nan at step 2 .*; lower the learning rate, or clip"),
         (
             "gradient",
-            r"0\.weight \(and \d more\) is not finite after step 2: nothing is saved; lower the rate, or clip",
+            r"0\.weight \(and \d more\) is not finite after step 2: nothing is saved; lower the learning rate, or clip",
         ),
     ],
 )

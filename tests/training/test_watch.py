@@ -42,9 +42,9 @@ def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
 
 
 def test_nobody_is_told_to_clip_who_does_or_to_change_the_recipe_of_a_loop() -> None:
-    assert against_nonfinite(None).startswith("lower the rate, set recipe.clip_norm, or go on over such steps")
-    assert against_nonfinite(1.0) == "lower the rate, or go on over such steps with recipe.nonfinite=skip"
-    assert against_nonfinite(None, own_loop=True) == "lower the rate, or clip by step.update(clip=...)"
+    assert against_nonfinite(None).startswith("lower the learning rate, set recipe.clip_norm, or skip such steps")
+    assert against_nonfinite(1.0) == "lower the learning rate, or skip such steps with recipe.nonfinite=skip"
+    assert against_nonfinite(None, own_loop=True) == "lower the learning rate, or clip with step.update(clip=...)"
 
 
 def test_a_recipe_that_skips_goes_on() -> None:

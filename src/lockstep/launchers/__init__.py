@@ -1,4 +1,4 @@
-"""The launchers we detect: one file each, pure but for what is here, and never torch."""
+"""Launcher detection. Each launcher has a file of pure functions; side effects are here. Never imports torch."""
 
 import os
 from collections.abc import Mapping
@@ -14,33 +14,33 @@ from lockstep.launchers.base import Launcher
 
 @dataclass(frozen=True)
 class Detection:
-    """What one launcher made of an environment: a rank, a problem, or neither where it is not the launcher."""
+    """The result of one launcher's detection: a rank, a problem, or neither if it did not start this process."""
 
     launcher: Launcher
     info: RankInfo | None
     problem: str | None
 
 
-# Who is asked, one after the other, until one decides. The one that started a process last comes first: what it started
-# inherits the variables of all before.
+# Launchers are tried in this order until one of them recognizes the process. Inner launchers come first, because a
+# process inherits the variables of every launcher above it.
 ORDER: Final = (
     local.LAUNCHER,
     node.LAUNCHER,
     torchrun.LAUNCHER,  # srun and mpirun start it once on each host
-    environment.LAUNCHER,  # a script made them of its launcher's own
-    horovodrun.LAUNCHER,  # over MPI it sets no rank, and mpirun decides
-    openmpi.LAUNCHER,  # in a Slurm job it starts its daemons by srun
-    mpich.LAUNCHER,  # so does this one: SLURM_PROCID is that of the daemon
+    environment.LAUNCHER,  # a script set them from the variables of its launcher
+    horovodrun.LAUNCHER,  # over MPI it sets no rank, so mpirun is detected
+    openmpi.LAUNCHER,  # in a Slurm job it starts its daemons with srun
+    mpich.LAUNCHER,  # same here: SLURM_PROCID belongs to the daemon
     slurm.LAUNCHER,
     ssh.LAUNCHER,
 )
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return what the launcher says of this process, or None where no launcher started it.
+    """Return the rank of this process according to its launcher, or None if no launcher started it.
 
-    A launcher's variables that are wrong raise UsageError. So does one of RANK and WORLD_SIZE alone, but only where no
-    launcher decides: scripts for Slurm often set WORLD_SIZE, and leave the rank to srun.
+    Raises UsageError if a launcher's variables are invalid. Setting only one of RANK and WORLD_SIZE is an error too,
+    unless a launcher is detected: scripts for Slurm often set WORLD_SIZE and leave the rank to srun.
     """
     for launcher in ORDER:
         info = launcher.detect(env) if launcher.detect else None
@@ -51,13 +51,13 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def check_alone(work: str) -> None:
-    """Raise UsageError where a launcher started this process, of a command that does its work by itself."""
+    """Raise UsageError if a launcher started this process. For commands that start their own processes."""
     if detect(os.environ):
         raise UsageError(f"{work} itself; run it once, without a launcher")
 
 
 def detect_rank() -> RankInfo | None:
-    """Return this process's rank where a launcher started it, and tie its life to that launcher's."""
+    """Return the rank of this process, or None without a launcher. The process will exit when its launcher exits."""
     info = detect(os.environ)
     if info is None:
         return None
@@ -66,7 +66,7 @@ def detect_rank() -> RankInfo | None:
 
 
 def detect_all(env: Mapping[str, str]) -> tuple[Detection, ...]:
-    """Return what each launcher makes of the environment, in order: the first that is not neither decides."""
+    """Return the detection result of every launcher, in order. The first with a rank or a problem takes effect."""
     looks = []
     for launcher in ORDER:
         if launcher.detect:

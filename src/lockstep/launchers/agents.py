@@ -1,22 +1,22 @@
-"""The command line of torchrun's agent of one host, for each launcher that starts such agents."""
+"""The command line of a torchrun agent, for all launchers that start one agent per host."""
 
 from typing import Final
 
 from lockstep.errors import UsageError
 from lockstep.launchers.job import Job
 
-# An agent whose rank 0 has gone to another host gives its ranks the old address for good, where they meet at a store
-# of the agents' (pytorch#182375 mended the other way round). With this, rank 0 opens one at each start.
+# If ranks share the store of the agents and rank 0 moves to a different host, the agents keep passing on the old
+# address (pytorch#182375 fixed only the opposite case). With this setting, rank 0 opens a new store at each start.
 OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-_LAST_CALL_S: Final = 5  # for others to come once there are enough; torch waits 30 s, at each start
-_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's own, and the warning of batch systems
+_LAST_CALL_S: Final = 5  # to wait for more hosts once there are enough; torch waits 30 s at each start
+_SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's defaults, and the warning signal of batch systems
 
 
 def command(job: Job) -> list[str]:
-    """Return the line for one host: the job's only one, or its host number `job.host`. Static, rank 0 is on the first.
+    """Return the command line for host number `job.host`. With static rendezvous, rank 0 is on the first host.
 
-    Of several hosts, whose number is fixed, the ranks learn how many they are to be: with clocks that differ, an agent
-    may take the others for dead and start alone.
+    If the number of hosts is fixed, ranks are told how many processes to expect: when clocks differ, an agent can
+    mistake the other agents for dead and start alone.
     """
     line = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
     if job.fewest is not None:
@@ -33,8 +33,8 @@ def _rendezvous(job: Job) -> list[str]:
         return ["--standalone"]
     if not (job.endpoint or job.hosts or job.nodes == 1):
         raise UsageError(
-            f"--nodes: {job.nodes} hosts for torchrun, but no place where they meet; give --endpoint HOST:PORT, "
-            f"or name them in --hosts FILE"
+            f"--nodes: {job.nodes} hosts for torchrun, but no rendezvous endpoint; pass --endpoint HOST:PORT, "
+            f"or list the hosts in --hosts FILE"
         )
     nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"
     if job.meets_by == "static":

@@ -1,4 +1,4 @@
-"""What a launcher is: the contract of each file of this folder that ends with a `LAUNCHER`."""
+"""The interface of a launcher. Each file in this folder that defines a `LAUNCHER` implements it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,26 +9,27 @@ from lockstep.launchers.job import Job
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, as a set of pure functions: of an environment for `detect`, of a job for the rest.
+    """A launcher, as a set of pure functions. `detect` takes an environment, the other functions take a job.
 
-    Fields to find the ranks that it started:
+    Fields for detecting ranks:
 
-    - `detect` returns the rank of this process; None where another launcher started it, or nobody. A variable of its
-      own that is wrong raises UsageError, with all problems at once. A variable that is set outside of the launched
-      processes, too, is no sign.
-    - `variables` are those that `detect` reads, for `lockstep doctor launch`.
+    - `detect`: Returns the rank of this process, or None if this launcher did not start it. Raises UsageError with all
+      problems if the launcher's own variables are invalid. Don't rely on variables that are also set outside of the
+      launched processes.
+    - `variables`: The variables that `detect` reads, for `lockstep doctor launch`.
 
-    Fields of one that `lockstep launch --on` can start, which has a `command` or `commands`:
+    Fields for launchers that `lockstep launch --on` can start. They have a `command` or `commands`:
 
-    - `command` returns the line that starts the job, and `commands` those that do so together, by the names of what
-      each starts. UsageError for a job that the launcher cannot start.
-    - `starts_all`: whether one `lockstep launch` starts all ranks of the job. Where it does, it draws the secret of the
-      job and the name of its rendezvous; else the user gives what all hosts must have in common.
-    - `unused_port`: why the launcher has no use for --port; "" where it has.
-    - `elastic`: it starts torchrun's agents, and so takes --rendezvous, --endpoint, --id, --restarts and MIN:MAX hosts.
-    - `resources`: it takes --partition, --account, --gpus-per-node and --cpus-per-task.
-    - `signed`: its ranks come together where others could reach them, and so want a secret of the job.
-    - `followed`: its tasks follow the process that `lockstep launch` became, by a socket (follow_parent.py).
+    - `command`: Returns the command line that starts the job.
+    - `commands`: Returns several command lines that start the job together, by host or rank. Like `command`, raises
+      UsageError if the launcher can't start the job.
+    - `starts_all`: Whether one `lockstep launch` starts all ranks of the job. If so, it generates the secret and the
+      rendezvous ID of the job. Otherwise you pass the values that all hosts must share.
+    - `unused_port`: Returns why the launcher doesn't use --port, or "" if it does.
+    - `elastic`: It starts torchrun agents, so it accepts --rendezvous, --endpoint, --id, --restarts and MIN:MAX hosts.
+    - `resources`: It accepts --partition, --account, --gpus-per-node and --cpus-per-task.
+    - `signed`: Its rendezvous can be reached from outside the job, so its ranks need a secret.
+    - `followed`: Its tasks exit when the process that `lockstep launch` became exits (follow_parent.py).
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Slurm's queue: the batch script of a training, its submission by sbatch, and what squeue has of its job."""
+"""Slurm's queue: the batch script of a training job, its submission with sbatch, and its state from squeue."""
 
 import re
 import shlex
@@ -16,17 +16,17 @@ from lockstep.launchers.slurm import command
 
 _SCRIPT: Final = Path(__file__).with_name("batch.sh")
 _LONGEST_WARNING_S: Final = 65_535  # Slurm's own limit
-_PATIENCE_S: Final = 5.0  # for squeue; a controller that is overloaded lets it wait for minutes
+_PATIENCE_S: Final = 5.0  # for squeue, which can take minutes if the controller is overloaded
 _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A job for Slurm's queue: `job`, whose options are sbatch's, trains in the run folder `run`.
+    """A job for Slurm's queue. The options of `job` are passed to sbatch; it trains in the run folder `run`.
 
-    Relative names, such as `run` may be, start at `folder`. `time` is as Slurm writes it, or empty for the
-    partition's own limit; `warn_before_s` seconds before it is over the ranks are warned. `on_again` are further words
-    for the case that the folder holds the run already.
+    Relative paths start at `folder`. `time` is the time limit in Slurm's format, or empty for the default of the
+    partition. Ranks get a warning signal `warn_before_s` seconds before the limit. `on_again` has additional arguments
+    for the case that the folder already contains the run.
     """
 
     job: Job
@@ -39,13 +39,13 @@ class Batch:
 
     @property
     def log(self) -> str:
-        """Where the job writes, for Slurm, which puts its number for %j; whole, or it looks for % in `folder` too."""
+        """The absolute path of the job's log, where Slurm replaces %j by the job ID. Other % signs are escaped."""
         folder = self.run if self.run.startswith("/") else f"{self.folder}/{self.run}"
         return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
 
 
 def check_batch(batch: Batch) -> Batch:
-    """Return the batch, or raise UsageError where Slurm could not do what it says."""
+    """Return the batch, or raise UsageError with all problems if Slurm could not run it."""
     limit = _seconds(batch.time) if batch.time else None
     problems = []
     if batch.time and limit is None:
@@ -69,29 +69,29 @@ def check_batch(batch: Batch) -> Batch:
 
 
 def script(batch: Batch) -> str:
-    """Return the batch script, for bash; its comments are for its readers in the run folder."""
-    # A step has what the job has.
+    """Return the batch script for bash. Its comments are for people who find it in the run folder."""
+    # A job step inherits the resources of the job.
     call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))
     words = {"quote": shlex.quote, "join": shlex.join, "call": call, "secret": SECRET}
     return template(_SCRIPT).render(batch=batch, job=batch.job, **words)
 
 
 def submit(file: Path) -> int:
-    """Submit a batch script and return the number of its job."""
+    """Submit a batch script and return the job ID."""
     done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
     if done.returncode:
         printed = (done.stderr or done.stdout).strip() or "nothing"
         raise LockstepError(
             f"sbatch failed with exit code {done.returncode}, and the job is not submitted; it printed:\n{printed}"
         )
-    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]  # after it, perhaps, the name of a cluster
+    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by the name of a cluster
     if not number.isdecimal():
         raise LockstepError(f"sbatch: expected the number of the job, got {done.stdout!r}; look for it in squeue --me")
     return int(number)
 
 
 def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
-    """Return the state and the reason of those of the jobs that Slurm knows, and a warning, or "".
+    """Return the state and reason of each job that Slurm knows, and a warning or "".
 
     Without jobs and without squeue the first is None; where squeue fails too, and the warning has the cause.
     """
@@ -110,7 +110,7 @@ def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] |
 
 
 def states(text: str) -> dict[int, tuple[str, str]]:
-    """Return the state and the reason of each job from what `squeue --noheader --format=%i|%T|%r` prints."""
+    """Parse the output of `squeue --noheader --format=%i|%T|%r` into the state and reason of each job."""
     found = {}
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
@@ -121,7 +121,7 @@ def states(text: str) -> dict[int, tuple[str, str]]:
 
 
 def _seconds(time: str) -> int | None:
-    """Return the length of Slurm's minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Parse a Slurm time: minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]."""
     match = _TIME.fullmatch(time)
     if match is None:
         return None

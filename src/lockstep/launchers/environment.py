@@ -1,4 +1,4 @@
-"""RANK and WORLD_SIZE set by hand, or by any launcher that follows torch's names."""
+"""RANK and WORLD_SIZE, set by hand or by any launcher that uses the names of torch."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -12,20 +12,20 @@ _MISSING: Final = "set RANK and WORLD_SIZE"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that the variables tell, or None where RANK and WORLD_SIZE are not both set."""
+    """Return the rank from the environment, or None unless both RANK and WORLD_SIZE are set."""
     return from_variables(env, "environment") if "RANK" in env and "WORLD_SIZE" in env else None
 
 
 def check_half_set(env: Mapping[str, str]) -> None:
-    """Raise UsageError where only one of RANK and WORLD_SIZE is set."""
+    """Raise UsageError if only one of RANK and WORLD_SIZE is set."""
     if "RANK" in env or "WORLD_SIZE" in env:
         from_variables(env, "environment")
 
 
 def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
-    """Read torch's variables; LOCAL_RANK left out means a process for each host's only device, number 0.
+    """Return the rank from the variables of torch. LOCAL_RANK defaults to 0: one process per host.
 
-    Missing or impossible values raise UsageError, all of them at once.
+    Raises UsageError with all missing and impossible values.
     """
     variables = Variables(env, _MISSING)
     rank = variables.number("RANK")

@@ -1,4 +1,4 @@
-"""Slurm's short forms: `n[1-2,5],gpu[001-004]x` for hosts, and `2(x3),1` for the number of tasks on each of them."""
+"""Slurm's compact notation: `n[1-2,5],gpu[001-004]x` for hosts and `2(x3),1` for the number of tasks per host."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 from typing import Final
 
-MOST: Final = 65_536  # hosts or counts in one list; Slurm itself stops there
+MOST: Final = 65_536  # hosts or counts in one list, which is Slurm's own limit
 
 _BRACKETS: Final = re.compile(r"\[([^\[\]]*)\]")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
@@ -14,9 +14,9 @@ _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def hosts(text: str) -> tuple[str, ...]:
-    """Return the names of a list of hosts in its order; digits keep their leading zeros. ValueError says what is wrong.
+    """Expand a host list, in order and with leading zeros. Raises ValueError if the list is invalid.
 
-    Several brackets in one name count like an odometer: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
+    If a name has several brackets, the last one varies fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
     """
     found: list[str] = []
     for part in _parts(text):
@@ -30,7 +30,7 @@ def hosts(text: str) -> tuple[str, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return how many tasks each host has: `2(x3),1` is 2, 2, 2, 1. ValueError says what is wrong."""
+    """Expand the number of tasks per host: `2(x3),1` is 2, 2, 2, 1. Raises ValueError if the list is invalid."""
     found: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
@@ -43,7 +43,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Split at the commas that stand outside of brackets."""
+    """Split at commas outside of brackets."""
     begin = depth = 0
     for place, mark in enumerate(text):
         depth += (mark == "[") - (mark == "]")
@@ -54,7 +54,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _numbers(inside: str) -> list[str]:
-    """Return the numbers of `1-2,5`, as wide as the first of each range."""
+    """Expand `1-2,5`. Numbers of a range are padded to the width of its first number."""
     found: list[str] = []
     for each in inside.split(","):
         match = _RANGE.fullmatch(each)

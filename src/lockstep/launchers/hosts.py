@@ -1,4 +1,4 @@
-"""Runs one command for each host, or for each rank of one, and ends all of them when one ends."""
+"""Runs one command per host, or per rank of a host, and ends all of them if one fails."""
 
 import os
 import signal
@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 _POLL_S: Final = 0.1
 _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOP_S: Final = 75.0  # a little more than lockstep.common.follow_parent gives a command on its host
+STOP_S: Final = 75.0  # slightly more than lockstep.common.follow_parent gives a command on its host
 
 
 class Ended(NamedTuple):
-    """The end of a host's command: its exit code, as shells count, and the signal by which all were asked to end."""
+    """The exit of a command: its exit code in shell convention, and the signal that asked all commands to end."""
 
     host: str
     code: int
@@ -31,16 +31,18 @@ def run_on_hosts(
     secret: str = "",
     here: bool = False,
 ) -> Ended:
-    """Run `commands`, by their names, until all have ended; return the first end that is an error, if any.
+    """Run `commands`, keyed by host or rank, until all have exited. Returns the first failure, if any.
 
-    `secret`, if there is one, is the first line of each command's stdin. Those that are `here`, and are no ssh, get the
-    signals themselves; how long they may take then decides who sent it.
+    The stdin of a command stays open while it should run. Closing stdin asks the command to end. This happens when a
+    different command fails, and on SIGINT, SIGTERM, SIGHUP and SIGUSR1. If a command exits successfully, the others
+    have time to finish as well. A command that takes longer than `stop_s`, or that still runs at a second SIGINT, is
+    killed.
 
-    With `needed`, an error of one ends nobody as long as so many others are left, and is not returned if they end well.
+    If `secret` is set, it is the first line of each command's stdin. Commands that run `here`, without ssh, receive
+    signals directly, and the sender of the signal decides how long they may take.
 
-    The stdin of a command stays open as long as it is to run. It is closed, which asks the command to end, when another
-    one ends with an error, and at SIGINT, SIGTERM, SIGHUP and SIGUSR1. When one ends well, the others have time to do
-    so too. Who takes longer than `stop_s`, or is still there at the second SIGINT, is killed.
+    If `needed` is set, a failed command doesn't end the others while at least `needed` commands run or have succeeded,
+    and the failure isn't returned if they succeed.
     """
     needed = len(commands) if needed is None else needed
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
@@ -84,7 +86,7 @@ def run_on_hosts(
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
-    # In a group of its own it does not hear Ctrl-C, and what it runs has time to save.
+    # In its own process group, the command doesn't receive Ctrl-C, so that it has time to save.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
 
     def wait() -> None:
@@ -97,15 +99,15 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
 
 def _give(process: subprocess.Popen[bytes], secret: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # ended already, which is reported
+    with suppress(BrokenPipeError):  # the command has exited, which is reported elsewhere
         process.stdin.write(os.fsencode(f"{secret}\n"))
         process.stdin.flush()
 
 
 def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -> Ended | signal.Signals | None:
-    """Return what happens next, or None where nothing does until the deadline.
+    """Return the next event, or None if there is none before the deadline.
 
-    Looks up now and then: a signal that the kernel gives to another thread does not wake this one, which is to hear it.
+    Polls, because a signal that the kernel delivers to a different thread doesn't wake up this one.
     """
     while deadline is None or time.monotonic() < deadline:
         with suppress(Empty):
@@ -140,8 +142,8 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
-    """Put the signals that ask to end into the queue while the block runs."""
-    # As nohup has it, an ignored SIGHUP stays so.
+    """Put termination signals into the queue while the block runs."""
+    # SIGHUP stays ignored if it was, as under nohup.
     numbers = [number for number in _ASKING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in numbers}
     try:

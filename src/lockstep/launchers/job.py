@@ -1,4 +1,4 @@
-"""What is to be started where: the one thing that every launcher makes its command line from."""
+"""The description of a job, from which every launcher builds its command line."""
 
 import re
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 PORT: Final = 29_513
-RESTARTS: Final = 10  # after failures, where a job is started again by itself
+RESTARTS: Final = 10  # after failures, if the job restarts automatically
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
-_TRAINING: Final = ("train", "eval")  # the commands that know placement.processes
+_TRAINING: Final = ("train", "eval")  # commands that accept placement.processes
 _PROCESSES: Final = "placement.processes"
-_PYTHON: Final = ("python", "python3")  # either is the Python of the job
-_OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path to one, or a version
+_PYTHON: Final = ("python", "python3")  # both stand for the Python of the job
+_OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path to a Python, or a name with a version
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cluster is asked for besides hosts and processes; what is empty or 0 is left to the site."""
+    """Resources requested from a cluster besides hosts and processes. Empty or 0 means the default of the site."""
 
     partition: str = ""
     account: str = ""
@@ -31,27 +31,32 @@ class Resources:
     cpus_per_task: int = 0
 
     def processes_per_node(self, asked: int | None) -> int:
-        """Return how many processes a host has: what is asked for, else one for each of its GPUs, or one."""
+        """Return the number of processes per host: `asked` if set, else one per GPU, else one."""
         number = self.gpus_per_node.rpartition(":")[2]
         return asked or (int(number) if number.isdecimal() else 0) or 1
 
     @property
     def named(self) -> dict[str, str]:
-        """What is asked for, by the name of its option, which is Slurm's and ours."""
+        """The requested resources by option name, which is the same in Slurm and in Lockstep."""
         return {f"--{field.replace('_', '-')}": str(value) for field, value in vars(self).items() if value}
 
 
 @dataclass(frozen=True)
 class Job:
-    """`words` is what stands after `lockstep`. `hosts` is empty where the launcher finds them by itself.
+    """A job to launch.
 
-    `options` go to the launcher as they are. `host` is the number of the host that a command line is for, where each
-    host has one of its own. `first` is the address of the first host, where a platform says it. With `fewest` the job
-    goes on as long as so many of its `nodes` are there. `restarts` is how often the processes are started again after
-    one failed. `rendezvous` is how torchrun's agents meet, chosen for the job where it is empty, `endpoint` where, as
-    HOST:PORT, left out the first host's `port`, and `id` tells their rendezvous from others at the same place.
-    `signed`: the launcher brings the ranks a secret of the job, in `SECRET`. `folder` is where each host starts, for
-    launchers that must be given it.
+    - `words`: The arguments after `lockstep`.
+    - `hosts`: The host names. Empty if the launcher finds the hosts by itself.
+    - `options`: Additional options, passed to the launcher unchanged.
+    - `host`: The index of the host that a command line is for, if each host has its own command line.
+    - `first`: The address of the first host, if the platform provides it.
+    - `fewest`: If set, the job continues as long as at least this many of its `nodes` are available.
+    - `restarts`: How often all processes are restarted after a failure.
+    - `rendezvous`: The rendezvous backend of torchrun's agents. Chosen automatically if empty.
+    - `endpoint`: The rendezvous endpoint as HOST:PORT. Defaults to `port` on the first host.
+    - `id`: The rendezvous ID, which separates jobs that share an endpoint.
+    - `signed`: Whether the launcher passes a secret to the ranks in `SECRET`.
+    - `folder`: The working directory on each host, for launchers that need it.
     """
 
     words: tuple[str, ...]
@@ -74,80 +79,80 @@ class Job:
 
     @property
     def meets_by(self) -> str:
-        """How torchrun's agents meet: as said, or in the simplest way that does."""
+        """The rendezvous backend of torchrun's agents: the requested one, or the simplest one that works."""
         return self.rendezvous or ("static" if self.fewest is None else "c10d")
 
     @property
     def meets_at(self) -> str:
-        """Where torchrun's agents meet, as HOST:PORT."""
+        """The rendezvous endpoint of torchrun's agents, as HOST:PORT."""
         return self.endpoint or f"{self.hosts[0] if self.hosts else 'localhost'}:{self.port}"
 
     @property
     def meets_on(self) -> str:
-        """The host of that."""
+        """The host of the rendezvous endpoint."""
         return self.meets_at.rpartition(":")[0].strip("[]")
 
     @property
     def standalone(self) -> bool:
-        """Whether torchrun's only agent needs nobody to meet, and looks for a port by itself."""
+        """Whether there is only one agent, which needs no rendezvous and picks a free port by itself."""
         return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
 
     @property
     def trains(self) -> bool:
-        """Whether its words may say how many processes there are to be."""
+        """Whether the command accepts `placement.processes`."""
         return self.words[0] in _TRAINING
 
     @property
     def elastic(self) -> list[str]:
-        """What it asks for that only torchrun's agents can do."""
+        """The requested options that only torchrun's agents support."""
         asked = {"--nodes MIN:MAX": self.fewest, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
         asked |= {"--endpoint": self.endpoint, "--id": self.id}
         return [option for option, value in asked.items() if value]
 
     @property
     def processes(self) -> int:
-        """How many processes all hosts run."""
+        """The number of processes on all hosts."""
         return self.nodes * self.processes_per_node
 
     @property
     def is_script(self) -> bool:
-        """Whether its words are `python SCRIPT ...`, a script of the user's own."""
+        """Whether the command is `python SCRIPT ...`, a script of the user."""
         return bool(self.words) and self.words[0] in _PYTHON
 
     @property
     def module(self) -> list[str]:
-        """What Python is to run, and its arguments."""
+        """The script or module for Python, and its arguments."""
         return [*self.words[1:]] if self.is_script else ["-m", "lockstep", *self.words]
 
     @property
     def program(self) -> list[str]:
-        """The command that one process runs."""
+        """The command of one process."""
         return [self.python, *self.module]
 
 
 def followed(job: Job, line: Sequence[str]) -> list[str]:
-    """Return a line of a job as a command that ends with its stdin (follow_parent.py).
+    """Wrap a command line so that the command ends when its stdin is closed (follow_parent.py).
 
-    The first line of its stdin is the secret of a job that has one.
+    If the job has a secret, it is the first line of stdin.
     """
     secret = [READS_SECRET] if job.signed else []
     return [job.python, "-m", "lockstep.common.follow_parent", *secret, *line]
 
 
 def with_python(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command with `python` before a script that it begins with, as torchrun takes one."""
+    """Insert `python` before a command that starts with a script, as torchrun accepts it."""
     return (_PYTHON[0], *words) if words and words[0].endswith(".py") else words
 
 
 def template(file: Path) -> "Template":
-    """Return the text that a cluster is given, with places for what a job says."""
-    from jinja2 import Environment  # only now: the other commands need not wait for it
+    """Load the Jinja template of a batch script or manifest."""
+    from jinja2 import Environment  # imported here so that other commands start faster
 
     return Environment(trim_blocks=True, keep_trailing_newline=True).from_string(file.read_text("utf-8"))
 
 
 def check_job(job: Job) -> Job:
-    """Return the job, or raise UsageError where it says two things at once."""
+    """Return the job, or raise UsageError with all problems if its options are incomplete or contradict each other."""
     problems = []
     if not job.words or (job.is_script and len(job.words) == 1):
         problems.append("nothing to start; give a command after --, such as -- train digits")
@@ -179,7 +184,7 @@ def check_job(job: Job) -> Job:
 
 
 def resource_problems(job: Job) -> list[str]:
-    """Return what is wrong with what Slurm is asked for; empty where that is nothing."""
+    """Return the problems of the resources requested from Slurm."""
     problems, gpus = [], job.resources.gpus_per_node
     if not _GPUS.fullmatch(gpus):
         problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
@@ -191,7 +196,7 @@ def resource_problems(job: Job) -> list[str]:
 
 
 def other_processes(asked: str | int, processes: int) -> list[str]:
-    """Return the problem of placement.processes that asks for other than so many; empty where there is none."""
+    """Return a problem if placement.processes differs from the number of processes of the job."""
     if str(asked) in ("auto", str(processes)):
         return []
     made = f"--nodes and --processes-per-node make {processes}"

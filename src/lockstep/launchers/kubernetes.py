@@ -1,6 +1,6 @@
-"""Kubernetes: the manifest of a training, each node of which is a pod that runs `lockstep launch --on node`.
+"""Kubernetes: the manifest of a training job. Each node is a pod that runs `lockstep launch --on node`.
 
-Sources: the API of Jobs (pod failure policy), of JobSet (failure policy) and of Kubeflow Trainer v2 (runtimes).
+Sources: the APIs of Jobs (pod failure policy), JobSet (failure policy) and Kubeflow Trainer v2 (runtimes).
 """
 
 import re
@@ -21,10 +21,10 @@ _LONGEST_NAME: Final = 63  # of a pod's host
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a training is to run: `kind` is one of KINDS, `image` has Lockstep, and `claim` is mounted at `mount`.
+    """Where a job runs: `kind` is one of KINDS, `image` contains Lockstep, and `claim` is mounted at `mount`.
 
-    `restarts` failures are made good, and a node has `grace_s` seconds to save in before it is taken. `secret` is that
-    of the job. `queue` is one of Kueue's, and empty without.
+    The job is restarted up to `restarts` times. A node has `grace_s` seconds to save before it is evicted. `secret` is
+    the secret of the job. `queue` is a queue of Kueue, or empty.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Cluster:
 
 
 def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
-    """Raise UsageError where a cluster would refuse the objects, or its nodes could not share the run folder.
+    """Raise UsageError if the cluster would reject the manifest, or if nodes could not share the run folder.
 
-    `run` is None for a script, which alone knows it.
+    `run` is None for a script, whose run folder isn't known here.
     """
     problems = []
     longest = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
@@ -64,12 +64,12 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
 
 
 def manifest(job: Job, cluster: Cluster) -> str:
-    """Return the objects that train as YAML, in the order in which they are to be created."""
+    """Return the manifest as YAML, with the objects in the order in which they must be created."""
     words = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
     return template(_MANIFEST).render(
         job=job,
         cluster=cluster,
-        words=[word.replace("$(", "$$(") for word in words],  # $(NAME) is replaced there
+        words=[word.replace("$(", "$$(") for word in words],  # Kubernetes expands $(NAME)
         exits_again=EXITS_AGAIN,
         exit_saved=EXIT_SAVED,
         variables=(NODES, FIRST_NODE, SECRET),

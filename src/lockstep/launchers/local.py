@@ -1,4 +1,4 @@
-"""Lockstep itself, which starts the processes of one host."""
+"""Lockstep's own launcher, which starts processes on this host."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ from lockstep.launchers.job import Job
 
 
 def command(job: Job) -> list[str]:
-    """Return the line that starts the processes of this host."""
+    """Return the command line that starts the processes on this host."""
     if job.nodes > 1 or job.hosts:
         raise UsageError("--on local: starts processes on this host alone; use ssh, slurm or openmpi for several")
     if job.options:
@@ -16,7 +16,9 @@ def command(job: Job) -> list[str]:
     if job.is_script:
         lead = [job.python, "-m", "lockstep", "launch", f"--processes-per-node={job.processes}", "--"]
         return [*lead, *job.words]
-    if job.words[0] == "doctor" and all(word.startswith("-") for word in job.words[1:2]):  # the check-up, no subcommand
+    if job.words[0] == "doctor" and all(
+        word.startswith("-") for word in job.words[1:2]
+    ):  # the full check, not a subcommand
         return [*job.program, f"--processes={job.processes}"]
     if not job.trains:
         raise UsageError(f"--on local: starts train, eval and doctor; run lockstep {' '.join(job.words)} as it is")

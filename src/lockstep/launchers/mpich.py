@@ -1,4 +1,4 @@
-"""Hydra, the mpiexec of MPICH and of Intel MPI, which sets PMI_* and MPI_LOCAL* in each process that it starts."""
+"""Hydra, the mpiexec of MPICH and Intel MPI, which sets PMI_* and MPI_LOCAL* in each process."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,7 +8,7 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import place
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
-PORT: Final = 29_500  # torch's own; Hydra tells its processes no number of the job
+PORT: Final = 29_500  # torch's default, because Hydra doesn't pass a job ID to its processes
 _MISSING: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
 _ADVICE: Final = "mpiexec does not say on which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ..."
 
@@ -16,7 +16,7 @@ _ADVICE: Final = "mpiexec does not say on which host rank 0 runs: mpiexec -genv 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that Hydra gave this process, or None.
 
-    PMI_RANK alone is not Hydra's: `srun --mpi=pmi2` sets it too.
+    PMI_RANK is not sufficient, since `srun --mpi=pmi2` sets it too.
     """
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None

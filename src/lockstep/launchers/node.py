@@ -1,7 +1,7 @@
-"""A node of several, on each of which a platform starts the same command, which starts the ranks of that node.
+"""One node of a job, on platforms that start the same command on every node. The command starts the node's ranks.
 
-The platform says in variables which node this is, of how many, and where the first one is. It starts a node again by
-itself, or all of them, for which it wants the exit code of the ranks.
+The platform sets variables with the index of the node, the number of nodes and the address of the first node. It
+restarts one or all nodes depending on the exit code of the command, which is the exit code of the ranks.
 """
 
 import socket
@@ -15,7 +15,7 @@ from lockstep.launchers import environment
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, followed
 
-_STARTED: Final = "LOCKSTEP_NODE_STARTED"  # the number of the node that started this rank
+_STARTED: Final = "LOCKSTEP_NODE_STARTED"  # the index of the node that started this rank
 VARIABLES: Final = (_STARTED, *environment.VARIABLES)
 NODES: Final = "LOCKSTEP_NODES"
 FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
@@ -25,8 +25,8 @@ FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
 class Platform:
     """The names of a platform's variables.
 
-    `rank` is the number of the node, and `main` that of the first one, where it may be another than 0. `first` is its
-    address, or begins with it where several are given, each on a line.
+    `rank` has the index of the node. `main` has the index of the first node, for platforms where it can differ from 0.
+    `first` has the address of the first node, possibly followed by other addresses, one per line.
     """
 
     name: str
@@ -67,7 +67,7 @@ PLATFORMS: Final = (
 
 
 def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
-    """Return the job for the node that `env` says this is; UsageError where it does not, or says what cannot be."""
+    """Return the job for this node, from the variables in `env`. Raises UsageError if they are missing or invalid."""
     platform = next((each for each in PLATFORMS if each.rank in env and each.nodes in env), None)
     if platform is None:
         known = "; ".join(f"{each.name}: {each.rank} and {each.nodes}" for each in PLATFORMS)
@@ -78,7 +78,7 @@ def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> J
     if not -nodes < rank < nodes:
         raise UsageError(f"--on node: {platform.rank}={env[platform.rank]} of {platform.nodes}={nodes} nodes, from 0")
     rank %= nodes
-    # A first node may be told only that it is the first; for one alone nobody has to find it.
+    # The first node may not know its own address. If it is the only node, no other node has to find it.
     addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
     if not addresses:
         raise UsageError(f"--on node: {platform.first} is not set, and node {rank} cannot find the first one; set it")
@@ -101,14 +101,14 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that its node gave this process, or None."""
+    """Return the rank of this process if `lockstep launch --on node` started it, or None."""
     if _STARTED not in env:
         return None
     return replace(environment.from_variables(env, "node"), restarted_alone=True)
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """Return the line of each rank of this node, which ends with its stdin."""
+    """Return the command line of each rank on this node. The commands end when their stdin is closed."""
     if job.options:
         raise UsageError(f"--on node: no launcher to give {' '.join(job.options)} to")
     each = job.processes_per_node

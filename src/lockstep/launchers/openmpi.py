@@ -1,4 +1,4 @@
-"""Open MPI's mpirun, which sets OMPI_COMM_WORLD_* in each process that it starts."""
+"""mpirun of Open MPI, which sets OMPI_COMM_WORLD_* in each process."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -12,7 +12,7 @@ from lockstep.launchers.variables import MASTER, PLACE, place, port_of
 
 VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{each}" for each in PLACE), "PMIX_NAMESPACE", *MASTER)
 _MISSING: Final = "mpirun of Open MPI sets it in each process"
-# It says where mpirun itself runs (OMPI_MCA_orte_hnp_uri), which need not be one of the hosts.
+# OMPI_MCA_orte_hnp_uri is the host of mpirun itself, which may not be one of the hosts of the job.
 _ADVICE: Final = "mpirun does not say on which host rank 0 runs: mpirun -x MASTER_ADDR=HOST ..."
 
 
@@ -20,25 +20,30 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that mpirun gave this process, or None."""
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the name of the job, the same on all ranks
+    port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the job ID, the same on all ranks
     return place(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:
-    """Return the line for mpirun; without named hosts it runs here, or on those that Slurm or another gave it."""
+    """Return the command line of mpirun. Without host names, it runs here or on the hosts of a batch system."""
     count = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     named = ["--host", ",".join(f"{host}:{count}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
-    secret = ["-x", SECRET] if job.signed else []  # its value is that of the environment, and in no command line
-    # To other hosts mpirun passes nothing on. What is no script sees to it itself.
+    secret = ["-x", SECRET] if job.signed else []  # passed through the environment, not on the command line
+    # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves.
     hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []
-    layout = ["--map-by", f"ppr:{count}:node", "--bind-to", "none"]  # it would bind to one core and its threads too
+    layout = [
+        "--map-by",
+        f"ppr:{count}:node",
+        "--bind-to",
+        "none",
+    ]  # by default it binds a process and its threads to one core
     return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *hashes, *secret, *job.options, *job.program]
 
 
 def unused_port(job: Job) -> str:
-    """Return why a job has no use for --port, "" where it has."""
+    """Return why the job doesn't use --port, or "" if it does."""
     return "" if len(job.hosts) > 1 else "it follows from the number of the job, or is mpirun's -x MASTER_PORT=PORT"
 
 

@@ -1,4 +1,4 @@
-"""Ray Train, whose workers are actors: Ray's own API says which rank this one is, and its store is where they meet."""
+"""Ray Train, whose workers are actors. Ranks come from Ray's API, and workers rendezvous in Ray's store."""
 
 import sys
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _ADVICE: Final = "TorchConfig(init_method='env') of ray.train.torch does"
 
 
 class Worker(Protocol):
-    """What is used of a `ray.train.TrainContext`."""
+    """The part of `ray.train.TrainContext` that Lockstep uses."""
 
     def get_world_rank(self) -> int: ...
 
@@ -27,8 +27,8 @@ class Worker(Protocol):
 
 
 def worker() -> Worker | None:
-    """Return Ray's context where this process is a worker of Ray Train, else None."""
-    train = sys.modules.get("ray.train")  # which a worker has imported
+    """Return the train context if this process is a worker of Ray Train, else None."""
+    train = sys.modules.get("ray.train")  # already imported in a worker
     if train is None:
         return None
     try:
@@ -39,7 +39,7 @@ def worker() -> Worker | None:
 
 
 def place(worker: Worker, env: Mapping[str, str]) -> RankInfo:
-    """Return the rank of a worker. MASTER_ADDR and MASTER_PORT are where the store of Ray's process group listens."""
+    """Return the rank of a worker. The store of Ray's process group listens at MASTER_ADDR and MASTER_PORT."""
     variables = Variables(env, _ADVICE)
     port = variables.port(None)
     variables.check()
@@ -48,14 +48,14 @@ def place(worker: Worker, env: Mapping[str, str]) -> RankInfo:
 
 
 def preempted() -> bool:
-    """Return whether a node of this run is to be taken soon. All workers call it, and wait for each other."""
+    """Return whether a node of this run will be preempted soon. All workers must call it; it synchronizes them."""
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 
 def run_folder(worker: Worker, folder: str) -> str:
-    """Return where a run folder is: a relative one lies in the folder of Ray's run, which is `Result.path`.
+    """Return the path of a run folder. A relative path is resolved in the folder of the Ray run, `Result.path`.
 
-    The working folder of a worker is one of its node's, and gone with the cluster.
+    The working directory of a worker is local to its node and lost with the cluster.
     """
     if Path(folder).is_absolute():
         return folder

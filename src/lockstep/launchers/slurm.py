@@ -1,4 +1,4 @@
-"""Slurm: its srun, which sets SLURM_* in each task of a step. Its queue is in batch.py."""
+"""srun of Slurm, which sets SLURM_* in each task of a job step. The queue is in batch.py."""
 
 import re
 import socket
@@ -19,17 +19,17 @@ VARIABLES: Final = (
     *(f"SLURM_STEP_{each}" for each in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
     *("SLURM_DISTRIBUTION", *MASTER),
 )
-_PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and the like
+_PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and so on
 _ANSWER_S: Final = 5.0
-_STEPS: Final = 16  # ports between those of two jobs: the first steps of neighbours do not share one
+_STEPS: Final = 16  # ports between two jobs, so that the first steps of consecutive jobs have different ports
 _MISSING: Final = "srun sets it in each task; start lockstep by srun itself, with its variables left as they are"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank of this task of a step, or None.
+    """Return the rank of this task of a job step, or None.
 
-    A job alone is no sign: batch scripts and shells have its variables too, batch scripts even SLURM_PROCID=0. Nor is a
-    step of one task, such as `srun --pty bash`: it is a place like any machine.
+    The variables of a job are not sufficient, because batch scripts and shells have them too, and batch scripts even
+    have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated like any other machine.
     """
     if not _is_task_of_many(env):
         return None
@@ -54,27 +54,29 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
-    """Return the rank with an address of rank 0's host that Slurm has, where its name stands for none on this host.
+    """Replace the host name of rank 0 by its address from Slurm, if this host can't resolve the name.
 
-    Where Slurm has none either the name stays, and who looks for it says so.
+    If Slurm doesn't know the address either, the name is kept, and the error comes from the rendezvous.
     """
     name = info.master or ""
     if info.launcher != "slurm" or env.get("MASTER_ADDR") or _is_known(name):
         return info
     found = node_address(_show_node(name))
     if not found and env.get("ENVIRONMENT") == "BATCH" and name in _first(env.get("SLURM_JOB_NODELIST", "")):
-        found = env.get("SLURM_LAUNCH_NODE_IPADDR", "")  # of where srun runs: a batch script is on the job's first host
+        found = env.get(
+            "SLURM_LAUNCH_NODE_IPADDR", ""
+        )  # the host of srun: batch scripts run on the first host of the job
     return replace(info, master=found) if _is_known(found) else info
 
 
 def node_address(text: str) -> str:
-    """Return the address of a node from what `scontrol show node NAME` prints; "" where there is none."""
+    """Parse the address of a node from the output of `scontrol show node NAME`. Returns "" if there is none."""
     match = re.search(r"(?:^|\s)NodeAddr=(\S+)", text)
     return match[1] if match else ""
 
 
 def _show_node(name: str) -> str:
-    with suppress(OSError, subprocess.TimeoutExpired):  # no scontrol here, or a Slurm that does not answer
+    with suppress(OSError, subprocess.TimeoutExpired):  # scontrol is missing, or Slurm doesn't respond
         command = ["scontrol", "show", "node", name]
         return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False).stdout
     return ""
@@ -87,14 +89,14 @@ def _first(nodes: str) -> tuple[str, ...]:
 
 
 def _is_known(host: str) -> bool:
-    """Whether a name or an address stands for a host here."""
+    """Return whether a host name or address can be resolved on this host."""
     with suppress(OSError, UnicodeError):
         return bool(host and socket.getaddrinfo(host, None))
     return False
 
 
 def command(job: Job) -> list[str]:
-    """Return the line for srun, inside of an allocation or with one of its own. One failed task ends all."""
+    """Return the command line of srun, inside an allocation or with a new one. A failed task ends all tasks."""
     count = job.processes_per_node
     layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={count}"]
     named = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
@@ -117,7 +119,7 @@ def _is_task_of_many(env: Mapping[str, str]) -> bool:
 def _check(
     variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
 ) -> None:
-    """Keep the problems of numbers that do not fit together."""
+    """Record problems if the values contradict each other."""
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
     if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
         variables.problems.append(
@@ -129,6 +131,6 @@ def _check(
 
 
 def _first_is_first(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
-    """Whether rank 0 is on the first host: always so but where the user gave each task its host."""
+    """Return whether rank 0 is on the first host. Only an arbitrary distribution can place it elsewhere."""
     arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     return nodes == 1 or not (arbitrary or (rank == 0 and node))

@@ -1,4 +1,4 @@
-"""ssh: a torchrun on each of several hosts, which follows the ssh that started it."""
+"""ssh, which starts torchrun on several hosts. Each torchrun exits when its ssh exits."""
 
 import shlex
 from dataclasses import replace
@@ -12,9 +12,9 @@ from lockstep.launchers.job import Job, followed
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """Return the line of each host that starts torchrun there, in the job's folder.
+    """Return the command line for each host. It starts torchrun in the folder of the job.
 
-    What it starts there ends when the ssh here ends.
+    The remote processes end when the local ssh ends.
     """
     if not job.hosts:
         raise UsageError("--on ssh: no hosts are given; name them in --hosts FILE, one on each line")
@@ -22,9 +22,9 @@ def commands(job: Job) -> dict[str, list[str]]:
 
 
 def _line(job: Job) -> list[str]:
-    # A host that is gone is noticed within 45 s; without a terminal, nobody could be asked for a password.
+    # Detects a dead host within 45 s. Never asks for a password, since there may be no terminal.
     alive = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
-    # torchrun would try for minutes where its agents' meeting place has no address.
+    # Without this check, torchrun would retry for minutes if the rendezvous host can't be resolved.
     knows = [] if job.standalone else [KNOWS, job.meets_on]
     agent = followed(job, [*knows, *agents.command(replace(job, options=()))])
     there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"

@@ -1,4 +1,4 @@
-"""torchrun, and all that is built on torch's elastic agent, as torch.distributed.launch is."""
+"""torchrun, and everything else that is built on torch's elastic agent, such as torch.distributed.launch."""
 
 import os
 import signal
@@ -18,18 +18,18 @@ VARIABLES: Final = ("TORCHELASTIC_RUN_ID", *environment.VARIABLES)
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that the elastic agent gave this process, or None."""
+    """Return the rank of this process if an elastic agent started it, or None."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
     return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
 
 
 def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError where torchrun, whose command line is `agent`, began with fewer hosts than it was to wait for.
+    """Raise UsageError if torchrun, with the command line `agent`, started with fewer hosts than requested.
 
-    An agent whose clock is ahead takes the others for dead as soon as they have come, and starts alone. It tells its
-    workers how many agents there are, each with as many workers as it likes, and not how many were asked for; a command
-    line without --nnodes asks for one.
+    An agent whose clock is ahead mistakes the other agents for dead as soon as they join, and starts alone. Agents
+    tell their workers the actual number of agents, not the requested one, which is on the command line (--nnodes,
+    default 1).
     """
     (fewest, _), hosts = _hosts(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
@@ -40,7 +40,7 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
-    """Raise UsageError where torchrun would start a training again that has no run `folder` to resume."""
+    """Raise UsageError if torchrun could restart a training without a run `folder` to resume from."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     fewest, most = _hosts(agent, env)
     if not folder and (restarts != "0" or fewest < most):
@@ -52,7 +52,7 @@ def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | N
 
 
 def check_leaving(agent: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError where a host could not leave the others, or they could not start again without it."""
+    """Raise UsageError if a host can't leave the job, or if the remaining hosts can't restart without it."""
     fewest, most = _hosts(agent, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
@@ -62,12 +62,12 @@ def check_leaving(agent: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def leave() -> None:
-    """Ask the agent of this rank to end, which takes its host out of the run."""
+    """Ask the agent of this rank to exit, which removes its host from the job."""
     os.kill(os.getppid(), signal.SIGTERM)
 
 
 def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return what a user of a torchrun whose hosts may go should know, "" where there is nothing."""
+    """Return a warning for an elastic torchrun with an unsuitable environment, or ""."""
     fewest, most = _hosts(agent, env)
     if fewest == most or env.get(_AGENT_LISTENS) != "True":
         return ""
@@ -78,7 +78,7 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the fewest and the most hosts that torchrun was given."""
+    """Return the minimum and maximum number of hosts that were requested from torchrun."""
     given = [env.get("PET_NNODES", "")]
     for word, following in zip(agent, [*agent[1:], ""], strict=True):
         option, _, value = word.partition("=")
@@ -90,7 +90,7 @@ def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def unused_port(job: Job) -> str:
-    """Return why a job has no use for --port, "" where it has."""
+    """Return why the job doesn't use --port, or "" if it does."""
     if job.endpoint:
         return f"they meet at --endpoint {job.endpoint}"
     return "a free one is looked for on one host" if job.standalone else ""

@@ -1,4 +1,4 @@
-"""Reads the variables of a launcher: whole numbers and lists; all that is wrong in them is reported together."""
+"""Reads integers and lists from the variables of a launcher, and reports all problems together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar, final
@@ -8,18 +8,15 @@ from lockstep.errors import UsageError
 
 Parsed = TypeVar("Parsed")
 
-PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # what several launchers call them, after a prefix
+PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # the names after the prefix of a launcher
 MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
-FIRST_PORT: Final = 20_000  # below what systems give to connections that ask for any port (Linux: from 32768)
-PORTS: Final = 8_999  # prime, so that numbers in steps of any size spread over all of them
+FIRST_PORT: Final = 20_000  # below the range of ephemeral ports (Linux: from 32768)
+PORTS: Final = 8_999  # prime, so that job IDs with any stride spread over all ports
 
 
 @final
 class Variables:
-    """Reads some variables of an environment; `missing` says of one that is not set what to do.
-
-    `problems` are those so far.
-    """
+    """Reads variables of an environment and collects `problems`. `missing` is the advice for an unset variable."""
 
     def __init__(self, env: Mapping[str, str], missing: str) -> None:
         self._env = env
@@ -27,7 +24,7 @@ class Variables:
         self.problems: list[str] = []
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 0, or `default` where the variable is not set. What is wrong counts as 0."""
+        """Return a non-negative integer, or `default` if the variable isn't set. Returns 0 after a problem."""
         text = self._env.get(name)
         if text is not None and text.isdecimal():
             return int(text)
@@ -39,7 +36,7 @@ class Variables:
         return 0
 
     def parse(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
-        """Return what `parse` makes of a variable; its ValueError is a problem, and the list then empty."""
+        """Apply `parse` to a variable. If it raises ValueError, records a problem and returns an empty tuple."""
         text = self._env.get(name)
         if text is None:
             self.problems.append(f"{name} is not set; {self._missing}")
@@ -51,7 +48,7 @@ class Variables:
             return ()
 
     def port(self, default: int | None) -> int | None:
-        """Return MASTER_PORT, or `default` where it is not set."""
+        """Return MASTER_PORT, or `default` if it isn't set."""
         if "MASTER_PORT" not in self._env:
             return default
         port = self.number("MASTER_PORT")
@@ -60,7 +57,7 @@ class Variables:
         return port or default
 
     def check(self) -> None:
-        """Raise UsageError with all problems, if there are any."""
+        """Raise UsageError with all problems if there are any."""
         if self.problems:
             raise UsageError("\n".join(self.problems))
 
@@ -68,11 +65,12 @@ class Variables:
 def place(
     env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing: str, advice: str = ""
 ) -> RankInfo:
-    """Return the rank that four variables tell; MASTER_ADDR and MASTER_PORT come first where they are set.
+    """Return the rank from four variables: `names` of the rank, the world size, the local rank and the local size.
 
-    `names` are those of the rank, the size, the local rank and the local size.
-    Where all processes are on one host, rank 0 listens at 127.0.0.1; else its host is not known, and `advice` says how
-    to tell it. Missing or impossible values raise UsageError, all of them at once.
+    MASTER_ADDR and MASTER_PORT take precedence if they are set. Otherwise, rank 0 listens on 127.0.0.1 if all processes
+    are on one host. On several hosts the address of rank 0 is unknown, and `advice` says how to set it.
+
+    Raises UsageError with all missing and impossible values.
     """
     variables = Variables(env, missing)
     rank, size, local_rank, local_size = map(variables.number, names)
@@ -88,11 +86,11 @@ def place(
 
 
 def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:
-    """Keep a problem where a rank is none of so many."""
+    """Record a problem if a rank isn't below the size."""
     if rank >= size:
         variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: ranks go from 0 to {size - 1}")
 
 
 def port_of(number: int) -> int:
-    """Return a port for a job's number, from 20000 to 28998: the same on all ranks, for other jobs mostly another."""
+    """Map a job ID to a port from 20000 to 28998. Ranks of a job get the same port, different jobs mostly don't."""
     return FIRST_PORT + number % PORTS
