@@ -27,6 +27,7 @@ from benchmarks.loop import no_evaluation, no_save
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
@@ -112,10 +113,12 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
-        Numerics(microbatches=microbatches),
+        Numerics(PlainRecipe(microbatches=microbatches)),
     )
     never = Interval(steps=10**9)
-    plan = Plan(endless, Rate(LR, SAMPLES, 1.0), log=Interval(steps=1), evaluate=never, save=never)
+    plan = Plan(
+        endless, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=1), evaluate=never, save=never
+    )
     following = turns(
         world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
     )

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local_tensor
@@ -128,7 +129,7 @@ class _Way:
             Problem(Classification(), partial(_net, device)),
             _optimizer,
             self._world,
-            Numerics(microbatches=size.microbatches),
+            Numerics(PlainRecipe(microbatches=size.microbatches)),
         )
         data = synthetic(image_size=size.image, samples=size.samples, validation_samples=1, classes=CLASSES, channels=3)
         self._steps = Steps(size.samples, size.batch, epochs=1000)
@@ -180,7 +181,7 @@ class _Way:
         """Train so many steps, without a report."""
         first = self._progress.step
         rate, never = Rate(0.01, self._size.samples, 1000.0), Interval()
-        plan = Plan(self._steps, rate, log=never, evaluate=never, save=never)
+        plan = Plan(self._steps, rate, recipe=PlainRecipe(1), log=never, evaluate=never, save=never)
 
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)

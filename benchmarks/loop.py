@@ -26,6 +26,7 @@ import lockstep
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet, NoTransforms
@@ -154,13 +155,15 @@ def _lockstep(steps: int, world: World) -> Turn:
     data = DataSet(split, split)
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
     never = Interval(steps=10**9)
-    plan = Plan(plan_steps, Rate(LR, SAMPLES, 1.0), log=Interval(steps=10), evaluate=never, save=never)
+    plan = Plan(
+        plan_steps, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=10), evaluate=never, save=never
+    )
     loader = Loader(data, plan_steps, 1, NoTransforms(), world.device, 0)
     engine = Strategy().start(
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
-        Numerics(microbatches=1),
+        Numerics(PlainRecipe(microbatches=1)),
     )
 
     def turn() -> float:

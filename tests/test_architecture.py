@@ -58,7 +58,8 @@ ALLOWED = {
     "comparison": ["config", "training", "reporting", "setup", "runs", "run"],
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "setup", "runs", "loop/script"],
     "inference": [
-        *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
+        *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models"),
+        *("parallel/numerics", "parallel/weights"),
         *("training", "reporting", "setup", "runs", "run", "jobs/reader"),
     ],
     "exports": ["core", "config", "tasks", "data", "models", "training", "setup", "runs", "run", "inference"],

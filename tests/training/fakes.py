@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.parallel.engine import Predict, State, Sums, Update
@@ -65,9 +66,9 @@ def batches(
     return from_step
 
 
-def plan(steps: Steps, **changes: object) -> Plan:
+def plan(steps: Steps, clip_norm: float | None = None, **changes: object) -> Plan:
     rate = Rate(base=0.5, samples_per_epoch=steps.samples_per_epoch, epochs=4.0, curve="linear")
-    return Plan(steps, rate, **changes)  # type: ignore[arg-type]
+    return Plan(steps, rate, recipe=PlainRecipe(1, clip_norm=clip_norm), **changes)  # type: ignore[arg-type]
 
 
 def evaluated(top1: float = 0.5, loss: float = 1.0) -> Callable[[Progress], Evaluated]:

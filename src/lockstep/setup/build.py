@@ -32,7 +32,6 @@ from lockstep.models.finetuning import Tuning, build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
@@ -92,7 +91,7 @@ class Setup:
             monitor=task.monitor,
             figures=task.figures,
             weighs=not task.counts_samples,
-            clip_norm=recipe.clip_norm,
+            recipe=recipe,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=log,
             evaluate=evaluate,
@@ -109,28 +108,6 @@ class Setup:
         return Loader(
             self.data, self.steps, recipe.microbatches, change, device, recipe.seed, data_rank, workers, beside, weigh
         )
-
-
-def numerics_of(recipe: Recipe, offload_activations: bool = False, recompute: int = 0) -> Numerics:
-    """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
-    return Numerics(
-        microbatches=recipe.microbatches,
-        seed=recipe.seed,
-        precision=recipe.precision,
-        initial_scale=recipe.loss_scale.initial,
-        growth_interval=recipe.loss_scale.growth_interval,
-        static_scale=recipe.loss_scale.static,
-        skip_nonfinite=recipe.nonfinite == "skip",
-        ema_decay=recipe.ema.decay if recipe.ema else None,
-        channels_last=recipe.memory_format == "channels_last",
-        compile=recipe.compile,
-        sync_batchnorm=recipe.batchnorm == "sync",
-        offload_activations=offload_activations,
-        recompute=recompute,
-        clip_norm=recipe.clip_norm,
-        samples=-(-recipe.batch // recipe.microbatches),
-        sequence_chunks=recipe.model.sequence_chunks,
-    )
 
 
 def over_ranks(world: World, number: int) -> int:

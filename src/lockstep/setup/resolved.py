@@ -12,7 +12,8 @@ from lockstep.config.run import RunConfig
 from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING, check_cuda
 from lockstep.errors import UsageError
-from lockstep.setup.strategy import find_strategy
+from lockstep.parallel.numerics import Numerics
+from lockstep.setup.strategy import find_strategy, recompute_interval
 from lockstep.strategies.base import Strategy
 
 
@@ -39,6 +40,12 @@ class Resolved:
     def run(self) -> RunConfig:
         """What is kept."""
         return self.loaded.config.run
+
+    @property
+    def numerics(self) -> Numerics:
+        """The settings of an engine."""
+        interval = recompute_interval(self.placement, self.strategy)
+        return Numerics(self.recipe, self.placement.offload_activations, interval)
 
 
 def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import EngineRecipe, against_nonfinite
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.device.meter import Meter
-from lockstep.errors import against_nonfinite
 from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Figures, MicroBatches, Monitor
@@ -44,11 +44,11 @@ class Plan:
     """What the loop follows: steps, learning rate, and the intervals of reporting, evaluating and saving."""
 
     steps: Steps
-    rate: Rate | None  # None: whoever does the steps knows it
+    rate: Rate | None  # None: whoever does the steps knows it, and the recipe too
     monitor: Monitor = LOSS
     figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # of a step that is reported, from its sums
     weighs: bool = False  # whether a step weighs something else than its samples, whose speed is reported too
-    clip_norm: float | None = None
+    recipe: EngineRecipe | None = None
     stop_on_nonfinite: bool = True
     log: Interval = Interval(steps=10)
     evaluate: Interval | None = Interval(epochs=1)  # None where there is nothing to evaluate on
@@ -145,6 +145,7 @@ class Turn:
 def train(engine: Stepping, plan: Plan, following: Iterable[Turn | Event]) -> Iterator[Event]:
     """Let an engine do the steps of `turns` of the plan, at its learning rate; yield the events."""
     assert plan.rate is not None
+    assert plan.recipe is not None
     for each in following:
         if not isinstance(each, Turn):
             yield each
@@ -153,7 +154,7 @@ def train(engine: Stepping, plan: Plan, following: Iterable[Turn | Event]) -> It
         observe = each.reported and plan.figures is not None
         sums = engine.forward_backward(each.microbatches, each.step, observe)
         each.digest()
-        each.done(lr, sums, engine.update(lr, plan.clip_norm))
+        each.done(lr, sums, engine.update(lr, plan.recipe.clip_norm))
 
 
 def turns(
@@ -176,7 +177,7 @@ def turns(
     stop. Steps that are reported are saved while ranks are to be `preempted`, which all of them are asked. A loss that
     is not finite raises TrainingError, at the latest with the next report.
     """
-    advice = against_nonfinite(plan.clip_norm, own_loop=plan.rate is None)
+    advice = against_nonfinite(plan.recipe)
     watch = NonFiniteCheck(world, plan.stop_on_nonfinite, advice, digests)
     meter = Meter(world.device)
     for step, microbatches in batches(progress.step):
