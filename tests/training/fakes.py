@@ -12,7 +12,8 @@ from lockstep.core.rate import Rate
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.events import Evaluated, Event, Saved
-from lockstep.training.loop import Plan, Progress
+from lockstep.training.plan import Plan
+from lockstep.training.progress import Progress
 
 
 @dataclass

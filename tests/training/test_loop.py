@@ -18,7 +18,9 @@ from lockstep.errors import TrainingError
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval, Plan
+from lockstep.training.progress import Progress
 
 
 class Wish:

@@ -60,7 +60,8 @@ from lockstep.setup.data_facts import digest_ends
 from lockstep.setup.strategy import check_strategy
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Logged, Saved, Started, Stopped, Warned
-from lockstep.training.loop import Batches, Progress, Turn, turns
+from lockstep.training.loop import Batches, Turn, turns
+from lockstep.training.progress import Progress
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 

@@ -27,7 +27,8 @@ from lockstep.loop.placed import Placed
 from lockstep.loop.step_sums import ROOM, StepSums
 from lockstep.parallel.audited import Part
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.loop import Interval, Turn
+from lockstep.training.loop import Turn
+from lockstep.training.plan import Interval
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 

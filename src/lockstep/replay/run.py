@@ -47,8 +47,10 @@ from lockstep.setup.user_source import source_changes
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import NEVER, Interval, Progress, train, turns
+from lockstep.training.loop import train, turns
 from lockstep.training.observer import Examined, LayerNorms
+from lockstep.training.plan import NEVER, Interval
+from lockstep.training.progress import Progress
 from lockstep.training.update_norms import measure_update
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up

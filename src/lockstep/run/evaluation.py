@@ -36,7 +36,7 @@ from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Evaluated
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 _OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # beginnings of keys
 

@@ -20,7 +20,7 @@ from lockstep.setup.resolved import Resolved
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, figures_of
 from lockstep.training.events import Evaluated, Started
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
 def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path | None) -> Started:

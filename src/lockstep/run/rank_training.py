@@ -41,7 +41,9 @@ from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval, Plan
+from lockstep.training.progress import Progress
 
 _SEEDED: Final = (
     "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "

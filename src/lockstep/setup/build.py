@@ -45,7 +45,7 @@ from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import Build, Problem, Task
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import with_metrics
-from lockstep.training.loop import Interval, Plan
+from lockstep.training.plan import Interval, Plan
 
 
 @dataclass(frozen=True)

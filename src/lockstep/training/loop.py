@@ -1,94 +1,25 @@
 """The training loop: a generator of events that knows no strategy, no launcher and no file."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.core.engine_recipe import EngineRecipe, against_nonfinite
-from lockstep.core.order import Step, Steps
-from lockstep.core.rate import Rate
+from lockstep.core.engine_recipe import against_nonfinite
+from lockstep.core.order import Step
 from lockstep.device.meter import Meter
 from lockstep.parallel.engine import Stepping, Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
-from lockstep.tasks.base import LOSS, Figures, MicroBatches, Monitor
+from lockstep.tasks.base import LOSS, MicroBatches
 from lockstep.training.digests import StepDigests
 from lockstep.training.events import Evaluated, Event, Saved, Stepped, Stopped
+from lockstep.training.plan import Plan
+from lockstep.training.progress import Progress
 from lockstep.training.watch import NonFiniteCheck
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An interval: every so many steps, or at the end of every so many epochs."""
-
-    steps: int | None = None
-    epochs: int | None = None
-
-    def falls_on(self, step: Step) -> bool:
-        """Whether something is due once `step` is done."""
-        if self.steps is not None:
-            return (step.number + 1) % self.steps == 0
-        return step.last_of_epoch and self.epochs is not None and (step.epoch + 1) % self.epochs == 0
-
-
-NEVER: Final = Interval(steps=1 << 62)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the loop follows: steps, learning rate, and the intervals of reporting, evaluating and saving."""
-
-    steps: Steps
-    rate: Rate | None  # None: whoever does the steps knows it, and the recipe too
-    monitor: Monitor = LOSS
-    figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # of a step that is reported, from its sums
-    weighs: bool = False  # whether a step weighs something else than its samples, whose speed is reported too
-    recipe: EngineRecipe | None = None
-    stop_on_nonfinite: bool = True
-    log: Interval = Interval(steps=10)
-    evaluate: Interval | None = Interval(epochs=1)  # None where there is nothing to evaluate on
-    save: Interval = Interval(epochs=1)
-
-    def reports(self, step: Step) -> bool:
-        """Whether a step is reported: the last one always is."""
-        return step.number + 1 == self.steps.total or self.log.falls_on(step)
-
-
-@dataclass
-class Progress:
-    """How far a run has come: what its checkpoint keeps besides the engine's state."""
-
-    step: int = 0  # updates done
-    epoch: int = 0
-    samples: int = 0  # seen
-    skipped_steps: int = 0
-    figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    best: dict[str, float] = field(default_factory=dict)  # of the best one
-    best_loss: float = math.inf
-    best_at: int = -1  # the step it was made after
-
-    def advance(self, step: Step, applied: bool) -> None:
-        """Count `step` as done."""
-        self.step = step.number + 1
-        self.epoch = step.epoch
-        self.samples = step.samples_seen + step.samples
-        self.skipped_steps += not applied
-
-    @property
-    def at(self) -> dict[str, Any]:
-        """How far the run is, as each event says it."""
-        return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
-
-    def judge(self, evaluated: Evaluated, monitor: Monitor) -> None:
-        """Note an evaluation, and whether it is the best so far: by the monitored figure, then by its loss."""
-        self.figures = evaluated.figures
-        if _rank(evaluated.figures, evaluated.loss, monitor) > _rank(self.best, self.best_loss, monitor):
-            self.best, self.best_loss, self.best_at = evaluated.figures, evaluated.loss, self.step
 
 
 class Stop(Protocol):
@@ -240,10 +171,3 @@ def _step_event(plan: Plan, progress: Progress, lr: float, loss: float, update: 
         weight_per_s=weight_per_s if plan.weighs else None,
         peak_bytes=meter.peak_bytes(),
     )
-
-
-def _rank(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
-    """Return what is the larger, the better an evaluation is; one that has not been made is the worst."""
-    value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
-    goodness = value if monitor.higher else -value
-    return -math.inf if math.isnan(goodness) else goodness, -loss

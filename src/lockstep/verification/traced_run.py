@@ -42,7 +42,9 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import NEVER, Interval, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import NEVER, Interval
+from lockstep.training.progress import Progress
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
