@@ -113,7 +113,7 @@ def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvou
 
 def _prepared(resolved: Resolved, ready: Setup | None) -> Prepared:
     """Return what is to be started; a spawned process, without `ready`, opens the recipe itself."""
-    return Prepared(resolved, ready or open_unplaced(resolved.loaded)[1])
+    return Prepared(resolved, ready or open_unplaced(resolved.loaded))
 
 
 def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:

@@ -106,8 +106,7 @@ def open_recipe(loaded: Loaded, first: First | None, *, training: bool = True) -
     return ready
 
 
-def open_unplaced(loaded: Loaded) -> tuple[Loaded, Setup]:
-    """Do the same with the first weights that a configuration names, whatever its placement; return both."""
+def open_unplaced(loaded: Loaded) -> Setup:
+    """Do the same with the first weights that a configuration names, whatever its placement."""
     with with_places(loaded):
-        loaded, first = load_first_weights(loaded)
-        return loaded, open_recipe(loaded, first)
+        return open_recipe(*load_first_weights(loaded))

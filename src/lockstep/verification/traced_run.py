@@ -71,8 +71,7 @@ class TraceJob:
 
 def open_cases(loaded: Loaded) -> Setup:
     """Open the data and check everything as training does, but for the placement."""
-    _, ready = open_unplaced(loaded)
-    return replace(ready, guarded=False)  # what differs is to be found, and named
+    return replace(open_unplaced(loaded), guarded=False)  # what differs is to be found, and named
 
 
 def with_validation(ready: Setup, count: int) -> Setup:
