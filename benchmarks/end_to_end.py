@@ -46,6 +46,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.training.loop import train, turns
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 BATCH, SAMPLES, CLASSES = 256, 5120, 10  # the global batch of the tutorial and of the recipe cifar10-resnet18
 LR, MOMENTUM = 0.01, 0.9
@@ -121,10 +122,9 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     plan = Plan(
         endless, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=1), evaluate=never, save=never
     )
-    following = turns(
-        world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
-    )
-    return _turn(steps, world, train(engine, plan, following))
+    reports = StepReports(world, plan, Progress())
+    following = turns(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+    return _turn(steps, world, train(engine, reports, following))
 
 
 def _turn(steps: int, world: World, training: Iterator[object]) -> Turn:

@@ -43,6 +43,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.training.loop import train, turns
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 AHEAD, IN_LINE, THERE = "copies ahead", "copies in line", "no copies"
 STEPS: Final = 20  # between two reports
@@ -188,8 +189,9 @@ class _Way:
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)
 
-        following = turns(self._world, batches, plan, self._progress, evaluate=_never, save=_never, stop=_NoStop())
-        for event in train(self.engine, plan, following):
+        reports = StepReports(self._world, plan, self._progress)
+        following = turns(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
+        for event in train(self.engine, reports, following):
             raise AssertionError(event)
 
     def _there(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:

@@ -46,6 +46,7 @@ from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import train, turns
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 BATCH, FEATURES, WIDTH, CLASSES, SAMPLES = 64, 64, 128, 10, 6400
 LR, MOMENTUM = 0.01, 0.9
@@ -170,10 +171,9 @@ def _lockstep(steps: int, world: World) -> Turn:
 
     def turn() -> float:
         began = time.perf_counter()
-        following = turns(
-            world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
-        )
-        for _ in train(engine, plan, following):
+        reports = StepReports(world, plan, Progress())
+        following = turns(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+        for _ in train(engine, reports, following):
             pass
         return time.perf_counter() - began
 

@@ -68,7 +68,8 @@ ALLOWED = {
         *("setup", "runs", "run", "loop/replaying", "loop/examination"),
     ],
     "planning": [
-        *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "strategies"),
+        *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "training/loop"),
+        *("training/progress", "training/turn", "strategies"),
         *("setup", "runs", "run"),
     ],
     "verification": [

@@ -45,6 +45,7 @@ from lockstep.training.events import Saved
 from lockstep.training.loop import train, turns
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
@@ -149,7 +150,8 @@ class _TracedRun:
         save = Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER
         plan = self._ready.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
-        for _ in train(self, plan, turns(self._world, self._batches, plan, self._progress, save=self._save)):
+        reports = StepReports(self._world, plan, self._progress)
+        for _ in train(self, reports, turns(self._batches, reports, save=self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
