@@ -48,6 +48,8 @@ class EngineRecipe(Protocol):
     @property
     def seed(self) -> int: ...
     @property
+    def threads(self) -> int: ...
+    @property
     def precision(self) -> Precision: ...
     @property
     def loss_scale(self) -> LossScale: ...
@@ -97,6 +99,7 @@ class PlainRecipe:
     microbatches: int
     batch: int = 1
     seed: int = 0
+    threads: int = 1
     precision: Precision = "fp32"
     loss_scale: LossScale = PlainLossScale()
     nonfinite: Nonfinite = "stop"

@@ -28,7 +28,7 @@ from lockstep.models.initialise import initialise
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
-from lockstep.run.session import Compute, prepare_device
+from lockstep.run.session import prepare_device
 from lockstep.setup.build import evaluation_batch, open_recipe_data, plain_model, tuning_of
 from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
@@ -142,7 +142,7 @@ class SavedModel:
     def computing(self) -> "Computing":
         """Return the model on its device, computing as an evaluation of the run does, but for its chunks."""
         recipe = self.recipe
-        device = prepare_device(self.placement, ALONE, Compute.of_recipe(recipe))
+        device = prepare_device(self.placement, ALONE, recipe)
         return Computing(self.model(), recipe, device)
 
 
