@@ -33,7 +33,6 @@ from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
 from lockstep.setup.data_facts import model_facts
 from lockstep.setup.engine import start_engine
-from lockstep.setup.external_engine import engine_files
 from lockstep.setup.first_weights import weights_record
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resume import continuation_state
@@ -219,17 +218,8 @@ class RankTraining:
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            source = sources(prepared) | source_digests(sinks.own_paths(run))
+            source = prepared.sources | source_digests(sinks.own_paths(run))
             first = weights_record(recipe, prepared.ready.first, prepared.ready.taken)
-            run_folder.record_config(folder, prepared.loaded, engine_files(prepared.resolved))
+            run_folder.record_config(folder, prepared.loaded, prepared.resolved.engine_files)
             run_folder.record_environment(folder, source, self.cores, exchange, first)
             yield [*found, *added]
-
-
-def sources(prepared: Prepared) -> dict[str, str]:
-    """Return the hashes of the user's own source files: of what the recipe names, and of a strategy of their own.
-
-    A checkpoint has but those of the recipe: the strategy may be another one after a resume.
-    """
-    name = prepared.resolved.strategy_name
-    return {**prepared.ready.source, **source_digests([name] if ":" in name else [])}

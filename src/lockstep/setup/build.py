@@ -35,7 +35,7 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
-from lockstep.setup.chunking import check_loss, check_sequences, chunk_layouts, in_chunks
+from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.setup.first_weights import First
 from lockstep.setup.optimizing import optimizer, special_settings, with_each
@@ -106,7 +106,16 @@ class Setup:
         change = transforms_of(recipe, self.data, device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
-            self.data, self.steps, recipe.microbatches, change, device, recipe.seed, data_rank, workers, beside, weigh
+            data=self.data,
+            steps=self.steps,
+            microbatches=recipe.microbatches,
+            transforms=change,
+            device=device,
+            seed=recipe.seed,
+            data_rank=data_rank,
+            workers=workers,
+            extra=beside,
+            weigh=weigh,
         )
 
 
@@ -156,7 +165,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         data=data,
         problem=Problem(
             task,
-            partial(initialise, in_chunks(models.first, recipe.model), recipe.seed),
+            partial(initialise, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
             f"model {recipe.model.name}",
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
@@ -189,7 +198,12 @@ def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
     plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
     uncut = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
-    return _Models(plain, uncut, in_chunks(uncut, recipe.model), partial(build_finetuned, pretrained, tuning, first))
+    return _Models(
+        plain=plain,
+        uncut=uncut,
+        cut=partial(build_in_chunks, uncut, recipe.model),
+        first=partial(build_finetuned, pretrained, tuning, first),
+    )
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:

@@ -1,5 +1,6 @@
 """A configuration on a number of processes: what it means there is worked out once, and handed on whole."""
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from lockstep.core.devices import SHARING, check_cuda
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
 from lockstep.setup.strategy import find_strategy, recompute_interval
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import ExternalEngine, Strategy
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Resolved:
         """The settings of an engine."""
         interval = recompute_interval(self.placement, self.strategy)
         return Numerics(self.recipe, self.placement.offload_activations, interval)
+
+    @property
+    def engine_files(self) -> dict[str, str]:
+        """The configuration files of another framework's engine, such as DeepSpeed's JSON, by name."""
+        files = self.strategy.files(self.numerics) if isinstance(self.strategy, ExternalEngine) else {}
+        return {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
 
 
 def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
