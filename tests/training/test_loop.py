@@ -3,6 +3,7 @@
 import json
 import math
 import time
+import weakref
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.core.order import Step, Steps
 from lockstep.errors import TrainingError
+from lockstep.parallel.engine import Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
@@ -22,6 +24,7 @@ from lockstep.training.loop import train, turns
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
+from lockstep.training.turn import Turn
 
 
 class Wish:
@@ -253,3 +256,16 @@ def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) 
     rate = plan(STEPS).rate.at(14)
     text = f"loss is inf at step 5 (epoch 2), on {where}, at learning rate {rate:.6g}"
     assert worlds.run(3, failing, guilty) == [text] * 3
+
+
+def test_a_step_is_reported_once_and_its_batch_is_not_kept() -> None:
+    reports = StepReports(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
+    turn = next(iter(turns(batches(STEPS), reports, save=saved)))
+    assert isinstance(turn, Turn)
+    turn.done(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
+    [stepped] = reports.report(turn)
+    assert (stepped.step, stepped.loss, stepped.lr) == (1, 2.0, 0.5)
+    assert reports.report(turn) == ()
+    batch = weakref.ref(turn.microbatches[0].batch)
+    del turn
+    assert batch() is None

@@ -31,13 +31,13 @@ class StepReports:
         self.digests = digests
         self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, against_nonfinite(plan.recipe), digests)
         self._meter = Meter(world.device)
-        self._last: Turn | None = None
+        self._last = -1  # the number of the step reported last; the step itself would keep its batch in memory
 
     def report(self, turn: Turn) -> Sequence[Stepped]:
         """Count a step that is done, and return its report if the plan asks for one; a second call returns nothing."""
-        if turn is self._last:
+        if turn.step.number == self._last:
             return ()
-        self._last = turn
+        self._last = turn.step.number
         assert turn.sums is not None
         assert turn.update is not None
         self._losses.add(turn.step, turn.lr, turn.sums)
