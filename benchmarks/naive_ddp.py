@@ -66,7 +66,8 @@ from lockstep.run.training import on_ranks_of
 from lockstep.runs import folder as run_folder
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.examples import transforms_of
-from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.first_weights import load_first_weights
+from lockstep.setup.prepare import Prepared, open_recipe
 from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
@@ -182,7 +183,8 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
 
 def _prepare(loaded: Loaded) -> Prepared:
     with with_places(loaded):
-        loaded, ready = open_unplaced(loaded)
+        loaded, first = load_first_weights(loaded)
+        ready = open_recipe(loaded, first)
         resolved = resolve(loaded)
         check_naive(resolved.recipe, ready, resolved.processes)
     return Prepared(resolved, ready)

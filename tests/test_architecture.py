@@ -58,7 +58,8 @@ ALLOWED = {
     "comparison": ["config", "training", "reporting", "setup", "runs", "run"],
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "setup", "runs", "loop/script"],
     "inference": [
-        *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models", "parallel/weights"),
+        *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models"),
+        *("parallel/numerics", "parallel/weights"),
         *("training", "reporting", "setup", "runs", "run", "jobs/reader"),
     ],
     "exports": ["core", "config", "tasks", "data", "models", "training", "setup", "runs", "run", "inference"],
@@ -67,7 +68,8 @@ ALLOWED = {
         *("setup", "runs", "run", "loop/replaying", "loop/examination"),
     ],
     "planning": [
-        *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "strategies"),
+        *("core", "config", "device", "comm", "ranks", "parallel/engine", "training/digests", "training/loop"),
+        *("training/progress", "training/turn", "strategies"),
         *("setup", "runs", "run"),
     ],
     "verification": [

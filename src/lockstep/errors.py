@@ -145,11 +145,3 @@ def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Itera
         yield
     except OSError as error:
         raise kind(f"{what}: {error.strerror or error}{advice}") from error
-
-
-def against_nonfinite(clip_norm: float | None, own_loop: bool = False) -> str:
-    """Say what can be done about a loss that is not finite, in a recipe, or in a loop of the user's own."""
-    if own_loop:
-        return "lower the rate, or clip by step.update(clip=...)"
-    clip = "" if clip_norm else "set recipe.clip_norm, "
-    return f"lower the rate, {clip}or go on over such steps with recipe.nonfinite=skip"

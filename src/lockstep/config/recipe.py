@@ -321,6 +321,11 @@ class Recipe(Section):
         return self
 
 
+# Beginnings of the keys that an evaluation does not read.
+TRAINING_KEYS: Final = (
+    *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
+    *("start", "data.augment"),
+)
 _OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
 
 

@@ -16,6 +16,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig as Kept
 from lockstep.core import random
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
@@ -32,7 +33,7 @@ from lockstep.reporting.console import Console
 from lockstep.reporting.ray import RayReport
 from lockstep.reporting.sink import Sink
 from lockstep.run.rank import Rank
-from lockstep.run.session import Compute, open_rank
+from lockstep.run.session import open_rank
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.runs import folder as run_folder
 from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
@@ -99,8 +100,8 @@ class Member:
                 )
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
-            compute = Compute(settings.threads, settings.precision)
-            session = held.enter_context(open_rank(rendezvous, placement, compute, decided | {"your script": source}))
+            recipe = PlainRecipe(1, seed=settings.seed, threads=settings.threads, precision=settings.precision)
+            session = held.enter_context(open_rank(rendezvous, placement, recipe, decided | {"your script": source}))
             where = path = None
             if (folder := kept.dir) is not None:
                 claim = run_folder.hold_run_folder(

@@ -14,10 +14,11 @@ from lockstep.common.own_code import location, refusal
 from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, against_nonfinite
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
-from lockstep.errors import TrainingError, UsageError, against_nonfinite
+from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, Unguarded
 from lockstep.loop.member import Member
@@ -167,7 +168,7 @@ class Placed:
         if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise TrainingError(
-                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None, True)}"
+                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None)}"
             )
 
     def check_structure(self) -> None:
@@ -194,16 +195,15 @@ def spread(
     check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
-    numerics = Numerics(
-        1,
-        settings.seed,
-        settings.precision,
-        static_scale=default_static_scale(settings.precision),
-        offload_activations=settings.placement.offload_activations,
-        recompute=recompute_interval(settings.placement, chosen),
-        ema_decay=ema,
-        guarded=member.guarded,
+    recipe = PlainRecipe(
+        microbatches=1,
+        seed=settings.seed,
+        precision=settings.precision,
+        loss_scale=PlainLossScale(static=default_static_scale(settings.precision)),
+        ema=None if ema is None else PlainEma(ema),
     )
+    interval = recompute_interval(settings.placement, chosen)
+    numerics = Numerics(recipe, settings.placement.offload_activations, interval, member.guarded)
     agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer = optimizer_factory(optimizer, model)

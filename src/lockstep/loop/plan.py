@@ -17,7 +17,7 @@ from lockstep.data.items import Items
 from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
 from lockstep.setup.build import over_ranks
-from lockstep.training.loop import Interval, Plan
+from lockstep.training.plan import Interval, Plan
 
 _WEIGHTS_END: Final = 1 << 53  # below it float64, in which losses are divided, has every whole number
 

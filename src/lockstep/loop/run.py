@@ -60,7 +60,10 @@ from lockstep.setup.data_facts import digest_ends
 from lockstep.setup.strategy import check_strategy
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Logged, Saved, Started, Stopped, Warned
-from lockstep.training.loop import Batches, Progress, Turn, turns
+from lockstep.training.loop import Batches, turns
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
+from lockstep.training.turn import Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -106,6 +109,7 @@ class Run:
         self._steps: Generator[Step] | None = None
         self._step: Step | None = None
         self._turn: Turn | None = None  # of that step
+        self._reports: StepReports | None = None  # of that loop
         self._loop: dict[str, Any] | None = None  # of the loop that is under way, or was
         self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
         self._left_at = ""  # the line that left a loop over `run.each` early, until the other ranks are asked
@@ -391,9 +395,9 @@ class Run:
         # First: a run that is killed now goes on after this step, and would not report it again.
         if self._step is not None:
             self._step._saved = True
-            if self._step.updated and self._turn is not None:
+            if self._step.updated and self._reports is not None:
                 self._write_report()
-                self._turn.check()  # of steps that are not reported, too
+                self._reports.check()  # of steps that are not reported, too
         for saved in self._save(placed, self._checkpoints):
             self._rank.write(saved)
 
@@ -497,14 +501,12 @@ class Run:
         if self._member.replay is not None:  # which goes on to its last step, to look into it
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         try:
+            self._reports = StepReports(self._world, loop_plan, self._rank.progress, self._rank.digests)
             following = turns(
-                self._world,
                 self._until_last(loader),
-                loop_plan,
-                self._rank.progress,
+                self._reports,
                 save=partial(self._boundary, placed),
                 stop=stop,
-                digests=self._rank.digests,
                 preempted=self._rank.preempted,
             )
             for each in following:
@@ -615,7 +617,9 @@ class Run:
             ) from None
 
     def _write_report(self) -> None:
-        for event in self._turn.report() if self._turn is not None else ():
+        assert self._turn is not None
+        assert self._reports is not None
+        for event in self._reports.report(self._turn):
             self._rank.write(event)
 
     def _end(self, placed: Placed, turn: Turn) -> None:

@@ -27,7 +27,8 @@ from lockstep.loop.placed import Placed
 from lockstep.loop.step_sums import ROOM, StepSums
 from lockstep.parallel.audited import Part
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.loop import Interval, Turn
+from lockstep.training.plan import Interval
+from lockstep.training.turn import Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -317,11 +318,8 @@ class Step:
         update = partial(self._engine.update, rate, clip, only)
         if self._examination is not None:
             update = partial(self._examination.update, update, whole=only is None)
-        if self._turn.sums is None:
-            self._turn.digest()
-            self._turn.done(shown, sums, update())
-        else:  # the step is counted; its loss and norm are those of its last update
-            self._turn.again(sums, update())
+        self._turn.digest()
+        self._turn.done(shown, sums, update())
         self._updated = True
         if only is not None:
             self._phase += 1

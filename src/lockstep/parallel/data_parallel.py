@@ -98,7 +98,7 @@ class DataParallelEngine:
             recompute(self._model, numerics.recompute)
         self._model.train()  # a train() of the user's own may return nothing
         self._running = RunningStatistics(self._model)
-        chunks = numerics.sequence_chunks
+        chunks = numerics.recipe.model.sequence_chunks
         self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Cooperative(world.generators())
         self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
@@ -116,7 +116,7 @@ class DataParallelEngine:
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
-        self._autocast = autocast(numerics.precision, world.device)
+        self._autocast = autocast(numerics.recipe.precision, world.device)
         self._training = self._around_forward()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first

@@ -47,8 +47,11 @@ from lockstep.setup.user_source import source_changes
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import NEVER, Interval, Progress, train, turns
+from lockstep.training.loop import train, turns
 from lockstep.training.observer import Examined, LayerNorms
+from lockstep.training.plan import NEVER, Interval
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
@@ -263,8 +266,8 @@ class _Steps:
         self._resume()
         self._digests.add_weights(self._opened.start, self._engine.state().model)
         plan = replace(self._ready.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
-        following = turns(self._world, self._batches, plan, self._progress, save=lambda _: [], digests=self._digests)
-        for _ in train(self, plan, following):
+        reports = StepReports(self._world, plan, self._progress, self._digests)
+        for _ in train(self, reports, turns(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()

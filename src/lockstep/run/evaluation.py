@@ -15,6 +15,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
+from lockstep.config.recipe import TRAINING_KEYS
 from lockstep.config.recorded import CONFIG
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
@@ -35,14 +36,9 @@ from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Evaluated
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
-# Beginnings of keys that are read where a run is trained, and nowhere else.
-_OF_TRAINING: Final = (
-    *("run.", "recipe.seed", "recipe.epochs", "recipe.steps", "recipe.last_batch", "recipe.optimizer"),
-    *("recipe.schedule", "recipe.mix", "recipe.clip_norm", "recipe.loss_scale", "recipe.nonfinite", "recipe.start"),
-    "recipe.data.augment",
-)
+_OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # beginnings of keys
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,23 @@ from lockstep.device.peak import peak_flops
 from lockstep.parallel.engine import Engine
 from lockstep.run.rank import Rank
 from lockstep.setup.build import Setup, evaluation_batch
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.prepare import Prepared
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, figures_of
 from lockstep.training.events import Evaluated, Started
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
-def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path | None) -> Started:
+def start_event(prepared: Prepared, rank: Rank, resumed_from: Path | None) -> Started:
     """Return the first event of a run of a recipe. All ranks call it."""
-    recipe, task, data = resolved.recipe, ready.task, ready.data
+    recipe, ready = prepared.recipe, prepared.ready
+    task, data = ready.task, ready.data
     loop = loop_start_event(
         rank,
         ready.steps,
         resumed_from,
         microbatches=recipe.microbatches,
-        strategy=resolved.strategy_name,
+        strategy=prepared.resolved.strategy_name,
         parameters=ready.summary.parameters,
         base_lr=planning.base_rate(recipe),
     )

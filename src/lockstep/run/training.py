@@ -28,7 +28,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import StopRequest
 from lockstep.reporting.sink import Sink
 from lockstep.run.checkpoints import Resumed
-from lockstep.run.rank_training import RankTraining, sources
+from lockstep.run.rank_training import RankTraining
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, on_ranks
@@ -159,7 +159,7 @@ def run_rank(
         else:
             prepared = placed
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
-            rendezvous.compare(setup_facts(prepared.ready) | {"your source files": sources(prepared)})
+            rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if agreed.checkpoint:
             manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run))

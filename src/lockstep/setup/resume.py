@@ -278,8 +278,7 @@ def _count_problems(
 def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
     recipe, found = ready.recipe, state.engine.loss_scale
     scale = recipe.loss_scale
-    of_recipe = (scale.initial, scale.growth_interval, scale.static)
-    expected = loss_scaler(recipe.precision, torch.device("cpu"), *of_recipe).state_dict()
+    expected = loss_scaler(recipe.precision, scale, torch.device("cpu")).state_dict()
     yield from _differing("loss scale", {*found}, {*expected})
     if found.keys() != expected.keys() or not expected:
         return

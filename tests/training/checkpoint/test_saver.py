@@ -19,7 +19,7 @@ from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.checkpoint.store import Snapshot
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
 def alone() -> World:
