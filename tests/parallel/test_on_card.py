@@ -83,7 +83,7 @@ def on_cpu(world: World, strategy: str, overrides: list[str]) -> dict[str, Tenso
 def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
     info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "test")
     with Card() as card:
-        tensors, waits = _trained(World(info, DEVICE, world._groups, world._timeout), strategy, overrides, card)
+        tensors, waits = _trained(World(info, DEVICE, world._groups), strategy, overrides, card)
     return tensors, waits, card.races
 
 
