@@ -35,10 +35,10 @@ ALLOWED = {
     "reporting": ["core", "training/events"],
     "setup": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
-        "training",
+        *("training", "reporting/jsonl", "reporting/wording"),
     ],
     "runs": [
-        *("core", "config", "device", "ranks", "tasks", "models", "training", "launchers"),
+        *("core", "config", "device", "ranks", "tasks", "training"),
         *("reporting", "setup"),
     ],
     "probe": [
@@ -136,12 +136,7 @@ STILL_NEEDED = {
     "loop/plan": ["config/recipe", "setup/build"],
     "loop/resume": ["config/recipe", "setup/resume"],
     "loop/run": ["probe/probe", "reporting/verification", "run/events", "setup/data_facts", "setup/strategy"],
-    "runs/completed": ["config/load"],
-    "runs/folder": ["config/load", "config/recipe", "setup/resume"],
-    "runs/load": [
-        *("config/recipe", "models/finetuning", "setup/build", "setup/chunk_check", "setup/examples", "setup/resume"),
-        *("setup/user_code", "tasks/find"),
-    ],
+    "runs/folder": ["config/load", "config/recipe", "setup/completed", "setup/resume"],
 }
 SHARED_BY_LAUNCHERS = {
     f"launchers/{name}" for name in ("agents", "base", "environment", "hostlist", "job", "variables")

@@ -9,7 +9,7 @@ import torch
 from lockstep.config.load import Loaded, load, load_text, to_yaml
 from lockstep.errors import UsageError
 from lockstep.runs import folder as run_folder
-from lockstep.runs.completed import completed, completion_notice
+from lockstep.setup.completed import completed, completion_notice
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done
 

@@ -39,7 +39,7 @@ from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, o
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.runs.completed import completion_notice
+from lockstep.setup.completed import completion_notice
 from lockstep.runs.digest_file import DIGESTS
 from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
 from lockstep.runs.runs import JOB, JOB_SCRIPT, RESULT
