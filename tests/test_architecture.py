@@ -411,6 +411,12 @@ def test_modules_say_what_they_are() -> None:
     assert not [module for module in MODULES if not ast.get_docstring(tree(module))]
 
 
+def test_every_room_is_a_package() -> None:
+    """What is installed, and checked by mypy, are the folders that have an `__init__.py`; git may have ignored one."""
+    folders = {module.rpartition("/")[0] for module in MODULES}
+    assert [folder for folder in sorted(folders) if f"{folder}/__init__".lstrip("/") not in MODULES] == []
+
+
 def test_options_have_names() -> None:
     """Nothing is taken as **kwargs, and so nothing is passed on unseen."""
     functions = [node for module in MODULES for node in nodes(module) if isinstance(node, ast.FunctionDef)]

@@ -32,18 +32,18 @@ from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
 from lockstep.config import load as loading
 from lockstep.config.load import Loaded
-from lockstep.config.recorded import CONFIG
 from lockstep.config.recipe import Recipe
+from lockstep.config.recorded import CONFIG
 from lockstep.device import machine
 from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.setup.completed import completion_notice
 from lockstep.runs.digest_file import DIGESTS
-from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
 from lockstep.runs.runs import JOB, JOB_SCRIPT, RESULT
 from lockstep.runs.worker_context import WORKER_CONTEXT
+from lockstep.setup.completed import completion_notice
+from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
 from lockstep.tasks.base import Report
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.lock import LOCK, Lock, lock
