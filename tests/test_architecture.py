@@ -33,13 +33,10 @@ ALLOWED = {
     "launchers": ["core"],
     "checkup": ["core", "device", "comm", "ranks", "launchers"],
     "reporting": ["core", "training/events"],
+    "runs": ["config/recorded", "device", "ranks", "tasks/base", "training", "reporting"],
     "setup": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "strategies"),
-        *("training", "reporting/jsonl", "reporting/wording"),
-    ],
-    "runs": [
-        *("core", "config", "device", "ranks", "tasks", "training"),
-        *("reporting", "setup"),
+        *("training", "reporting/jsonl", "reporting/wording", "runs"),
     ],
     "probe": [
         *("core", "config", "device", "comm", "ranks", "tasks", "data", "models", "parallel", "training"),
@@ -136,7 +133,6 @@ STILL_NEEDED = {
     "loop/plan": ["config/recipe", "setup/build"],
     "loop/resume": ["config/recipe", "setup/resume"],
     "loop/run": ["probe/probe", "reporting/verification", "run/events", "setup/data_facts", "setup/strategy"],
-    "runs/folder": ["config/load", "config/recipe", "setup/completed", "setup/resume"],
 }
 SHARED_BY_LAUNCHERS = {
     f"launchers/{name}" for name in ("agents", "base", "environment", "hostlist", "job", "variables")

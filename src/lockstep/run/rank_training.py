@@ -9,7 +9,7 @@ from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
-from lockstep.config.load import comparable
+from lockstep.config.load import comparable, to_yaml
 from lockstep.config.write import leaves
 from lockstep.core.order import Step
 from lockstep.data.loader import Loader
@@ -223,7 +223,7 @@ class RankTraining:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = sources(self.prepared) | source_digests(sinks.own_paths(run))
             first = weights_record(recipe, self.ready.first, self.ready.taken)
-            run_folder.record_config(folder, self.resolved.loaded, engine_files(self.resolved))
+            run_folder.record_config(folder, to_yaml(self.resolved.loaded), engine_files(self.resolved))
             run_folder.record_environment(folder, source, self.cores, exchange, first)
             yield [*found, *added]
 
