@@ -64,6 +64,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import on_ranks_of
 from lockstep.runs import folder as run_folder
+from lockstep.setup import recipe_folder
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.examples import transforms_of
 from lockstep.setup.first_weights import load_first_weights
@@ -172,7 +173,7 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
     """
     torch.set_num_threads(1)  # see run/start.py
     prepared = _prepare(loaded)
-    claim = run_folder.claim(loaded)
+    claim = recipe_folder.claim(loaded)
     with claim.hold():
         if claim.done:
             return EXIT_DONE

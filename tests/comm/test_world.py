@@ -10,6 +10,7 @@ import torch.distributed as dist
 import worlds
 
 from lockstep.comm.peer_errors import PeerLostError
+from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device, open_lone_group, open_world
 from lockstep.common.rank import ALONE, RankInfo
@@ -141,7 +142,7 @@ def test_a_world_of_one_sends_nothing() -> None:
 
 def test_a_world_whose_process_group_a_script_has_left_is_closed() -> None:
     open_lone_group(World(ALONE, CPU))
-    world = World(ALONE, CPU, (dist.group.WORLD, dist.group.WORLD))
+    world = World(ALONE, CPU, ProcessGroups(dist.group.WORLD, dist.group.WORLD))
     dist.destroy_process_group()
     world.close()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -81,7 +82,8 @@ def carried(
 ) -> World:
     """Return the ranks of a world that is carried otherwise. `nccl` gives it that one's edges, by gloo."""
     info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "part")
-    return World(info, CPU, world._groups, world._timeout, carry, backend)
+    assert world._groups is not None
+    return World(info, CPU, replace(world._groups, carry=carry, backend=backend))
 
 
 def staged_trace(world: World, case: toys.Case) -> toys.Trace:

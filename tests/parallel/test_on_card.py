@@ -83,7 +83,7 @@ def on_cpu(world: World, strategy: str, overrides: list[str]) -> dict[str, Tenso
 def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
     info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "test")
     with Card() as card:
-        tensors, waits = _trained(World(info, DEVICE, world._groups, world._timeout), strategy, overrides, card)
+        tensors, waits = _trained(World(info, DEVICE, world._groups), strategy, overrides, card)
     return tensors, waits, card.races
 
 
@@ -211,8 +211,8 @@ class WithoutLastBlock(wayward.LayerDrop):
 def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
     """Return the races of a training; gradients are passed on on whichever stream is current if `anywhere`."""
 
-    def pass_on(self: Sharded, unit: int, may_wait: bool) -> None:
-        self.receive(unit, *self._waiting.pop(unit), may_wait)
+    def pass_on(self: Sharded, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
+        self.receive(unit, gradients, output, may_wait)
 
     with mock.patch.object(Sharded, "_pass_on", pass_on) if anywhere else nullcontext(), Streams() as streams:
         toys.whole_trace(world, case)

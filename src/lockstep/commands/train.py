@@ -47,7 +47,7 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
 def _alone(read: Callable[[], Loaded]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
     from lockstep.config.placement import FASTEST
-    from lockstep.runs.completed import completion_notice
+    from lockstep.setup.completed import completion_notice
 
     loaded = read()
     _recipe.tell_notes(loaded)

@@ -9,7 +9,7 @@ from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
-from lockstep.config.load import comparable
+from lockstep.config.load import comparable, to_yaml
 from lockstep.config.write import leaves
 from lockstep.core.order import Step
 from lockstep.data.loader import Loader
@@ -220,6 +220,6 @@ class RankTraining:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = prepared.sources | source_digests(sinks.own_paths(run))
             first = weights_record(recipe, prepared.ready.first, prepared.ready.taken)
-            run_folder.record_config(folder, prepared.loaded, prepared.resolved.engine_files)
+            run_folder.record_config(folder, to_yaml(prepared.loaded), prepared.resolved.engine_files)
             run_folder.record_environment(folder, source, self.cores, exchange, first)
             yield [*found, *added]

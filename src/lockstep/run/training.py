@@ -34,6 +34,7 @@ from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, on_ranks
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
+from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.prepare import Placed, Prepared, check, place, prepare
@@ -54,7 +55,7 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     prepared = prepare(loaded)
     resolved = prepared.resolved
     warn(prepared)
-    claim = run_folder.claim(prepared.loaded)
+    claim = recipe_folder.claim(prepared.loaded)
     with claim.hold():
         for note in claim.notes:
             run_folder.say(note)
@@ -145,7 +146,7 @@ def run_rank(
         where = f"{where}  host {rendezvous.rank_log.host}  device {session.device}\n"
         terminal.write(where)  # at once: ranks share the terminal
         terminal.flush()
-        claim = partial(run_folder.claim, loaded)
+        claim = partial(recipe_folder.claim, loaded)
         agreed = start or held.enter_context(run_folder.hold_run_folder(rendezvous, claim))
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
