@@ -15,6 +15,8 @@ from lockstep.__main__ import start
 from lockstep.cli import main
 from lockstep.errors import ConfigError, VerificationError
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 def run(*words):
     return CliRunner().invoke(main, words)

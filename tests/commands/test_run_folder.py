@@ -13,6 +13,8 @@ from lockstep.runs.completed import completed, completion_notice
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 DONE = {
     "event": "done",
     "step": 23,
