@@ -36,8 +36,8 @@ def advice(kind: str, there: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return what to do about each name that only one of both has."""
     there, known = {*there}, {*known}
     replace = f"replace one of the {kind}: delete it and its line in tests/surface.txt, and write this one there"
-    mine = "or keep it in your own code, named by its import path (docs/extend.md)"
-    new = [f"{name} is new, and the surface is frozen; {replace}, {mine}" for name in sorted(there - known)]
+    mine = ", or keep it in your own code and name it by its import path" if kind == "strategies" else ""
+    new = [f"{name} is new, and the surface is frozen; {replace}{mine}" for name in sorted(there - known)]
     return new + [f"{name} is gone; delete its line in tests/surface.txt" for name in sorted(known - there)]
 
 
