@@ -2,7 +2,8 @@
 
 Imports are read, not run. Three more kinds of edge make up for what an import statement does not show:
 
-- A test that starts programs, executes text, or calls what runs commands and scripts may reach all of src/lockstep.
+- A test that starts programs, executes text, or calls what runs commands and scripts may need all of src/lockstep.
+  What the commands import that it names is near to it, everything else is far.
 - A module named in a string is imported by that name: `"lockstep.models.gpt:GPT"`, or a whole package by
   `f"lockstep.strategies.{name}"`. A package that is imported itself reaches its modules, as `pkgutil` would list them.
 - Any other file, such as a page, a recipe or a program, is reached by those who name it in a string.
@@ -39,6 +40,7 @@ _INDEX: Final = re.compile(
     r"README(\.zh)?\.md"
 )  # of every folder: who names it means the one of a folder it goes through
 _ANY: Final = "any module of ours"  # stands between all of them and those who may need any
+FAR: Final = 100  # imports: more than any way has
 _GONE_THROUGH: Final = ("examples", "tutorial")  # folders that tests go through without naming each file
 
 
@@ -49,6 +51,8 @@ class Reach:
         self._files = dict(_python_files(root))
         self._modules = [name for name in self._files if name.startswith(f"{PACKAGE}/")]
         self._helpers = {PurePosixPath(name).stem: name for name in self._files if name.startswith("tests/")}
+        commands = [name for name in self._modules if name.startswith(f"{PACKAGE}/commands/")]
+        self._commands = {PurePosixPath(name).stem.rstrip("_").replace("_", "-"): name for name in commands}
         sources = {name: Source.read(path) for name, path in self._files.items()}
         self._public = self._public_names(sources.get(f"{PACKAGE}/__init__.py"))
         self._named_in: defaultdict[str, set[str]] = defaultdict(set)
@@ -72,20 +76,28 @@ class Reach:
     def by(self, changed: Iterable[str]) -> dict[str, int]:
         """Return the test files that changed files reach, each with the number of imports on the shortest way.
 
-        Paths are relative to the root. A changed file need not exist any more.
+        It is FAR or more if a test may need any module, and names no command that leads to the change. Paths are
+        relative to the root. A changed file need not exist any more.
         """
         changed = [*changed]
         if any(name in FOR_ALL for name in changed):
             return dict.fromkeys(self.test_files(), 1)
         distance = dict.fromkeys(changed, 0)
-        waiting = deque(changed)
+        self._follow(distance)
+        if any(_ANY in self._needed_by[name] for name in [*distance]):
+            distance[_ANY] = FAR
+            self._follow(distance)
+        return {name: distance[name] for name in self.test_files() if name in distance}
+
+    def _follow(self, distance: dict[str, int]) -> None:
+        """Add to files with their distance from a change those that need them, but for what may need any module."""
+        waiting = deque(distance)
         while waiting:
             name = waiting.popleft()
-            for user in self._needed_by[name] | self._named_by(name):
+            for user in (self._needed_by[name] | self._named_by(name)) - {_ANY}:
                 if user not in distance:
                     distance[user] = distance[name] + 1
                     waiting.append(user)
-        return {name: distance[name] for name in self.test_files() if name in distance}
 
     def _needs(self, name: str, source: Source) -> set[str]:
         """Return what a file needs: by its imports, by the names of modules in its strings, and by what it starts."""
@@ -98,6 +110,9 @@ class Reach:
             needed |= {*self._conftests(name)}
         if not name.startswith(f"{PACKAGE}/") and (source.starts_programs or any(map(_runs_commands, needed))):
             needed.add(_ANY)
+        if name.startswith("tests/") and (_ANY in needed or not needed.isdisjoint(self._conftests(name))):
+            first_words = {text.split(maxsplit=1)[0] for text in source.strings if text.strip()}
+            needed |= {file for command, file in self._commands.items() if command in first_words}
         return needed
 
     def _imports(self, importer: str, dotted: str) -> Iterator[str]:

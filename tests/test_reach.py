@@ -1,7 +1,7 @@
 """Which test files a change reaches: in a small tree made for it, and in this one."""
 
 import pytest
-from reach import Reach
+from reach import FAR, Reach
 from selection import ROOT, has_slow_tests
 
 TREE = {
@@ -13,6 +13,7 @@ TREE = {
     "src/lockstep/formats/__init__.py": "",
     "src/lockstep/formats/onnx.py": "",
     "src/lockstep/formats/find.py": "import_module(f'lockstep.formats.{name}')\n",
+    "src/lockstep/commands/convert.py": "from lockstep.formats.find import find\n",
     "src/lockstep/recipes/digits.yaml": "",
     "scripts/prove-bits": "#!/usr/bin/env python3\nfrom lockstep.core import tree\n",
     "scripts/size": "#!/usr/bin/env python3\n",
@@ -21,6 +22,7 @@ TREE = {
     "tests/commands/conftest.py": "from toys import Toy\n",
     "tests/commands/own_tasks.py": "",
     "tests/commands/test_train.py": "import subprocess\n",
+    "tests/test_programs.py": "import subprocess\n\nsubprocess.run(['lockstep', 'convert digits'])\n",
     "tests/commands/test_eval.py": "TASK = 'own_tasks:Task'\n",
     "tests/core/test_tree.py": "from lockstep.core.tree import add\n",
     "tests/loop/test_run.py": "import lockstep\n\nlockstep.join()\n",
@@ -41,6 +43,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Reach:
     return Reach(root)
 
 
+PROGRAMS = ("tests/commands/test_train.py", "tests/test_programs.py")
 EVERY = {name for name in TREE if "/test_" in name}
 
 
@@ -52,13 +55,13 @@ EVERY = {name for name in TREE if "/test_" in name}
             "src/lockstep/core/tree.py",
             {
                 *("tests/core/test_tree.py", "tests/parallel/test_engine.py", "tests/test_prove_bits.py"),
-                *("tests/commands/test_train.py", "tests/commands/test_eval.py"),
+                *("tests/commands/test_train.py", "tests/commands/test_eval.py", "tests/test_programs.py"),
             },
         ),
         # By an attribute of the package, and not by what a message names.
-        ("src/lockstep/loop/run.py", {"tests/loop/test_run.py", "tests/commands/test_train.py"}),
+        ("src/lockstep/loop/run.py", {"tests/loop/test_run.py", *PROGRAMS}),
         # By a module that imports others by their names.
-        ("src/lockstep/formats/onnx.py", {"tests/formats/test_find.py", "tests/commands/test_train.py"}),
+        ("src/lockstep/formats/onnx.py", {"tests/formats/test_find.py", *PROGRAMS}),
         ("src/lockstep/__init__.py", EVERY),
         ("pyproject.toml", EVERY),
         ("tests/conftest.py", EVERY),
@@ -87,6 +90,9 @@ def test_the_way_is_counted(small: Reach) -> None:
     found = small.by(["src/lockstep/core/tree.py"])
     assert found["tests/core/test_tree.py"] == 1
     assert found["tests/parallel/test_engine.py"] == 3
+    assert found["tests/test_programs.py"] > FAR
+    found = small.by(["src/lockstep/formats/onnx.py"])
+    assert (found["tests/formats/test_find.py"], found["tests/test_programs.py"]) == (2, 3)  # by the command it starts
     assert small.by(["tests/core/test_tree.py", "src/lockstep/core/tree.py"])["tests/core/test_tree.py"] == 0
 
 
