@@ -32,6 +32,7 @@ def mesh_backends(world: World) -> list[str]:
         ]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_no_group_of_nccl_is_made_beside_gloo() -> None:
     assert worlds.run(4, mesh_backends) == [["gloo", "gloo"]] * 4

@@ -11,7 +11,7 @@ import worlds
 from lockstep.comm.world import World, _sharing
 from lockstep.errors import UsageError
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def found(

@@ -32,6 +32,8 @@ from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
 from lockstep.training.progress import Progress
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 RECIPE = """
 recipe:
   model: forging:net

@@ -22,6 +22,8 @@ from lockstep.setup.prepare import Prepared
 from lockstep.setup.resolved import resolve
 from lockstep.training.progress import Progress
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # What does behave; a case defines some of it anew, from line FIRST on.
 SOUND = """
 import os, sys

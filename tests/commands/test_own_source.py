@@ -13,6 +13,8 @@ from waiting import free_port
 
 from lockstep.setup.user_source import source_changes, source_digests
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 TRAIN = ("train", *DIGITS, "run.dir=run", "recipe.model=", "recipe.model.name=zoo.nets:net")
 NETS = (
     "from torch import nn\n"

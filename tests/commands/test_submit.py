@@ -13,6 +13,8 @@ from conftest import invoke, put
 
 from lockstep.runs.runs import job_of
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SBATCH = """#!/bin/sh
 echo "$@" > asked
 echo "12;cluster"

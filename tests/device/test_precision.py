@@ -121,7 +121,7 @@ torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.matmul.fp32_pr
 STARTS = pytest.mark.parametrize(
     "before",
     [
-        pytest.param("", id="as torch starts", marks=pytest.mark.extended("what is lowered has to be set too")),
+        pytest.param("", id="as torch starts", marks=pytest.mark.slow("what is lowered has to be set too")),
         pytest.param(LOWERED, id="lowered"),
     ],
 )
@@ -133,7 +133,7 @@ def fixed(before: str, fix: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 @STARTS
 def test_kernels_are_fixed(before: str) -> None:
     """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
@@ -200,7 +200,7 @@ fix_kernels(2, "tf32", torch.device("cuda", 0))
 """
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 @STARTS
 def test_tf32_reaches_every_product_on_cuda_and_none_on_the_cpu(before: str) -> None:
     found = fixed(before, ON_AMPERE)

@@ -36,7 +36,7 @@ BASE = [
     "recipe.data.augment.crop_padding=1",
     "recipe.data.augment.flip=true",
 ]
-BEYOND = pytest.mark.extended("lamb has norms of layers too, and zero3 and a pipeline most streams")
+BEYOND = pytest.mark.slow("lamb has norms of layers too, and zero3 and a pipeline most streams")
 PLAIN = ["recipe.optimizer.nesterov=null", "recipe.optimizer.momentum=null"]
 
 
@@ -93,7 +93,7 @@ def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str
         ["recipe.mix.mixup=0.2", "recipe.mix.cutmix=1.0"],
         pytest.param(["recipe.optimizer.name=lars"], marks=BEYOND),
         pytest.param([*PLAIN, "recipe.optimizer.name=adamw", "recipe.memory_format=channels_last"], marks=BEYOND),
-        pytest.param([*PLAIN, "recipe.optimizer.name=lamb"], marks=pytest.mark.thorough),
+        pytest.param([*PLAIN, "recipe.optimizer.name=lamb"], marks=pytest.mark.slow("another optimizer")),
     ],
 )
 def test_one_process(overrides: list[str]) -> None:
@@ -108,6 +108,7 @@ def test_skipping_steps_waits_once_in_each() -> None:
     assert not races
 
 
+@pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_a_real_card() -> None:
@@ -128,6 +129,7 @@ def test_no_step_waits_for_a_real_card() -> None:
         engine.close()
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_two_processes(strategy: str) -> None:
@@ -136,6 +138,7 @@ def test_two_processes(strategy: str) -> None:
         _check(cpu, *card)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_what_is_offloaded_is_computed_with_on_the_card() -> None:
     more = [*PLAIN, "recipe.optimizer.name=lamb"]
@@ -179,6 +182,7 @@ def on_streams(world: World, strategy: str) -> tuple[dict[str, Tensor], list[str
         return sharded(world, strategy), streams.races
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     "strategy",
@@ -219,6 +223,7 @@ def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
     return streams.races
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_gradients_are_passed_on_on_one_stream_whenever_they_come(anywhere: bool) -> None:

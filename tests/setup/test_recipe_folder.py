@@ -14,6 +14,8 @@ from lockstep.setup.completed import completed, completion_notice
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 DONE = {
     "event": "done",
     "step": 23,

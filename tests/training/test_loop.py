@@ -234,6 +234,7 @@ def stopping(world: World, stop_at: list[int]) -> list[str]:
     return shortly(events)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_all_ranks_stop_at_one_step() -> None:
     """Whoever is asked first, all stop together: one step later, since they exchange while they compute."""
@@ -250,6 +251,7 @@ def failing(world: World, guilty: list[int]) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("guilty", "where"), [([1], "rank 1"), ([0, 2], "rank 0, 2"), ([], "the sum over all ranks")])
 def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) -> None:
