@@ -22,6 +22,7 @@ from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, Unguarded
 from lockstep.loop.member import Member
 from lockstep.loop.model import structure
+from lockstep.loop.model_modes import is_evaluating
 from lockstep.loop.modes import Modes, evaluating
 from lockstep.loop.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
 from lockstep.loop.scheduler import OwnScheduler
@@ -90,6 +91,7 @@ class Placed:
     groups: Groups
     scheduler: OwnScheduler | None
     modes: Modes
+    came_evaluating: bool  # whether the whole model was in evaluation mode
     guard: Guard | Unguarded
     audit: Audit
 
@@ -190,7 +192,7 @@ def spread(
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
-    resting = evaluating(model.named_modules())
+    resting, came_evaluating = evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
@@ -240,6 +242,7 @@ def spread(
         groups=Groups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
         modes=Modes(model, resting),
+        came_evaluating=came_evaluating,
         guard=guard,
         audit=Audit(engine, world, log, every),
     )
