@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ from lockstep.loop.scheduler import OwnScheduler
 from lockstep.loop.settings import Settings
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
+from lockstep.parallel.engine import Engine, Phased
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
@@ -40,7 +39,7 @@ from lockstep.setup.chunking import cut
 from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
-from lockstep.tasks.base import Problem, Task
+from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
 
 _SEEDED: Final = (
@@ -82,7 +81,7 @@ class Placed:
     name: str  # of the strategy
     chosen: Chosen
     numerics: Numerics
-    engine: DataParallelEngine
+    engine: Phased
     canonical: Engine
     chunks: ChunkPlan
     structure: object
@@ -215,13 +214,17 @@ def spread(
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
-    no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
-    problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
+    problem = Problem(None, lambda: model, f"model {type(model).__name__}")
     log = MessageLog()
     every = settings.placement.audit_every
     own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
     engine = chosen.start(problem, make_optimizer, own_world, numerics)
-    assert isinstance(engine, DataParallelEngine)
+    if not isinstance(engine, Phased):
+        engine.close()
+        raise refusal(
+            f"strategy {name}: its engine has no begin, forward, backward and end, which a loop of your own calls",
+            "use another strategy, or a recipe",
+        )
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()

@@ -242,7 +242,7 @@ class _Steps:
         ready = prepared.ready
         self._models: list[nn.Module] = []  # those that are built, of which the last one computes
         self._task = ObservedTask(ready.task)
-        problem = replace(ready.problem, task=self._task, build_model=self._keep(ready.problem.build_model))
+        problem = replace(ready.problem, optional_task=self._task, build_model=self._keep(ready.problem.build_model))
         self._ready = replace(ready, problem=problem, blank=self._keep(ready.blank))
         self._engine: Engine
         self._loader: Loader

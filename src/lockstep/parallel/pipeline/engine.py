@@ -87,7 +87,7 @@ class PipelineEngine:
         self._model.train()  # of the user's own it may return nothing
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
-        self._leaves = leaves_of(problem.task, self._model, numerics.sequence_chunks, world, place.mesh, self._together)
+        self._leaves = leaves_of(problem, self._model, numerics.sequence_chunks, world, place.mesh, self._together)
         # While the model is whole: what needs all of its tensors, or code that runs without other ranks.
         cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
         cut_model = CutModel(self._model, cut, place, world.device)
