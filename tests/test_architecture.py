@@ -131,14 +131,12 @@ FOR_ALL = ["tasks/base"]  # the words for batches and figures
 STILL_NEEDED = {
     "loop/chunk_check": ["setup/chunk_check"],
     "loop/dataset_check": ["probe/probe", "reporting/verification", "setup/data_facts"],
-    "loop/member": ["setup/resume", "setup/user_source"],
-    "loop/placed": ["config/across", "models/check", "probe/state", "setup/chunking", "setup/strategy"],
+    "loop/member": ["setup/resume"],
+    "loop/placed": ["models/check", "setup/chunking", "setup/strategy"],
     "loop/placing": ["models/check"],
-    "loop/plan": ["config/recipe", "setup/build"],
-    "loop/record": ["config/recipe"],
     "loop/resume": ["setup/resume"],
     "loop/run": ["setup/strategy"],
-    "loop/training_loop": ["reporting/verification", "run/events"],
+    "loop/training_loop": ["reporting/verification"],
     "runs/completed": ["config/load"],
     "runs/folder": ["config/load", "config/recipe", "setup/resume"],
     "runs/load": [

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
+from lockstep.common.user_source import script_digests, source_digests
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig as Kept
 from lockstep.core import random
@@ -37,7 +38,6 @@ from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.runs import folder as run_folder
 from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
 from lockstep.setup.resume import signing_key
-from lockstep.setup.user_source import script_digests, source_digests
 
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
 from lockstep.common.own_code import location, refusal
-from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
+from lockstep.config.strategy_name import strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked, local_tensor
@@ -34,13 +34,13 @@ from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
-from lockstep.probe.state import digest
 from lockstep.setup.chunking import cut
 from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
+from lockstep.training.checkpoint.tensorfile import digest
 
 _SEEDED: Final = (
     "build the model after lockstep.join, which seeds torch's, NumPy's and Python's generators, and from nothing that "

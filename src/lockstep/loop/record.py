@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.common.own_code import calling, refusal
-from lockstep.config.recipe import earlier_microbatches
+from lockstep.core.work import earlier_microbatches
 from lockstep.errors import UsageError
 from lockstep.loop.placed import Placed
 from lockstep.loop.plan import OwnPlan

@@ -23,8 +23,8 @@ from lockstep.loop.step import Step
 from lockstep.loop.verify_hint import verify_hint
 from lockstep.ranks.signals import StopRequest
 from lockstep.reporting.verification import CodeFinding
-from lockstep.run.events import loop_start_event
 from lockstep.run.rank import Rank
+from lockstep.run.start_event import loop_start_event
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, Progress, Turn, turns

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
+from lockstep.common.user_source import source_changes
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, read_run_recipe
@@ -43,7 +44,6 @@ from lockstep.setup.build import open_recipe_data
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Prepared, prepare
 from lockstep.setup.resume import evaluation_state, resume_state, signing_key
-from lockstep.setup.user_source import source_changes
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.digests import Digest, StepDigests

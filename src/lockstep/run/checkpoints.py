@@ -7,12 +7,12 @@ from typing import Any, final
 from torch import Tensor
 
 from lockstep.common.schemas import SCHEMA
+from lockstep.common.user_source import source_changes
 from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
 from lockstep.setup.resume import feedback_lost, signing_key
-from lockstep.setup.user_source import source_changes
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.saver import Saver
