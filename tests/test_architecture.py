@@ -130,13 +130,10 @@ APPLICATION = [
 FOR_ALL = ["tasks/base"]  # the words for batches and figures
 STILL_NEEDED = {
     "loop/chunk_check": ["setup/chunk_check"],
-    "loop/dataset_check": ["probe/probe", "reporting/verification", "setup/data_facts"],
-    "loop/member": ["setup/resume"],
+    "loop/dataset_check": ["probe/probe"],
     "loop/placed": ["models/check", "setup/chunking", "setup/strategy"],
     "loop/placing": ["models/check"],
-    "loop/resume": ["setup/resume"],
     "loop/run": ["setup/strategy"],
-    "loop/training_loop": ["reporting/verification"],
     "runs/completed": ["config/load"],
     "runs/folder": ["config/load", "config/recipe", "setup/resume"],
     "runs/load": [

@@ -6,15 +6,21 @@ from typing import Any, NamedTuple
 from lockstep.data.items import Items, generators_kept
 from lockstep.loop.member import Member
 from lockstep.probe.probe import items_of_a_loop
-from lockstep.reporting.verification import CodeFinding
-from lockstep.setup.data_facts import digest_ends
+from lockstep.training.sample_digest import digest_ends
+
+
+class DatasetFault(NamedTuple):
+    """What gives another sample when it is asked for again, and how that shows."""
+
+    culprit: str
+    text: str
 
 
 class DatasetCheck(NamedTuple):
-    """The digest of the first and the last sample, and what was found that gives other samples when asked again."""
+    """The digest of the first and the last sample, and the faults of the dataset."""
 
     ends: str
-    faults: Sequence[CodeFinding]
+    faults: Sequence[DatasetFault]
 
 
 def warn_of_set_epoch(member: Member, dataset: Any) -> None:
@@ -31,5 +37,5 @@ def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
     with generators_kept():  # fetched by one rank alone too: a dataset may count how often it is asked
         # First, since a dataset may keep what it gave.
         looks = member.checkpoint is None and not items.in_memory
-        faults = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
-        return DatasetCheck(digest_ends(items), faults)
+        found = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
+        return DatasetCheck(digest_ends(items), [DatasetFault(each.culprit, each.text) for each in found])

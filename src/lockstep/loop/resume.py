@@ -11,13 +11,14 @@ from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
 from lockstep.loop.record import refuse_other
 from lockstep.run.checkpoints import Resumed
-from lockstep.setup.resume import read_alike, signing_key
 from lockstep.training.checkpoint import saved_state
+from lockstep.training.checkpoint.read_alike import read_alike
+from lockstep.training.checkpoint.signing import signing_key
 
 
 def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
     """Read a checkpoint; return it and the loop that it is of. UsageError for one of another run. All ranks call it."""
-    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run))
+    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run.key_file))
     state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):

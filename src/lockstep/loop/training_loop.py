@@ -12,6 +12,7 @@ import torch
 from lockstep.common.own_code import refusal
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.loop.checkpoints import LoopCheckpoints
+from lockstep.loop.dataset_check import DatasetFault
 from lockstep.loop.draws import seed_after_loop
 from lockstep.loop.examination import Examination
 from lockstep.loop.loading import make_loader
@@ -22,7 +23,6 @@ from lockstep.loop.sequence import StepSequence
 from lockstep.loop.step import Step
 from lockstep.loop.verify_hint import verify_hint
 from lockstep.ranks.signals import StopRequest
-from lockstep.reporting.verification import CodeFinding
 from lockstep.run.rank import Rank
 from lockstep.run.start_event import loop_start_event
 from lockstep.training.checkpoint import store
@@ -45,7 +45,7 @@ class TrainingLoop:
     plan: OwnPlan
     sequence: StepSequence
     checkpoints: LoopCheckpoints | None
-    faults: Sequence[CodeFinding]
+    faults: Sequence[DatasetFault]
     close: Callable[[], None]
 
     def __post_init__(self) -> None:

@@ -43,9 +43,10 @@ from lockstep.runs import digest_file
 from lockstep.setup.build import open_recipe_data
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Prepared, prepare
-from lockstep.setup.resume import evaluation_state, resume_state, signing_key
+from lockstep.setup.resume import evaluation_state, resume_state
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
+from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.loop import NEVER, Interval, Progress, train, turns
 from lockstep.training.observer import Examined, LayerNorms
@@ -315,7 +316,7 @@ class _Steps:
         path = self._opened.checkpoint
         if path is None:
             return
-        snapshot = store.load(path, key=signing_key(self._opened.loaded.config.run)).snapshot
+        snapshot = store.load(path, key=signing_key(self._opened.loaded.config.run.key_file)).snapshot
         check = evaluation_state if self._request.changes else resume_state
         state = check(path, snapshot, self._ready)
         self._engine.load(engine_state(snapshot))

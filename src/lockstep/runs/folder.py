@@ -28,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.training.checkpoint.signing import signing_key
 from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
 from lockstep.config import load as loading
@@ -41,7 +42,7 @@ from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.runs.completed import completion_notice
 from lockstep.runs.digest_file import DIGESTS
-from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
+from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences
 from lockstep.runs.runs import JOB, JOB_SCRIPT, RESULT
 from lockstep.runs.worker_context import WORKER_CONTEXT
 from lockstep.tasks.base import Report
@@ -144,7 +145,7 @@ def claim(loaded: Loaded) -> Claim:
     A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
     """
     run = loaded.config.run
-    key = signing_key(run)
+    key = signing_key(run.key_file)
     # Before a folder is made.
     other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)
