@@ -129,12 +129,10 @@ APPLICATION = [
 FOR_ALL = ["tasks/base"]  # the words for batches and figures
 STILL_NEEDED = {
     "loop/chunk_check": ["setup/chunk_check"],
-    "loop/member": ["setup/resume", "setup/user_source"],
-    "loop/placed": ["config/across", "models/check", "probe/state", "setup/chunking", "setup/strategy"],
+    "loop/dataset_check": ["probe/probe"],
+    "loop/placed": ["models/check", "setup/chunking", "setup/strategy"],
     "loop/placing": ["models/check"],
-    "loop/plan": ["config/recipe", "setup/build"],
-    "loop/resume": ["config/recipe", "setup/resume"],
-    "loop/run": ["probe/probe", "reporting/verification", "run/events", "setup/data_facts", "setup/strategy"],
+    "loop/run": ["setup/strategy"],
 }
 SHARED_BY_LAUNCHERS = {
     f"launchers/{name}" for name in ("agents", "base", "environment", "hostlist", "job", "variables")

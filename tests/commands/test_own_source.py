@@ -11,7 +11,7 @@ from conftest import DIGITS
 from forked import as_rank
 from waiting import free_port
 
-from lockstep.setup.user_source import source_changes, source_digests
+from lockstep.common.user_source import source_changes, source_digests
 
 pytestmark = pytest.mark.slow("runs whole commands")
 

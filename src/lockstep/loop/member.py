@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
+from lockstep.common.user_source import script_digests, source_digests
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig as Kept
 from lockstep.core import random
@@ -37,8 +38,7 @@ from lockstep.run.session import open_rank
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.runs import folder as run_folder
 from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
-from lockstep.setup.resume import signing_key
-from lockstep.setup.user_source import script_digests, source_digests
+from lockstep.training.checkpoint.signing import signing_key
 
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -105,7 +105,7 @@ class Member:
             where = path = None
             if (folder := kept.dir) is not None:
                 claim = run_folder.hold_run_folder(
-                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept))
+                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept.key_file))
                 )
                 start = held.enter_context(claim)
                 where, path = start.folder, start.checkpoint

@@ -72,7 +72,7 @@ class DataParallelEngine:
         on_close: Callable[[], None] | None = None,
         make_leaves: MakeWorkUnits = leaves_of,
     ) -> None:
-        self._task = problem.task
+        self._problem = problem
         self._world = world
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
@@ -86,7 +86,7 @@ class DataParallelEngine:
         chunks = numerics.recipe.model.sequence_chunks
         canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Cooperative(world.generators())
-        self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
+        self._leaves = make_leaves(problem, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
@@ -129,10 +129,7 @@ class DataParallelEngine:
         return self.end()._replace(of_task=observed.total(self._world, leaves))
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
-        """Start a step of `leaves` micro-batches, of which this rank computes these: `forward`, then `backward`.
-
-        `counts` numbers are added up beside the losses.
-        """
+        """See Phased."""
         self._step = step
         self._totals.begin(microbatches, step, leaves, counts)
         self._gradients.begin(leaves, microbatches)
@@ -141,7 +138,7 @@ class DataParallelEngine:
 
     @contextmanager
     def forward(self, microbatch: MicroBatch, step: Step) -> Iterator[None]:
-        """Enter what a micro-batch's forward and loss are computed in: its random numbers, precision, BatchNorm."""
+        """See Phased."""
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
@@ -151,11 +148,7 @@ class DataParallelEngine:
     def backward(
         self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
-        """Compute the gradient of a micro-batch's loss, and add what it gives to the step's sums.
-
-        The loss is a sum, or the `mean` over what the micro-batch weighs. `counts` are the numbers of the micro-batch
-        that are added up beside its loss: float64, as many as `begin` was told.
-        """
+        """See Phased."""
         weight = microbatch.weight if mean else 1
         self._totals.add(microbatch, loss, weight, counts)
         self._gradients.before_backward(microbatch)
@@ -163,7 +156,7 @@ class DataParallelEngine:
         self._gradients.after_backward(microbatch)
 
     def end(self) -> Sums:
-        """Finish a step: leave the canonical gradient behind."""
+        """See Phased."""
         sums = self._totals.end()
         if self._step_sums is not None:
             self._step_sums.check()
@@ -187,12 +180,12 @@ class DataParallelEngine:
         return self._layout.witnessed() if isinstance(self._layout, CutsGradients) else []
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """As `forward`, of a dummy beside the step: see Auditable."""
+        """See Phased."""
         self._before = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
-        """As `backward`, of that dummy: nothing of it is left, but what its `note` has seen."""
+        """See Phased."""
         self._totals.show(microbatch, loss)
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, microbatch.weight if mean else 1)
@@ -207,7 +200,7 @@ class DataParallelEngine:
         return {name: self._layout.as_shard(name, gradient(tensor)) for name, tensor in self._layout.trained}
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
-        """See Engine; with `only` the optimizer's groups of these numbers are moved, and the others left alone."""
+        """See Phased."""
         update = self._updates.update(lr, max_norm, self._totals.loss, self._step.weight, only)
         self._running.settle(update.applied, self._totals.observed)
         if self._ema is not None and update.applied:
@@ -219,21 +212,21 @@ class DataParallelEngine:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups of this rank's optimizer, whose settings may be changed before an update."""
+        """See Phased."""
         return self._updates.optimizer.param_groups
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are sent in low rank, and what that leaves of them is kept for the next step."""
+        """See Phased."""
         return self._low_rank is not None
 
     @property
     def kept_buffers(self) -> list[Tensor]:
-        """The buffers that are kept alike on all ranks: BatchNorm's."""
+        """See Phased: BatchNorm's."""
         return self._running.buffers
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return what the model computes with in the place of its parameters, and of which of them it is gathered."""
+        """See Phased."""
         return self._layout.gathered_shards() if isinstance(self._layout, GathersWeights) else {}
 
     @contextmanager
@@ -245,7 +238,7 @@ class DataParallelEngine:
 
     @contextmanager
     def own_evaluation(self) -> Iterator[None]:
-        """Enter evaluation by a loop of the user's own, which calls the model itself."""
+        """See Phased."""
         with self.evaluation(), self._autocast:
             yield
 
@@ -295,10 +288,10 @@ class DataParallelEngine:
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
         given = self._numerics.prepare_outputs(outputs)
-        loss = self._task.loss(given, microbatch.batch)
+        loss = self._problem.task.loss(given, microbatch.batch)
         if observed.wanted and self._first and not microbatch.dummy:
             with torch.no_grad():
-                observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
+                observed.add(microbatch.index, self._problem.task.sums(given, microbatch.batch))
         return loss
 
     def _around_forward(self) -> AbstractContextManager[None]:

@@ -35,13 +35,14 @@ from lockstep.models.initialise import initialise
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import computing_in
 from lockstep.probe.findings import LossFact, ProbeResult, RandomSample, findings
-from lockstep.probe.state import CACHE, Globals, ModelState, digest, streams, weights
+from lockstep.probe.state import CACHE, Globals, ModelState, streams, weights
 from lockstep.probe.traits import ModelTraits
 from lockstep.probe.witness import CLOCK, RANK, record_reads
 from lockstep.reporting.verification import CodeFinding
 from lockstep.setup import user_code
 from lockstep.setup.build import Setup
 from lockstep.tasks.base import MicroBatch
+from lockstep.training.checkpoint.tensorfile import digest
 
 _SAMPLES: Final = 8  # fetched twice, of each part
 _FEW: Final = 4  # the same, and of a micro-batch, for a quick look

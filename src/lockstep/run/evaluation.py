@@ -31,10 +31,11 @@ from lockstep.runs.folder import say
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Placed, Prepared, check, place
-from lockstep.setup.resume import checkpoint_recipe, signing_key
+from lockstep.setup.resume import checkpoint_recipe
 from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
 from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.events import Evaluated
 from lockstep.training.progress import Progress
 
@@ -124,7 +125,7 @@ def open_checkpoint(
     loaded = load_text(text, label, found.path.name, request.overrides, shares_steps=False)
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
-    key = signing_key(loaded.config.run)
+    key = signing_key(loaded.config.run.key_file)
     if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
         signed = store.load(found.path, key=key)
         if signed.snapshot.state != found.snapshot.state:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TextIO
 
 from lockstep.comm.world import World
+from lockstep.common.user_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
@@ -36,7 +37,6 @@ from lockstep.setup.engine import start_engine
 from lockstep.setup.first_weights import weights_record
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resume import continuation_state
-from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned

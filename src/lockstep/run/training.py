@@ -39,8 +39,10 @@ from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.prepare import Placed, Prepared, check, place, prepare
 from lockstep.setup.resolved import Resolved
-from lockstep.setup.resume import check_beginning, read_alike, signing_key
+from lockstep.setup.resume import check_beginning
 from lockstep.setup.resume import resume_state as checked_state
+from lockstep.training.checkpoint.read_alike import read_alike
+from lockstep.training.checkpoint.signing import signing_key
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:
@@ -163,7 +165,7 @@ def run_rank(
             rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if agreed.checkpoint:
-            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run))
+            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run.key_file))
             state = checked_state(agreed.checkpoint, snapshot, prepared.ready)
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.comm.named_sums import over_ranks
 from lockstep.comm.world import World
+from lockstep.common.user_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
@@ -41,7 +43,6 @@ from lockstep.setup.first_weights import First
 from lockstep.setup.optimizing import optimizer, special_settings, with_each
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
-from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import Build, Problem, Task
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import with_metrics
@@ -117,10 +118,6 @@ class Setup:
             extra=beside,
             weigh=weigh,
         )
-
-
-def over_ranks(world: World, number: int) -> int:
-    return int(world.add_(torch.tensor(number)))
 
 
 def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:

@@ -6,6 +6,7 @@ Every command that computes with a recipe comes through here, so all of them ref
 from dataclasses import dataclass
 from typing import final
 
+from lockstep.common.user_source import source_digests
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
@@ -16,7 +17,6 @@ from lockstep.setup.checks import check_cut, check_kernels, check_placement
 from lockstep.setup.first_weights import First, load_first_weights
 from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_first
-from lockstep.setup.user_source import source_digests
 from lockstep.strategies.base import Strategy
 
 

@@ -11,8 +11,9 @@ from lockstep.config.recorded import CONFIG
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_folder, fresh_folder
 from lockstep.setup.completed import completion_notice
-from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
+from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences
 from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.signing import signing_key
 
 _LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 
@@ -23,7 +24,7 @@ def claim(loaded: Loaded) -> Claim:
     A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
     """
     run = loaded.config.run
-    key = signing_key(run)
+    key = signing_key(run.key_file)
     # Before a folder is made.
     other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)

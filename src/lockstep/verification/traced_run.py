@@ -29,7 +29,6 @@ from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.probe.probe import facts_of
-from lockstep.probe.state import digest
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
@@ -40,6 +39,7 @@ from lockstep.setup.prepare import Prepared, open_unplaced
 from lockstep.setup.resolved import Resolved
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
+from lockstep.training.checkpoint.tensorfile import digest
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
 from lockstep.training.loop import train, turns

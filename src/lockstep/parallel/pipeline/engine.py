@@ -88,7 +88,7 @@ class PipelineEngine:
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
         self._leaves = leaves_of(
-            problem.task, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._together
+            problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._together
         )
         # While the model is whole: what needs all of its tensors, or code that runs without other ranks.
         cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
