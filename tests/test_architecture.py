@@ -418,8 +418,8 @@ def test_options_have_names() -> None:
     """Nothing is taken as **kwargs, and so nothing is passed on unseen."""
     functions = [node for module in MODULES for node in nodes(module) if isinstance(node, ast.FunctionDef)]
     taken = [node.name for node in functions if node.args.kwarg is not None]
-    # The names of the user's figures, and those of the forward of a model or a block.
-    assert sorted(taken) == ["_call", "_recompute", "log", "sum"]
+    # The names of the user's figures, and those of the forward of a model, a block or a layer.
+    assert sorted(taken) == ["__call__", "_call", "_recompute", "log", "sum"]
 
 
 def test_no_two_tests_have_one_file_name() -> None:

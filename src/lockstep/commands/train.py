@@ -5,6 +5,7 @@ The numbers are the recipe's; how many processes share the work, and who started
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import click
 from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
-from lockstep.launchers import detect_rank
+from lockstep.launchers import detect_rank, slurm
 from lockstep.ranks.rank_log import outliving_terminal
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def _alone(read: Callable[[], Loaded]) -> int:
 
     loaded = read()
     _recipe.tell_notes(loaded)
+    if warning := slurm.warning(os.environ, loaded.config.placement.processes):
+        click.echo(warning, err=True)
     if done := completion_notice(loaded):
         click.echo(printable(done))
         return EXIT_DONE

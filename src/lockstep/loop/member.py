@@ -21,7 +21,7 @@ from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
-from lockstep.launchers import detect_rank, ray
+from lockstep.launchers import detect_rank, ray, slurm
 from lockstep.loop.replaying import Replaying, replaying
 from lockstep.loop.settings import Settings
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
@@ -89,6 +89,8 @@ class Member:
             rendezvous = held.enter_context(life)
         else:
             _close_left(kept.dir)
+            if warning := slurm.warning(os.environ):
+                print(warning, file=sys.stderr)
             rendezvous = alone()  # whose errors pass: to the end of the script, a notebook or a test
         with _ending(held):
             check_sinks(kept)

@@ -79,10 +79,11 @@ class DataParallelEngine:
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
+        self._model.train()  # a train() of the user's own may return nothing
+        # Within what is computed again in the backward, so that it sees that.
+        self._running = RunningStatistics(self._model, counted=not (numerics.recipe.compile or numerics.sync_batchnorm))
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
-        self._model.train()  # a train() of the user's own may return nothing
-        self._running = RunningStatistics(self._model)
         chunks = numerics.recipe.model.sequence_chunks
         canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Cooperative(world.generators())

@@ -71,6 +71,8 @@ class DeepSpeedEngine:
             raise UsageError(
                 f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
             )
+        model.train()  # a train() of the user's own may return nothing
+        self._running = RunningStatistics(model)  # within what is computed again in the backward
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
@@ -79,8 +81,6 @@ class DeepSpeedEngine:
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
         self._model = model
-        model.train()  # a train() of the user's own may return nothing
-        self._running = RunningStatistics(model)
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
         self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)

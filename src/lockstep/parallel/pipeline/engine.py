@@ -139,7 +139,8 @@ class PipelineEngine:
     def _stage(self, names: Collection[str], number: int) -> Stage:
         borrowed = [tie.tensor for tie in self._ties.of_borrower(number)]
         part = part_of(self._model, names)
-        return Stage(part, self._together, self._pipe.recompute, borrowed, self._numerics.guarded)
+        numerics = self._numerics
+        return Stage(part, self._together, self._pipe.recompute, borrowed, numerics.guarded, numerics.recipe.compile)
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
