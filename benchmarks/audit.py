@@ -18,6 +18,7 @@ from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.device.memory import keep_freed_memory
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.numerics import Numerics
@@ -62,7 +63,7 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
     rota = AuditSchedule(1, strategy.mesh(SIZE), work.microbatches)
     if audited and name == "pipeline":
         engine.close()
-        numerics = Numerics(microbatches=work.microbatches)
+        numerics = Numerics(PlainRecipe(microbatches=work.microbatches))
         engine = RotatedAudit(
             lambda other, _: start(name, work, other)[0], world, numerics, rota, lambda _, index: work.batch(index)
         )

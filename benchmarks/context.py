@@ -23,6 +23,7 @@ from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from benchmarks.tensor_learners import DECAY, HEADS, LR, Do
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe, PlainSequenceChunks
 from lockstep.core.order import Step
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.memory import keep_freed_memory
@@ -105,7 +106,7 @@ def stepping(side: Side, world: World) -> Do:
         Problem(Language(), work.build),
         lambda trained, _: make_optimizer(trained, name="AdamW", lr=LR, weight_decay=DECAY),
         world,
-        Numerics(microbatches=1, sequence_chunks=work.chunks),
+        Numerics(PlainRecipe(microbatches=1, model=PlainSequenceChunks(work.chunks))),
     )
     ids = torch.randint(256, (1, work.tokens + 1), generator=torch.Generator().manual_seed(0))
     step = Step(0, 0, 0, 1, 0, False, counted=work.tokens)

@@ -27,6 +27,7 @@ from benchmarks.loop import no_evaluation, no_save
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
@@ -42,7 +43,10 @@ from lockstep.ranks.signals import StopRequest
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval, Plan
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 BATCH, SAMPLES, CLASSES = 256, 5120, 10  # the global batch of the tutorial and of the recipe cifar10-resnet18
 LR, MOMENTUM = 0.01, 0.9
@@ -112,14 +116,15 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
-        Numerics(microbatches=microbatches),
+        Numerics(PlainRecipe(microbatches=microbatches)),
     )
     never = Interval(steps=10**9)
-    plan = Plan(endless, Rate(LR, SAMPLES, 1.0), log=Interval(steps=1), evaluate=never, save=never)
-    following = turns(
-        world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
+    plan = Plan(
+        endless, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=1), evaluate=never, save=never
     )
-    return _turn(steps, world, train(engine, plan, following))
+    reports = StepReports(world, plan, Progress())
+    following = turns(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+    return _turn(steps, world, train(engine, reports, following))
 
 
 def _turn(steps: int, world: World, training: Iterator[object]) -> Turn:

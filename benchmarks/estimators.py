@@ -81,5 +81,5 @@ def _tracked(ready: Setup, model: torch.nn.Module, processes: int) -> float:
 if __name__ == "__main__":
     file, strategy, processes = sys.argv[1:]
     with redirect_stdout(sys.stderr):
-        said = estimates(open_unplaced(load(file, ["placement.device=cpu"]))[1], strategy, int(processes))
+        said = estimates(open_unplaced(load(file, ["placement.device=cpu"])), strategy, int(processes))
     print(json.dumps(said))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, cut
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
@@ -63,7 +64,7 @@ def _lockstep(microbatches: int, world: World) -> Turn:
         Problem(Classification(), _model),
         lambda trained, _: _optimizer(trained),
         world,
-        Numerics(microbatches=microbatches),
+        Numerics(PlainRecipe(microbatches=microbatches)),
     )
     own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
     step = Step(0, 0, 0, microbatches * SAMPLES, 0, False)

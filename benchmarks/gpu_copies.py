@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local_tensor
@@ -39,7 +40,10 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval, Plan
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 AHEAD, IN_LINE, THERE = "copies ahead", "copies in line", "no copies"
 STEPS: Final = 20  # between two reports
@@ -128,7 +132,7 @@ class _Way:
             Problem(Classification(), partial(_net, device)),
             _optimizer,
             self._world,
-            Numerics(microbatches=size.microbatches),
+            Numerics(PlainRecipe(microbatches=size.microbatches)),
         )
         data = synthetic(image_size=size.image, samples=size.samples, validation_samples=1, classes=CLASSES, channels=3)
         self._steps = Steps(size.samples, size.batch, epochs=1000)
@@ -180,13 +184,14 @@ class _Way:
         """Train so many steps, without a report."""
         first = self._progress.step
         rate, never = Rate(0.01, self._size.samples, 1000.0), Interval()
-        plan = Plan(self._steps, rate, log=never, evaluate=never, save=never)
+        plan = Plan(self._steps, rate, recipe=PlainRecipe(1), log=never, evaluate=never, save=never)
 
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)
 
-        following = turns(self._world, batches, plan, self._progress, evaluate=_never, save=_never, stop=_NoStop())
-        for event in train(self.engine, plan, following):
+        reports = StepReports(self._world, plan, self._progress)
+        following = turns(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
+        for event in train(self.engine, reports, following):
             raise AssertionError(event)
 
     def _there(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
+from lockstep.core.engine_recipe import PlainEma, PlainRecipe
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.device.live_bytes import LiveBytes
@@ -172,7 +173,7 @@ def _start(case: Case, device: torch.device, width: int, layers: int) -> Do:
             trained, name=case.optimizer, lr=1e-3, momentum=0.9 if case.optimizer == "sgd" else None
         ),
         World(RankInfo(0, 1, 0, 1, "benchmark"), device),
-        Numerics(case.microbatches, precision=case.precision, ema_decay=0.9 if case.ema else None),
+        Numerics(PlainRecipe(case.microbatches, precision=case.precision, ema=PlainEma(0.9) if case.ema else None)),
     )
     microbatches = [MicroBatch(index, _batch(width, device), SAMPLES, SAMPLES) for index in range(case.microbatches)]
     step = Step(0, 0, 0, SAMPLES * case.microbatches, 0, False)

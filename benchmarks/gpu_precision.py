@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import ALONE, RankInfo
+from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.device.precision import attention, fix_kernels
@@ -193,7 +194,7 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
         Problem(Classification(), _model),
         lambda trained, norms: make_optimizer(trained, name="sgd", lr=0.1, momentum=0.9, norms=norms),
         world,
-        Numerics(microbatches=MICROBATCHES, precision=precision, initial_scale=1024.0),
+        Numerics(PlainRecipe(MICROBATCHES, precision=precision, loss_scale=PlainLossScale(initial=1024.0))),
     )
     data_rank = strategy.mesh(world.size).data_rank(world.rank)
     loss = float("nan")

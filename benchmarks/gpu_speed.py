@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.turns import Answer, Turn, take_turns
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.device.peak import peak_flops
 from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.models.gpt import gpt
@@ -318,7 +319,14 @@ def ours(work: Work, device: torch.device, compiled: bool = False, fused: bool =
         Problem(task, partial(build, work, device)),
         lambda trained, _: make_optimizer(trained, name="SGD" if work.images else "AdamW", lr=LR, **values),
         World(ALONE, device),
-        Numerics(microbatches=1, precision="bf16", channels_last=work.images, compile=compiled),
+        Numerics(
+            PlainRecipe(
+                microbatches=1,
+                precision="bf16",
+                memory_format="channels_last" if work.images else "contiguous",
+                compile=compiled,
+            )
+        ),
     )
     weight = work.samples * work.per_sample
     microbatches = [MicroBatch(0, batch(work, device), work.samples, weight)]

@@ -35,6 +35,7 @@ from benchmarks import processes
 from benchmarks.pipelines import SAMPLE, SCHEDULES, pipelined
 from benchmarks.processes import Turn
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step
 from lockstep.device.memory import keep_freed_memory
@@ -113,7 +114,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
         Problem(Classification(), work.build, example=(torch.empty(2, *SAMPLE, device="meta"),)),
         lambda trained, _: make_optimizer(trained, name=work.optimizer, lr=LR, options=work.options),
         world,
-        Numerics(microbatches=work.microbatches, sync_batchnorm=work.sync_batchnorm),
+        Numerics(PlainRecipe(work.microbatches, batchnorm="sync" if work.sync_batchnorm else "local")),
     )
     own = work.batches(strategy.mesh(world.size).data_rank(world.rank))
     return engine, own, Step(0, 0, 0, work.microbatches * work.samples, 0, False)

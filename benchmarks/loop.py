@@ -26,6 +26,7 @@ import lockstep
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Steps
 from lockstep.core.rate import Rate
 from lockstep.data.base import DataSet, NoTransforms
@@ -42,7 +43,10 @@ from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval, Plan
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 BATCH, FEATURES, WIDTH, CLASSES, SAMPLES = 64, 64, 128, 10, 6400
 LR, MOMENTUM = 0.01, 0.9
@@ -154,21 +158,22 @@ def _lockstep(steps: int, world: World) -> Turn:
     data = DataSet(split, split)
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
     never = Interval(steps=10**9)
-    plan = Plan(plan_steps, Rate(LR, SAMPLES, 1.0), log=Interval(steps=10), evaluate=never, save=never)
+    plan = Plan(
+        plan_steps, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=10), evaluate=never, save=never
+    )
     loader = Loader(data, plan_steps, 1, NoTransforms(), world.device, 0)
     engine = Strategy().start(
         Problem(Classification(), _model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=LR, momentum=MOMENTUM),
         world,
-        Numerics(microbatches=1),
+        Numerics(PlainRecipe(microbatches=1)),
     )
 
     def turn() -> float:
         began = time.perf_counter()
-        following = turns(
-            world, loader.training, plan, Progress(), evaluate=no_evaluation, save=no_save, stop=StopRequest()
-        )
-        for _ in train(engine, plan, following):
+        reports = StepReports(world, plan, Progress())
+        following = turns(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+        for _ in train(engine, reports, following):
             pass
         return time.perf_counter() - began
 

@@ -64,9 +64,11 @@ from lockstep.reporting.sink import Sink
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import on_ranks_of
 from lockstep.runs import folder as run_folder
+from lockstep.setup import recipe_folder
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.examples import transforms_of
-from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.first_weights import load_first_weights
+from lockstep.setup.prepare import Prepared, open_recipe
 from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
@@ -171,7 +173,7 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
     """
     torch.set_num_threads(1)  # see run/start.py
     prepared = _prepare(loaded)
-    claim = run_folder.claim(loaded)
+    claim = recipe_folder.claim(loaded)
     with claim.hold():
         if claim.done:
             return EXIT_DONE
@@ -182,7 +184,8 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
 
 def _prepare(loaded: Loaded) -> Prepared:
     with with_places(loaded):
-        loaded, ready = open_unplaced(loaded)
+        loaded, first = load_first_weights(loaded)
+        ready = open_recipe(loaded, first)
         resolved = resolve(loaded)
         check_naive(resolved.recipe, ready, resolved.processes)
     return Prepared(resolved, ready)

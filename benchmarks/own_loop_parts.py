@@ -19,18 +19,18 @@ import torch
 from benchmarks import loop
 from lockstep.core import random
 from lockstep.data.loader import Loader
-from lockstep.loop import step as own_step
+from lockstep.loop import draws
+from lockstep.loop.forward import Forward
 from lockstep.loop.guard import Guard
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.placed import Placed
-from lockstep.loop.step import Step
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.training import loop as training_loop
 
 STEPS, TURNS = 200, 20
 
 _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
-    ("Python's and NumPy's generators, three times", own_step, "seed_python_and_numpy"),
+    ("Python's and NumPy's generators, three times", draws, "seed_python_and_numpy"),
     ("guards: is all as the last call of ours left it?", Guard, "check"),
     ("guards: note how all is, and the user's line", Guard, "mark"),
     ("guards: what stands in the places of gradients", Guard, "withhold"),
@@ -43,7 +43,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("the loss of the step, looked at each 10 steps", training_loop, "_report"),
     ("begin the step", DataParallelEngine, "begin"),
     ("end the step: its sums", DataParallelEngine, "end"),
-    ("leave the forward: buffers that must not move", Step, "_leave"),
+    ("leave the forward: buffers that must not move", Forward, "leave"),
 )
 
 

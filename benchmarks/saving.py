@@ -23,7 +23,7 @@ from lockstep.comm.world import World
 from lockstep.device.memory import keep_freed_memory
 from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.checkpoint.store import Snapshot
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 STEP, BESIDE, BEFORE = "a step", "a save with save_async", "a save without"
 SIZE: Final = 2

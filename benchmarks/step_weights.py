@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.processes import Contestant, Turn, take_turns
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.device.precision import fix_kernels
@@ -102,7 +103,7 @@ def placed_gradient(world: World, placed: Placed) -> dict[str, Tensor]:
         Problem(TASK, model),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=0.1),
         world,
-        Numerics(microbatches=len(COUNTED), precision=placed.precision),
+        Numerics(PlainRecipe(microbatches=len(COUNTED), precision=placed.precision)),
     )
     own = [
         MicroBatch(index, batch, _SAMPLES, TASK.weight(batch), dummy)
@@ -110,7 +111,7 @@ def placed_gradient(world: World, placed: Placed) -> dict[str, Tensor]:
         for batch in [batches()[index]]
     ]
     engine.forward_backward(own, Step(0, 0, 0, len(COUNTED) * _SAMPLES, 0, False, counted=sum(COUNTED)))
-    scale = 1.0 if placed.precision == "fp32" else Numerics(1).initial_scale
+    scale = 1.0 if placed.precision == "fp32" else PlainLossScale().initial
     found = {name: each / scale for name, each in gather_whole(world, engine.gradients()).items()}
     engine.close()
     return found

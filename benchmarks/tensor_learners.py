@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.processes import Turn, timed
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.memory import keep_freed_memory
@@ -103,7 +104,7 @@ def ours(name: str, work: Work, world: World, options: Mapping[str, int] | None 
         Problem(Language(), work.build),
         lambda trained, _: make_optimizer(trained, name="AdamW", lr=LR, weight_decay=DECAY),
         world,
-        Numerics(microbatches=work.microbatches),
+        Numerics(PlainRecipe(microbatches=work.microbatches)),
     )
     weight = work.sequences * work.tokens
     data_rank = strategy.mesh(world.size).data_rank(world.rank)

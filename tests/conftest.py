@@ -1,4 +1,4 @@
-"""One thread for each process, the tiers, the queue of tests, and a warm pool of worlds that ends with the session."""
+"""One thread for each process, slow tests, the queue of tests, and a warm pool of worlds that ends with the session."""
 
 import gc
 import os
@@ -7,28 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import marks
 import pytest
-import tiers
 import torch
-import turns
 import worlds
-from durations import Durations, slow_of
+from durations import TABLE, UNKNOWN_S, Durations, seconds_of_files
 from hypothesis import settings
+from selection import Selection
 
-LEFT_OUT = "these were the quick tests; scripts/test runs all, pytest -m worlds, commands or real those of a tier"
+QUICK = "not slow"
+LEFT_OUT = "these were the quick tests; scripts/test adds the slow ones that your change reaches, --all every one"
 PROCESSES = 3  # of pytest-xdist, for the quick tests: on two cores, since ranks often wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--durations-table", type=Path, help="compare the seconds of each group of tests with this file")
-    parser.addoption("--durations-write", action="store_true", help="write that file anew")
-    parser.addoption("--turn-of", metavar="COMMIT", help="of the slow tests, run those that are in turn at this commit")
+    parser.addoption("--selection", type=Path, metavar="FILE", help="run the slow tests that scripts/test has chosen")
+    parser.addoption("--durations-write", action="store_true", help="write tests/durations.json anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not _is_worker(config) and (table := config.option.durations_table) is not None:
-        whole = config.option.turn_of is None
-        config.pluginmanager.register(Durations(table, write=config.option.durations_write, whole=whole))
+    if _by_script(config) and not _is_worker(config):
+        config.pluginmanager.register(Durations(TABLE if config.option.durations_write else None))
     torch.set_num_threads(1)
     worlds.schedule_as_batch()
     settings.register_profile("busy", deadline=None)  # a machine that does other things too is no failure
@@ -49,7 +48,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.markexpr or option.keyword:
         return
-    option.markexpr = "quick"
+    option.markexpr = QUICK
     if "PYTEST_XDIST_WORKER" in os.environ:  # it is called as pytest was, and would start such processes in turn
         return
     if config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and not option.usepdb:
@@ -58,25 +57,21 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file that has no quick test where only those are wanted; None leaves it to others."""
-    wanted = config.option.markexpr != "quick" or collection_path.is_dir() or tiers.may_be_quick(collection_path)
-    return None if wanted else True
+    """Import no file that has only slow tests if none of them runs; None leaves it to others."""
+    return True if config.option.markexpr == QUICK and "slow" in marks.marks_of(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, before pytest looks for those that were asked for."""
+    """Leave out what was not selected, before pytest looks for markers, and put first what takes longest."""
     on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
-        item.add_marker(tiers.tier(item))
         if item.get_closest_marker("gpu"):
             item.add_marker(on_a_card)
-        if tiers.is_quick(item):
-            item.add_marker("quick")
-    slow = slow_of(tiers.TESTS / "durations.json")
-    if config.option.turn_of is not None:
-        items[:] = turns.in_turn(items, slow, turns.turn_of(config.option.turn_of))
-    items[:] = tiers.ordered(items, slow)
+    if config.option.selection is not None:
+        items[:] = Selection.read(config.option.selection).of(items)
+    seconds = seconds_of_files()
+    items[:] = marks.in_order(items, lambda name: seconds.get(name, UNKNOWN_S))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,7 +79,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let the tests of a file go to one process, and those that start clusters or hosts too."""
     from queued import Queue  # of xdist, which plain pytest can do without
 
-    return Queue(config, log) if config.option.durations_table is not None else None
+    return Queue(config, log) if _by_script(config) else None
+
+
+def _by_script(config: pytest.Config) -> bool:
+    """Whether scripts/test has started pytest, with slow tests among the quick ones."""
+    return config.option.selection is not None or config.option.durations_write
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -93,9 +93,12 @@ def _is_worker(config: pytest.Config) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what plain pytest left out."""
-    if config.option.markexpr == "quick":
+    """Say what was left out."""
+    if config.option.markexpr == QUICK:
         terminalreporter.write_line(LEFT_OUT)
+    if config.option.selection is not None:
+        for line in Selection.read(config.option.selection).lines:
+            terminalreporter.write_line(line)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

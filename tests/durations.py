@@ -1,16 +1,14 @@
-"""Where the time of a test run goes: the seconds of each group of tests, beside those that a file has.
+"""How long the files of tests take: a table to plan with, written by `scripts/test --all`.
 
-A group is a folder and a tier. `pytest --durations-table PATH` prints the groups, and names each that has grown by
-more than GROWTH without its entry in PATH being changed; with `--durations-write` it writes the entries anew instead.
+A file is known by its name alone, which no other has, so that it may move. What is not in the table takes UNKNOWN_S.
 """
 
 import json
 import platform
-import statistics
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,88 +16,60 @@ from typing import Any, Final
 
 import pytest
 
-GROWTH: Final = 1.15
-NOISE_S: Final = 10.0  # a group that takes less than this longer is not named: other work moves it by as much
-SLOW_S: Final = 20.0  # files that take longer are listed, and started first
-TIERS: Final = ("gpu", "real", "commands", "worlds", "pure")  # in the order in which a test's keywords decide
-_TESTS: Final = Path(__file__).parent
+TABLE: Final = Path(__file__).with_name("durations.json")
+UNKNOWN_S: Final = 5.0  # half of the files with slow tests take less
+_FINISHED: Final = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # no file was interrupted
 
 
 class Durations:
-    """The plugin: adds up what each test took, and reports when all have ended."""
+    """The plugin: adds up what each test took, prints the sums, and writes them to `table` if it is given."""
 
-    def __init__(self, table: Path, *, write: bool, whole: bool = True) -> None:
+    def __init__(self, table: Path | None = None) -> None:
         self._table = table
-        self._write = write
-        self._whole = whole  # whether all tests of the table run
         self._began = time.monotonic()
-        self._groups: defaultdict[str, float] = defaultdict(float)
-        self._files: defaultdict[str, float] = defaultdict(float)
+        self._seconds: defaultdict[Path, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add one phase of a test: its setup, its call or its teardown."""
-        file = Path(report.nodeid.partition("::")[0]).relative_to(_TESTS.name)
-        self._groups[group(file, report.keywords)] += report.duration
-        self._files[file.as_posix()] += report.duration
+        file = Path(report.nodeid.partition("::")[0])
+        self._seconds[file.relative_to(TABLE.parent.name)] += report.duration
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the groups, and compare them with the file or write it."""
-        counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-        if self._write:
-            found = summary(self._groups, self._files, counts, time.monotonic() - self._began)
-            self._table.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        before = groups_of(self._table)
-        terminalreporter.section("seconds of each group of tests")
-        for name, seconds in sorted(self._groups.items(), key=lambda each: -each[1]):
-            terminalreporter.write_line(f"{seconds:8.1f}  {before.get(name, 0.0):8.1f} in the table  {name}")
-        minutes = (time.monotonic() - self._began) / 60
-        terminalreporter.write_line(f"{sum(self._groups.values()):8.1f}  in {minutes:.1f} minutes")
-        for line in grown(self._groups, before) if self._whole else ():
-            terminalreporter.write_line(f"warning: {line}", yellow=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: pytest.ExitCode) -> None:
+        """Print the seconds of each folder, and write the table."""
+        taken_s = time.monotonic() - self._began
+        terminalreporter.section("seconds of each folder of tests")
+        for name, seconds in by_folder(self._seconds).items():
+            terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+        terminalreporter.write_line(f"{sum(self._seconds.values()):8.1f}  in {taken_s / 60:.1f} minutes")
+        if self._table is not None and exitstatus in _FINISHED:
+            counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "skipped")}
+            table = summary({path.name: seconds for path, seconds in self._seconds.items()}, counts, taken_s)
+            self._table.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
-def group(file: Path, keywords: Mapping[str, Any]) -> str:
-    """Return the group of a test: the folder of its file and the tier that it is marked with."""
-    tier = next(name for name in TIERS if name in keywords)
-    return f"{file.parts[0] if len(file.parts) > 1 else '.'} {tier}"
+def by_folder(seconds: Mapping[Path, float]) -> dict[str, float]:
+    """Return the sum of each folder, the longest first."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for file, taken in seconds.items():
+        sums[file.parts[0] if len(file.parts) > 1 else "."] += taken
+    return dict(sorted(sums.items(), key=lambda each: -each[1]))
 
 
-def grown(groups: Mapping[str, float], before: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line for each group that takes longer than its entry allows, on a machine of another speed too.
-
-    How fast the machine is follows from all groups together: the median of how much longer each took.
-    """
-    known = {name: seconds / before[name] for name, seconds in groups.items() if before.get(name, 0.0) >= NOISE_S}
-    pace = statistics.median(known.values()) if known else 1.0
-    for name, seconds in groups.items():
-        allowed = pace * before.get(name, 0.0)
-        if seconds > max(GROWTH * allowed, allowed + NOISE_S):
-            yield f"{name}: {seconds:.0f} s, expected {allowed:.0f}; make it cheaper, or run scripts/test --write"
-
-
-def summary(
-    groups: Mapping[str, float], files: Mapping[str, float], counts: Mapping[str, int], seconds: float
-) -> dict[str, Any]:
-    """Return what a table holds: when, of what and on what it was measured, the groups, and the slow files."""
+def summary(seconds: Mapping[str, float], counts: Mapping[str, int], taken_s: float) -> dict[str, Any]:
+    """Return what a table holds: when, of what and on what it was measured, and the seconds of each file."""
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=_TESTS, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "HEAD"], cwd=TABLE.parent, capture_output=True, text=True, check=True
     ).stdout.strip()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit,
         "versions": {"python": platform.python_version(), **{each: version(each) for each in ("torch", "torchvision")}},
-        "minutes": round(seconds / 60, 1),
+        "minutes": round(taken_s / 60, 1),
         **counts,
-        "groups": {name: round(took, 1) for name, took in sorted(groups.items())},
-        "slow": {name: round(took) for name, took in sorted(files.items(), key=lambda each: -each[1]) if took > SLOW_S},
+        "seconds": {name: round(taken, 1) for name, taken in sorted(seconds.items(), key=lambda each: -each[1])},
     }
 
 
-def groups_of(table: Path) -> dict[str, float]:
-    """Return the groups that a table has; none where there is no table yet."""
-    return dict(json.loads(table.read_text(encoding="utf-8"))["groups"]) if table.exists() else {}
-
-
-def slow_of(table: Path) -> dict[str, float]:
-    """Return the slow files that a table has, by their paths from the folder of tests."""
-    return dict(json.loads(table.read_text(encoding="utf-8"))["slow"]) if table.exists() else {}
+def seconds_of_files(table: Path = TABLE) -> dict[str, float]:
+    """Return the seconds of each file that a table has, by the file's name; none if there is no table."""
+    return dict(json.loads(table.read_text(encoding="utf-8"))["seconds"]) if table.exists() else {}

@@ -27,8 +27,7 @@ _NEEDS: Final[dict[str, Callable[[], None]]] = {
     "horovod": partial(require_package, "horovod"),
     "mpirun": partial(require, "openmpi", "openmpi-bin", "mpirun", "ompi_info"),
 }
-# Lessons whose commands are left to scripts/test --all, with where the gate has what they show; that their words are
-# taken is seen by test_tutorial.py.
+# Lessons whose commands other tests run too, and which; that their words are taken is seen by test_tutorial.py.
 _HELD: Final = {
     "11-lockstep": "test_coming_from.py has such a loop, by itself and under torchrun",
     "16-zero": "parallel/test_same_bits.py and commands/test_strategies_train.py have its strategies",
@@ -81,15 +80,12 @@ def needs(lesson: Path) -> list[Callable[[], None]]:
 
 
 def lessons(*folders: Path) -> list[Any]:
-    """Return lessons as parameters of a test, each with whether it is of the commands that run code of ours, or others.
-
-    The others are left to scripts/test --all.
-    """
-    plain = pytest.mark.extended("none of our code runs in it; it changes with its page, or with a version of torch")
+    """Return lessons as parameters of a test, with True for the commands that run our code and False for the others."""
+    plain = pytest.mark.slow("none of our code runs in it; it changes with its page, or with a version of torch")
     found = []
     for each in folders:
         kinds = {_runs_ours(command) for command, _ in shown((each / "README.md").read_text(encoding="utf-8"))}
-        held = [pytest.mark.extended(_HELD[each.name])] if each.name in _HELD else []
+        held = [pytest.mark.slow(_HELD[each.name])] if each.name in _HELD else []
         found += [pytest.param(each, True, id=each.name, marks=held)] * (True in kinds)
         found += [pytest.param(each, False, id=f"{each.name}, not ours", marks=plain)] * (False in kinds)
     return found

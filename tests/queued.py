@@ -1,6 +1,6 @@
 """One queue of tests for several processes: pytest-xdist's, by file, with a place of its own for clusters and hosts."""
 
-import tiers
+import marks
 from xdist.scheduler import LoadScopeScheduling
 
 CLUSTERS = "clusters"
@@ -14,4 +14,4 @@ class Queue(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return CLUSTERS if tiers.starts_a_cluster(tiers.TESTS.parent / file) else file
+        return CLUSTERS if marks.starts_a_cluster(marks.TESTS.parent / file) else file

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import lockstep
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 EXAMPLES: Final = Path(__file__).resolve().parent.parent / "examples"
 NAMES: Final = ("truncated_bptt", "memory_queue")
 
@@ -84,7 +86,6 @@ PLAIN: Final[dict[str, tuple[str, Callable[[ModuleType, nn.Module], Tensor]]]] =
 }
 
 
-@pytest.mark.commands
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_one_hash_on_one_process_on_two_and_on_three(tmp_path: Path, name: str) -> None:
     assert len({trained(name, tmp_path / str(processes), processes) for processes in (1, 2, 3)}) == 1
@@ -92,7 +93,6 @@ def test_it_has_one_hash_on_one_process_on_two_and_on_three(tmp_path: Path, name
     assert all(torch.equal(first, each) for each in others)
 
 
-@pytest.mark.commands
 @pytest.mark.parametrize("name", NAMES)
 def test_with_one_micro_batch_it_is_a_plain_loop(tmp_path: Path, name: str) -> None:
     sha256 = trained(name, tmp_path / "run", 1, "1")

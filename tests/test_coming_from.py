@@ -17,12 +17,14 @@ from lockstep.config.schema import Config
 from lockstep.loop.run import Run
 from lockstep.loop.step import Step
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # What follows is about configurations and has tests of its own.
 PAGE = (DOCS / "coming-from.md").read_text(encoding="utf-8").partition("\n## Import a configuration\n")[0]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (?!-)([^|]*) \| ([^|]*) \|", re.MULTILINE)
 _NAME = re.compile(r"`(\w+(?:\.\w+)+)(?:\((\w+)=\))?`")
-THEIRS = pytest.mark.extended("none of our code runs in it; it changes with the page, or with a version of theirs")
+THEIRS = pytest.mark.slow("none of our code runs in it; it changes with the page, or with a version of theirs")
 OTHERS = ("accelerate", "lightning", "transformers")
 
 

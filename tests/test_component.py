@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from component import require, require_package
+from component import require, require_chromium, require_etcd, require_hosts, require_package, require_slurm
 
 
 def program() -> None:
@@ -32,10 +32,16 @@ def test_what_is_missing_skips_and_says_how_to_get_it_and_fails_where_it_is_requ
         asked()
 
 
-def test_what_ci_must_have_is_there_also_where_its_tests_are_not_in_turn() -> None:
+def test_what_ci_must_have_is_there_even_if_no_selected_test_needs_it() -> None:
+    require_slurm()
+    require_hosts()
+    require_etcd()
+    require_chromium()
+    require("openmpi", "openmpi-bin", "mpirun.openmpi", "ompi_info")
+    require("mpich", "mpich", "mpiexec.hydra")
     for program in ("faketime", "shellcheck"):
         require(program, program, program)
-    for name in ("mlflow", "onnx", "ray"):
+    for name in ("deepspeed", "horovod", "mlflow", "onnx", "ray", "wandb"):
         require_package(name)
 
 

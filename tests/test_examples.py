@@ -11,6 +11,8 @@ import nbclient
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 ROOT: Final = Path(__file__).resolve().parent.parent
 EXAMPLES: Final = ROOT / "examples"
 
@@ -22,7 +24,6 @@ def results(cell: Any) -> list[str]:
     return [*texts, *(word for word in printed.split() if len(word) == 64)]
 
 
-@pytest.mark.commands
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of what runs the notebook
 def test_each_cell_runs_and_runs_again_with_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
@@ -48,7 +49,6 @@ def trained(folder: Path, *launcher: str) -> tuple[str, str]:
     return sha256, ended.stdout
 
 
-@pytest.mark.commands
 def test_the_gan_has_one_hash_on_one_process_and_on_two_and_where_it_resumes(tmp_path: Path) -> None:
     alone, _ = trained(tmp_path / "alone")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

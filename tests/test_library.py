@@ -11,6 +11,8 @@ import pytest
 
 import lockstep
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "own-loop.md"
 # What the loop of the README is about: a model, its optimizer and a dataset of the reader's.
@@ -63,7 +65,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-VERIFIED = pytest.mark.extended("verification/test_own_loop.py verifies a loop, and refuses one that joins no run")
+VERIFIED = pytest.mark.slow("verification/test_own_loop.py verifies a loop, and refuses one that joins no run")
 
 
 @pytest.mark.parametrize("number", [pytest.param(1, marks=VERIFIED), *range(2, len(examples()))])

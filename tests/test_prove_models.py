@@ -55,6 +55,7 @@ def trained(world: Any, strategy: str, name: str) -> tuple[str, list[Trace]]:
     return ended(world, strategy, loop), traces
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_public_model_has_the_numbers_of_one_process_under_zero3(name: str) -> None:

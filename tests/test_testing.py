@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep import BatchSampler, UsageError, VerificationError
 from lockstep.testing import Trace, assert_placement_invariant
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 SAMPLES, BATCH = 24, 12
 INPUTS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0)).double()
 

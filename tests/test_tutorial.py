@@ -16,6 +16,8 @@ from lessons import LESSONS, TUTORIAL, check_what_is_printed, comparable, lesson
 
 from lockstep.cli import main
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SCRIPTS: Final = sorted(TUTORIAL.glob("*/*.py"))
 LANGUAGES: Final = ("README.md", "README.zh.md")
 LONGEST_SCRIPT, LONGEST_PAGE = 100, 60

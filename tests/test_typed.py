@@ -6,7 +6,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import lockstep
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """

@@ -15,7 +15,7 @@ from waiting import until
 
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("runs whole commands"), pytest.mark.worlds]
 
 INNER = """
 import os

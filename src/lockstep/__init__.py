@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from lockstep.config.recipe import Recipe
     from lockstep.errors import LockstepError, PreflightError, TrainingError, UsageError, VerificationError
     from lockstep.exports.export import Exported, export
+    from lockstep.inference.load import load
     from lockstep.inference.predict import Prediction, predict
     from lockstep.inference.report import Report, report
     from lockstep.loop.batch_sampler import BatchSampler
     from lockstep.loop.run import Run, join
     from lockstep.loop.step import Step
     from lockstep.run.background import evaluate, train
-    from lockstep.runs.load import load
     from lockstep.training.events import (
         Corrupted,
         Done,
@@ -41,13 +41,13 @@ _PLACES = {
     "config.recipe": "Recipe",
     "errors": "LockstepError PreflightError TrainingError UsageError VerificationError",
     "exports.export": "Exported export",
+    "inference.load": "load",
     "inference.predict": "Prediction predict",
     "inference.report": "Report report",
     "run.background": "evaluate train",
     "loop.batch_sampler": "BatchSampler",
     "loop.run": "Run join",
     "loop.step": "Step",
-    "runs.load": "load",
     "training.events": "Corrupted Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
     "verification.own_loop": "Checked verify",
 }

@@ -145,11 +145,3 @@ def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Itera
         yield
     except OSError as error:
         raise kind(f"{what}: {error.strerror or error}{advice}") from error
-
-
-def against_nonfinite(clip_norm: float | None, own_loop: bool = False) -> str:
-    """Return advice for a loss that is not finite, for a recipe or for the user's own loop."""
-    if own_loop:
-        return "lower the learning rate, or clip with step.update(clip=...)"
-    clip = "" if clip_norm else "set recipe.clip_norm, "
-    return f"lower the learning rate, {clip}or skip such steps with recipe.nonfinite=skip"

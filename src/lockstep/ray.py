@@ -20,7 +20,7 @@ from lockstep.ranks.external import join_ranks
 from lockstep.reporting.ray import RayReport
 from lockstep.run.background import as_words
 from lockstep.run.training import training_as_rank
-from lockstep.runs.completed import completed
+from lockstep.setup.completed import completed
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.authors import Program, digest, obtain
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 FILES = ("train.py", "config/small.py")
 
 

@@ -7,6 +7,8 @@ from benchmarks.batchnorm import LR, by_hand
 from benchmarks.learners import Work, start
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 WORK = Work("ResNet-18", "SGD", samples=4, microbatches=3, sync_batchnorm=True)
 
 

@@ -5,6 +5,8 @@ import torch
 
 from benchmarks import gpu_compile
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 def test_runs_that_differ_or_are_missing_are_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_compile, "_timed", lambda *_: {"first": {"eager": 0.5}, "step": {"eager": 0.25}})

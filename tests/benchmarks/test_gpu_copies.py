@@ -7,7 +7,7 @@ from card import DEVICE, Card
 from benchmarks import gpu_copies
 from lockstep.parallel.numerics import Numerics
 
-pytestmark = pytest.mark.extended("the section runs on the CPU; tests/data/test_copies.py has the copies themselves")
+pytestmark = pytest.mark.slow("the section runs on the CPU; tests/data/test_copies.py has the copies themselves")
 
 
 def test_no_step_waits_and_bytes_travel_as_bytes() -> None:

@@ -6,7 +6,7 @@ import torch
 from benchmarks import gpu_doctor
 from lockstep.device.cards import Card, Driver
 
-pytestmark = pytest.mark.extended("the section runs on the CPU; tests/device has what it measures")
+pytestmark = pytest.mark.slow("the section runs on the CPU; tests/device has what it measures")
 
 CPU = torch.device("cpu")
 

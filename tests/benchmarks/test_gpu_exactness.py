@@ -9,6 +9,8 @@ import torch
 
 from benchmarks import gpu_exactness
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 CPU = torch.device("cpu")
 # Stands for `lockstep train`, `launch` and `replay`.
 # It gives one hash for each precision, unless a placement is told to depart, fail or take long.

@@ -15,6 +15,8 @@ from benchmarks.gpu_uses import EXACT
 from lockstep.device import kernels
 from lockstep.device.precision import fix_kernels
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 ROOT = Path(__file__).parent.parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -4,7 +4,7 @@ import torch
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import Case
 
-pytestmark = pytest.mark.extended("the section runs on the CPU; test_strategies_memory.py has theory and counting")
+pytestmark = pytest.mark.slow("the section runs on the CPU; test_strategies_memory.py has theory and counting")
 
 
 def test_memory_is_theorys() -> None:

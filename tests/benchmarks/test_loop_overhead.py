@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.loop import EXACT, HAND, OURS, OWN, measure
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 @pytest.mark.worlds
 def test_hand_written_and_ours_take_turns() -> None:

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.mnist1d import MODELS, Accuracy, Row, show
 from lockstep.models.find import OURS
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 def test_the_models_are_shipped_ones() -> None:
     assert {model for model, _, _ in MODELS} <= OURS.keys()

@@ -21,6 +21,8 @@ from lockstep.data.base import Request
 from lockstep.setup.build import Setup, setup
 from lockstep.setup.examples import transforms_of
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 BATCH, LR, EPOCHS = 64, 0.3, 2
 RECIPE = (
     "digits",

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.nanogpt import HIS, OURS, in_lines, losses, times
 from benchmarks.programs import Ended, Trained
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 PRINTED = "step 0: train loss 4.1676, val loss 4.1649\niter 0: loss 4\nstep 2000: train loss 1.76, val loss 1.8857\n"
 
 

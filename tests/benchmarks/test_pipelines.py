@@ -10,7 +10,7 @@ from benchmarks.learners import MODELS, Work
 from benchmarks.pipelines import SCHEDULES, pipelined
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.extended("it is of torch's pipelines, which ours are measured beside")
+pytestmark = pytest.mark.slow("it is of torch's pipelines, which ours are measured beside")
 WORK = Work("ViT-Tiny", "AdamW", samples=2, microbatches=4)
 
 

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 def test_a_plan_has_the_memory_of_the_run(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "benchmarks", "--only", "plan", "--quick", "--json", str(tmp_path / "found")]

@@ -9,7 +9,7 @@ import torch
 from benchmarks.processes import Contestant, Turn, take_turns
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.worlds]
 
 
 def rank_and_turn(world: World) -> Turn:

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.programs import run
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 def test_a_program_has_its_time_its_threads_and_its_folder(tmp_path: Path) -> None:
     code = "import os, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.report import Target, as_json, compare, in_words, show
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 TURNS = {"peer": [1.0, 10.0, 100.0], "ours": [2.0, 11.0, 90.0]}
 
 

@@ -7,6 +7,8 @@ from benchmarks import step_weights
 from benchmarks.step_weights import PLACED, SCALED, Placed
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 def error(world: World, placed: Placed) -> float:
     return step_weights.relative_error(step_weights.placed_gradient(world, placed), step_weights.exact())

@@ -1,7 +1,11 @@
 """Memory is counted to the byte, peaks are seen, and theory is ZeRO's."""
 
+import pytest
+
 from benchmarks.learners import Work
 from benchmarks.strategies_memory import BUFFER_BYTES, Sizes
+
+pytestmark = pytest.mark.slow("other programs, or minutes")
 
 MIB = 2**20
 

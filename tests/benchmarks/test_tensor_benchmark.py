@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.tensor_learners import HEADS, Work, sliced_by_torch
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.extended("it is of torch's slicing, which ours is measured beside")
+pytestmark = pytest.mark.slow("it is of torch's slicing, which ours is measured beside")
 WORK = Work(32, layers=2, sequences=2, tokens=8)
 
 

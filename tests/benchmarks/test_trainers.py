@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from component import script
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.extended("test_testing.py has each gate fall by itself, and DistributedDataParallel pass but for rounding")
+@pytest.mark.slow("test_testing.py has each gate fall by itself, and DistributedDataParallel pass but for rounding")
 def test_gates_are_those_of_the_results_and_the_control_holds(tmp_path: Path) -> None:
     line = [sys.executable, str(ROOT / "scripts/prove-gates"), "--only", "ddp", "--json", str(tmp_path / "gates.json")]
     done = subprocess.run(line, capture_output=True, text=True)

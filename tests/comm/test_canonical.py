@@ -44,6 +44,7 @@ def all_added(world: World) -> list[Tensor]:
     return [added(world, *case) for case in CASES]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_rank_has_the_bits_of_one_process(size: int) -> None:
@@ -63,9 +64,10 @@ def test_the_values_tell_brackets_apart() -> None:
     assert not torch.equal(in_a_row, total(held(range(8), 1000, torch.float32), 8, add_))
 
 
+MORE_RANKS = pytest.mark.slow("more ranks of the same tree")
 MESHES = [
     *(Mesh(replicate=size) for size in range(2, 9)),
-    *(pytest.param(Mesh(replicate=size), marks=pytest.mark.thorough) for size in range(9, 14)),
+    *(pytest.param(Mesh(replicate=size), marks=MORE_RANKS) for size in range(9, 14)),
     *(Mesh(shard=size) for size in (2, 3, 5)),
     *(Mesh(context=size) for size in (2, 4)),
     *(Mesh(replicate=2, shard=3), Mesh(replicate=3, context=2), Mesh(replicate=3, expert=2)),
@@ -116,6 +118,7 @@ def missing(world: World) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_rank_that_lacks_its_pieces_is_an_error_not_a_wrong_sum() -> None:
     assert set(worlds.run(2, missing)) <= {"KeyError", "ValueError"}

@@ -1,5 +1,6 @@
 """Tensors by way of the host: in which order, from which memory, and over which groups."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,13 +23,16 @@ CPU = torch.device("cpu")
 def mesh_backends(world: World) -> list[str]:
     """Return the backends of the groups that fully_shard uses, where torch sees a CUDA device beside gloo."""
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        placed = World(RankInfo(world.rank, world.size, 0, 1, "part"), CPU, world._groups, world._timeout, staged)
+        assert world._groups is not None
+        info = RankInfo(world.rank, world.size, 0, 1, "part")
+        placed = World(info, CPU, replace(world._groups, carry=staged))
         return [
             dist.get_backend(placed.device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
             for members in (2, 4)
         ]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_no_group_of_nccl_is_made_beside_gloo() -> None:
     assert worlds.run(4, mesh_backends) == [["gloo", "gloo"]] * 4

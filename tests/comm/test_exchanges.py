@@ -77,6 +77,7 @@ def each_is_refused(world: World) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_each_of_torch_is_refused_by_its_name_and_questions_are_not() -> None:
     assert worlds.run(2, each_is_refused)[0] == [(name, name) for name in (*CALLS, *FUNCTIONAL)]
@@ -94,6 +95,7 @@ def of_ours(world: World) -> list[float]:
     return [float(total), float(within)]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_one_that_is_let_through_does_its_work_and_afterwards_none_is_seen() -> None:
     assert worlds.run(2, of_ours) == [[2.0, 2.0]] * 2

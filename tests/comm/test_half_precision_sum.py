@@ -12,6 +12,8 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import cut
 from lockstep.core.tolerance import unit_roundoff, worst_case
 
+pytestmark = pytest.mark.slow("several ranks")
+
 LENGTH = 1001
 LEAVES = (2, 4, 5, 8)  # with 2, some ranks have none
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -62,6 +62,7 @@ def measured_with_a_slow_rank(world: World, slow_rank: int) -> list[dict[str, An
         return measured(world)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_all_links_are_measured_in_both_directions() -> None:
     found = [link for each in worlds.run(3, measured) for link in each]
@@ -69,6 +70,7 @@ def test_all_links_are_measured_in_both_directions() -> None:
     assert all(0 < link["latency_s"] < 1 and link["mb_s"] > 0.1 for link in found)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_the_way_to_a_slow_rank_is_slow() -> None:
     found = [link for each in worlds.run(3, measured_with_a_slow_rank, 2) for link in each]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 VALUES = [1e16, 1.0, -1e16, 3.0, 0.1]
 
 

@@ -11,7 +11,7 @@ import worlds
 from lockstep.comm.world import World, _sharing
 from lockstep.errors import UsageError
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def found(
@@ -19,16 +19,13 @@ def found(
 ) -> str | list[list[int]]:
     """Return what a rank whose device has this name finds; that there is a device at all is feigned."""
     device = SimpleNamespace(uuid=names[world.rank])
-    world.backend, before = backend, world.backend
     variables = {"NCCL_HOSTID": hosts[world.rank]} if hosts else {}
     feigned = mock.patch.object(torch.cuda, "get_device_properties", return_value=device)
     with feigned, mock.patch.dict("os.environ", variables):
         try:
-            return _sharing(world)
+            return _sharing(world, backend)
         except UsageError as error:
             return str(error)
-        finally:
-            world.backend = before
 
 
 def test_two_ranks_on_one_device_are_refused_on_all_ranks() -> None:

@@ -58,6 +58,7 @@ def exchange(world: World, turns: int) -> list[Any]:
     return [looks(values) for values in sooner]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_parcels_arrive_as_they_were_sent() -> None:
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch.futures import Future
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def double(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import worlds
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def noted(world: World) -> str:

@@ -113,6 +113,7 @@ def test_what_a_stream_still_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert not left
 
 
+@pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 def test_a_stream_orders_itself_against_the_computing_one() -> None:
     device = torch.device("cuda")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import worlds
 
 from lockstep.comm.peer_errors import PeerLostError
+from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.stream import InlineStream, ThreadStream
 from lockstep.comm.world import World, _stay_on_this_host, choose_device, open_lone_group, open_world
 from lockstep.common.rank import ALONE, RankInfo
@@ -53,6 +54,7 @@ def agreed(world: World, levels: list[list[int]]) -> list[int]:
     return [*heard, world.agree_to_stop(0)]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [2, 3])
 def test_places_and_sums(size: int) -> None:
@@ -61,12 +63,14 @@ def test_places_and_sums(size: int) -> None:
     assert worlds.run(size, added) == [total] * size
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_every_rank_hears_rank_0() -> None:
     texts = ["", "/runs/épreuve ✓", "x" * 100_000]
     assert worlds.run(3, told, texts) == [texts] * 3
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_that_differ_are_named_on_all() -> None:
     assert worlds.run(3, compared, []) == ["the same"] * 3
@@ -80,12 +84,14 @@ def test_ranks_that_differ_are_named_on_all() -> None:
     )
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("texts", [["a", "bcd", "e"], ["", "\u00fc" * 5000, ""], ["", "", ""]])
 def test_each_rank_tells_all_others(texts: list[str]) -> None:
     assert worlds.run(3, told_by_all, texts) == [texts] * 3
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_all_agree_one_step_later_on_the_largest_wish() -> None:
     levels = [[0, 1, 1], [0, 0, 2], [0, 0, 0]]
@@ -112,11 +118,13 @@ def beside_others(world: World, store: str) -> str:
     return "opened"
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_process_group_that_is_open_is_left_alone(tmp_path: Path) -> None:
     assert worlds.run(2, beside, f"file://{tmp_path}/store") == [([2, 4], [1, 2], True)] * 2
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_process_group_of_other_ranks_is_refused(tmp_path: Path) -> None:
     found = worlds.run(2, beside_others, f"file://{tmp_path}/store")
@@ -141,7 +149,7 @@ def test_a_world_of_one_sends_nothing() -> None:
 
 def test_a_world_whose_process_group_a_script_has_left_is_closed() -> None:
     open_lone_group(World(ALONE, CPU))
-    world = World(ALONE, CPU, (dist.group.WORLD, dist.group.WORLD))
+    world = World(ALONE, CPU, ProcessGroups(dist.group.WORLD, dist.group.WORLD))
     dist.destroy_process_group()
     world.close()
 
@@ -152,6 +160,7 @@ def lane_kind(world: World) -> str:
     return type(stream).__name__
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_more_than_one_process_have_a_lane_beside() -> None:
     assert worlds.run(2, lane_kind) == [ThreadStream.__name__] * 2
@@ -168,6 +177,7 @@ def lost(world: World) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_rank_that_dies_is_an_error_of_its_own_kind_on_the_others() -> None:
     with pytest.raises(worlds.WorldError, match="rank 1 of 2: the process died") as caught:

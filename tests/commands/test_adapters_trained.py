@@ -15,6 +15,8 @@ from lockstep.exports.adapters import export_adapters
 from lockstep.models.adapters import Lora, adapt
 from lockstep.models.digits_convnet import digits_convnet
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 LORA = 'recipe.model.lora={target_modules: [convolutions.0, "5.convolutions.3"], r: 4, dropout: 0.1, train: "9.*"}'
 
 

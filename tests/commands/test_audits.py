@@ -8,12 +8,14 @@ from conftest import DIGITS
 from forked import events
 from test_train import assert_same_run
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 PLACED = {
     "single": ("placement.processes=1",),
     "ddp": ("placement.processes=3", "placement.workers=1"),
     "pipeline": ("placement.processes=2", "placement.strategy=pipeline"),
 }
-BEYOND = pytest.mark.extended("parallel/test_audited.py and test_rotated_audit.py have the bits of each strategy")
+BEYOND = pytest.mark.slow("parallel/test_audited.py and test_rotated_audit.py have the bits of each strategy")
 
 
 @pytest.mark.parametrize("name", ["pipeline", *(pytest.param(each, marks=BEYOND) for each in ("single", "ddp"))])
@@ -70,6 +72,6 @@ def test_it_ends_where_it_cannot_go_on(run):
     assert "error: placement.on_corruption: cannot go on without rank 1: strategy mesh" in ended.err
 
 
-@pytest.mark.extended("verify trains as train does, and what audits do to a run and find in it is above")
+@pytest.mark.slow("verify trains as train does, and what audits do to a run and find in it is above")
 def test_verify_audits_as_training_does(run):
     run("verify", *DIGITS, "recipe.microbatches=4", "placement.processes=2", "placement.audit_every=1")

@@ -9,6 +9,8 @@ import pytest
 from conftest import DIGITS
 from forked import events
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 OWN = Path(__file__).parent.parent / "parallel" / "own_optimizers.py"
 SCHEDULES = Path(__file__).with_name("own_schedules.py")
 TRAIN = (

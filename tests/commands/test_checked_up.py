@@ -5,9 +5,12 @@ import re
 import socket
 from pathlib import Path
 
+import pytest
 from conftest import Start
 from forked import as_rank
 from waiting import free_port
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 
 def test_one_rank(run: Start, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from forked import events, steps
 
 from lockstep.comparison.plan import ComparisonRequest, plan_runs
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 QUICK = ("recipe.epochs=1", "recipe.model.name=held:linear", "recipe.model.source=auto", "recipe.model.options={}")
 QUICK = (*QUICK, "run.tensorboard=false", "run.probe=off", "run.log_every=1")
 

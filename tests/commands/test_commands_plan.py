@@ -11,6 +11,8 @@ from conftest import DIGITS
 from lockstep.config.load import load
 from lockstep.config.recorded import read_recorded_config
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 NARROW = ("digits", "recipe.model.options.width=8")
 WIDE = ("digits", "recipe.optimizer={name: adamw, lr: 0.001}", "recipe.model.options.width=64")
 

@@ -7,6 +7,8 @@ from conftest import DIGITS, FOLDER, Start, invoke
 
 from lockstep.config.load import load
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 PICTURES = ("digits", *DIGITS[1:], *FOLDER)
 
 

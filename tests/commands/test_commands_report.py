@@ -21,7 +21,7 @@ from lockstep.reporting.run_page import charts, sections
 from lockstep.runs.runs import machine_of
 from lockstep.training.events import Event
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = [pytest.mark.slow("runs whole commands"), pytest.mark.usefixtures("here")]
 
 
 def run_folder(name: str, *events: Event, overrides: tuple[str, ...] = ()) -> Path:

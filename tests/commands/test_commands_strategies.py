@@ -8,6 +8,8 @@ from conftest import invoke
 from lockstep.commands import strategies as listing
 from lockstep.strategies import names
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 def test_piped_every_strategy_has_a_paragraph():
     paragraphs = invoke("strategies").output.rstrip("\n").split("\n\n")

@@ -22,6 +22,8 @@ from lockstep.reporting.page_server import PageServer
 from lockstep.training.events import Event
 from lockstep.training.lock import lock
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 def run_folder(run: Path, *events: Event, first: float = 100.0) -> Path:
     """Make a run folder, or go on with its log, an event each second."""

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 
 from lockstep.cli import Bash, main
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SCHEDULES = ["cosine", "linear", "polynomial", "steps", "constant"]
 
 

@@ -6,6 +6,8 @@ from forked import events
 
 from lockstep.runs.digest_file import read
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 ON_2 = ("placement.strategy=context", "placement.processes=2")
 ON_2_X_2 = ("placement.strategy={name: context, replicate: 2}", "placement.processes=4")
 BOTH = ("recipe.model.chunks=2", "recipe.model.sequence_chunks=2")
@@ -16,9 +18,7 @@ DDP = ("placement.strategy=ddp", "placement.processes=3")
 MANIFEST = "run/checkpoints/step-00000008/manifest.json"
 
 
-BEYOND = pytest.mark.extended(
-    "the gate verifies stages, and stops and resumes both kinds; parallel/context has the bits"
-)
+BEYOND = pytest.mark.slow("other cases verify stages, and stop and resume both kinds; parallel/context has the bits")
 
 
 @pytest.mark.parametrize(

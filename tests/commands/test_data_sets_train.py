@@ -6,6 +6,8 @@ import pytest
 import stored
 from forked import evaluations, events
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SMALL = (
     *("recipe.batch=12", "recipe.microbatches=3", "recipe.steps=6", "recipe.last_batch=drop"),
     *("recipe.optimizer={name: adamw, lr: 0.01}", "run.save_every.steps=2", "run.evaluate_every.steps=3"),
@@ -13,7 +15,7 @@ SMALL = (
 )
 KINDS = (stored.webdataset, stored.datasets, stored.folder, stored.csv, stored.mixture)
 HELD = (stored.parquet, stored.text)
-BEYOND = pytest.mark.extended("a Parquet file is rows as those of a CSV, and a text is windows as those of a mixture")
+BEYOND = pytest.mark.slow("a Parquet file is rows as those of a CSV, and a text is windows as those of a mixture")
 
 
 @pytest.mark.parametrize(

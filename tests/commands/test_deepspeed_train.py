@@ -14,6 +14,8 @@ from conftest import DIGITS
 from forked import events
 from test_resume import stop, undisturbed
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 PLACED = ("placement.strategy={name: deepspeed, stage: 3}", "placement.processes=2")
 MICRO = "recipe.microbatches=4"
 

@@ -10,6 +10,8 @@ from conftest import invoke
 from forked import imported
 from waiting import free_port
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 

@@ -9,6 +9,8 @@ from conftest import invoke
 from lockstep.checkup import cards
 from lockstep.device.cards import Card, Device, Driver, Evidence
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 CARD = Card("NVIDIA RTX A5000", "GPU-3", "0000:81:00.0", uncorrected=2)
 GOOD = Evidence(
     driver=Driver("590.44.01", "13.1", (CARD,)),

@@ -7,6 +7,8 @@ import stored
 from conftest import DIGITS, FOLDER
 from forked import events
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 TRAIN = ("train", *DIGITS, "run.dir=run")
 
 

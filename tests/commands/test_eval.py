@@ -7,6 +7,8 @@ import forging
 import pytest
 from conftest import DIGITS
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 EVIL = """
 from pathlib import Path
 Path("ran").touch()

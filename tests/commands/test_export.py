@@ -23,6 +23,8 @@ from lockstep.inference.pictures import preprocessing_of
 from lockstep.inference.saved import Facts, SavedModel, open_saved
 from lockstep.run.evaluation import EvalRequest
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 VIT = (
     "{name: vit, source: transformers, options: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
     "intermediate_size: 16, patch_size: 4}}"

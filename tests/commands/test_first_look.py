@@ -22,6 +22,8 @@ from lockstep.probe.first_look import first_look, is_known, is_plain
 from lockstep.setup.build import Setup, setup
 from lockstep.tasks.facts import facts
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 NOISY = 'recipe.model={{name: "planted:noisy", options: {{source: {}}}}}'
 LOOKING = (*DIGITS, 'recipe.loss={name: "cross_entropy"}', "run.probe=auto", "run.dir=run")
 

@@ -30,7 +30,9 @@ from lockstep.setup.resolved import resolve
 from lockstep.setup.resume import resume_state
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 RECIPE = """
 recipe:

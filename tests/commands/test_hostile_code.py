@@ -20,7 +20,9 @@ from lockstep.setup.build import setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resolved import resolve
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 # What does behave; a case defines some of it anew, from line FIRST on.
 SOUND = """

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torchvision
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 OLD = """
 MODEL: {ARCH: resnet18, WEIGHTS: first.pth.tar, NUM_CLASSES: 2}
 OPTIM: {BASE_LR: 0.4, MAX_EPOCH: 1, WARMUP_EPOCHS: 0}

@@ -16,6 +16,8 @@ from lockstep.config.load import load, to_yaml
 from lockstep.launchers import batch
 from lockstep.runs.runs import Submitted, record_job
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 STARTED = {"event": "started", "time": 100.0, "step": 0, "samples": 0, "steps": 50, "steps_per_epoch": 10, "epochs": 5}
 STEP = {"event": "step", "time": 110.0, "step": 10, "samples": 640, "loss": 0.25}
 STOPPED = {"event": "stopped", "time": 110.5, "step": 10, "samples": 640, "reason": "SIGTERM"}

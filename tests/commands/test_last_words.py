@@ -3,7 +3,10 @@
 import signal
 from pathlib import Path
 
+import pytest
 from conftest import DIGITS, held_at
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 TRAIN = ("train", *DIGITS, "run.dir=run")
 

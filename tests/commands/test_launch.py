@@ -11,6 +11,8 @@ from conftest import invoke, put
 
 from lockstep.common import follow_parent
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # Stands in for a launcher on this machine: what follows its options is run as if the launcher had started it once.
 STANDS_IN = """#!/bin/sh
 echo "$(basename "$0") $*" >> calls

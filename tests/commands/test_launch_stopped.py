@@ -9,6 +9,8 @@ import pytest
 from conftest import put
 from waiting import until
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # A host whose torchrun ends with 1 when its stdin ends; first it does what the file `at_the_end` says.
 SSH = """#!/bin/sh
 echo > began
@@ -52,7 +54,7 @@ def test_its_exit_code_says_that_the_run_would_fail_again(folder: Path) -> None:
     assert code(folder, signal.SIGTERM, WRONG) == 2
 
 
-BEYOND = pytest.mark.extended("what another start left is as good as nothing, which the gate has")
+BEYOND = pytest.mark.slow("what another start left is as good as nothing, which is the first case")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from PIL import Image
 from sections import section
 from waiting import free_port
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # One layer, because each process of these launchers imports for itself what its model needs.
 LINEAR = (*DIGITS, 'recipe.model={name: "held:linear"}', "run.dir=run", "run.save_every.steps=5")
 SHORT = ("recipe.epochs=", "recipe.steps=2")

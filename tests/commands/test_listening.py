@@ -9,6 +9,8 @@ from conftest import DIGITS
 from forked import Command, as_rank
 from waiting import free_port
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 HELD = ("train", *DIGITS, "recipe.microbatches=4", "run.dir=run")
 
 

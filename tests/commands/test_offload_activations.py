@@ -13,6 +13,8 @@ from lockstep.parallel import data_parallel
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import prepare
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 @pytest.mark.parametrize("words", [[], ["placement.offload_activations=true"]])
 def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from forked import as_rank
 from waiting import free_port
 
 import lockstep
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 WORDS = ("-m", "lockstep", "train", "digits", "run.dir=run")
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 NAMED = ("recipe.model.name=own_words:mean", "recipe.data.name=own_words:words", "recipe.data.collate=own_words:padded")
 RECIPE = """
 recipe:

@@ -14,6 +14,8 @@ from lockstep.core.rate import Rate
 from lockstep.errors import UsageError
 from lockstep.setup.schedule import check_rate, find_rate
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 FILE = own_schedules.__file__
 
 

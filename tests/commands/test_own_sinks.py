@@ -9,7 +9,7 @@ from component import require_package
 from event_examples import rows
 from test_sinks import SINK
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("runs whole commands"), pytest.mark.worlds]
 SCRIPT = """
 import sys
 import torch

@@ -11,7 +11,9 @@ from conftest import DIGITS
 from forked import as_rank
 from waiting import free_port
 
-from lockstep.setup.user_source import source_changes, source_digests
+from lockstep.common.user_source import source_changes, source_digests
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 TRAIN = ("train", *DIGITS, "run.dir=run", "recipe.model=", "recipe.model.name=zoo.nets:net")
 NETS = (

@@ -13,6 +13,8 @@ from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import names
 from lockstep.strategies.base import Strategy
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 OWN = "own_strategies"
 LATE = (f"placement.strategy.name={OWN}:Late", "placement.processes=3", "recipe.microbatches=4")
 

@@ -11,6 +11,8 @@ import torch
 from forked import events
 from sections import DOCS, section
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 COMMAND = re.compile(r"^\$ lockstep (train .*)$", re.MULTILINE)
 
 

@@ -15,6 +15,8 @@ import lockstep
 from lockstep.data.images.digits import digits
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 TRUST = "recipe.loss.name=held:cross_entropy"
 PLAIN = """
 recipe:

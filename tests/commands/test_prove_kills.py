@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-kills"
 
 
-@pytest.mark.extended("test_stopping.py kills a worker, test_data_sets_train.py a run that goes on on other ranks")
+@pytest.mark.slow("test_stopping.py kills a worker, test_data_sets_train.py a run that goes on on other ranks")
 def test_a_trial(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     # One layer: what takes the time is to import what a model needs, in every process.

@@ -11,6 +11,8 @@ from lockstep.common.text import size
 from lockstep.training.checkpoint import store
 from lockstep.training.lock import lock
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 @pytest.fixture
 def runs(here: Path) -> Path:

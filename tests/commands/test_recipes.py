@@ -6,6 +6,8 @@ from conftest import invoke
 from lockstep.commands import recipes
 from lockstep.config.shipped import list_shipped_recipes
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 def test_piped_it_is_plain_text_with_a_line_for_each_recipe():
     head, *lines = invoke("recipes").output.splitlines()

@@ -13,6 +13,8 @@ from conftest import DIGITS, invoke, put
 from PIL import Image
 from test_sinks import SINK
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 def _cases() -> Iterator[Any]:
     begin, told = "", []

@@ -12,6 +12,8 @@ from conftest import DIGITS
 
 from lockstep.runs import digest_file
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 RUN = ("recipe.ema={decay: 0.9}", "run.save_every={steps: 7}", "run.keep=9")
 ON_3 = ("placement.strategy=zero3", "placement.processes=3")
 # A square root of what the largest activations fall below: rare enough to be met by one sample first.

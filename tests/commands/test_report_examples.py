@@ -21,6 +21,8 @@ from lockstep.data.images.digits import digits
 from lockstep.inference.inspection import _deviation_from_log
 from lockstep.reporting.run_log import History, Point
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 WRONG = """
 from torch.nn import functional as F
 

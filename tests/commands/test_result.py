@@ -12,6 +12,8 @@ from conftest import DIGITS, FOLDER
 from forked import as_rank
 from waiting import free_port
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 TRAIN = ("train", *DIGITS, "run.dir=run")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}  # as another launcher has it
 MISSING = "recipe.data={name: folder, root: nowhere}"

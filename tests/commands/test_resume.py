@@ -18,6 +18,8 @@ from test_train import FP16, assert_same_run
 
 from lockstep.config.load import load
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
 
 

@@ -7,6 +7,8 @@ from click.testing import CliRunner
 from lockstep.commands import launch, verify
 from lockstep.commands._script import ScriptCommand, misplaced_options
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 @click.command("echo", cls=ScriptCommand)
 @click.argument("words", nargs=-1)

@@ -1,5 +1,9 @@
 """The shipped language recipe has nanoGPT's sizes, and one hash on any number of processes."""
 
+import pytest
+
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SHORT = ("train", "shakespeare-gpt", "recipe.steps=2", "recipe.data.options.validation=0.001", "run.tensorboard=false")
 
 

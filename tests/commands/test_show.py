@@ -7,6 +7,8 @@ from forked import imported
 from lockstep.commands.show import consequences
 from lockstep.config.load import load
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 def test_it_prints_origins_and_consequences():
     lines = [line.split() for line in invoke("show", "digits", "recipe.batch=32").output.splitlines()]

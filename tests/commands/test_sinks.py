@@ -18,6 +18,8 @@ from lockstep.errors import UsageError
 from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SINK = """
 import json
 

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from conftest import DIGITS
 from forked import Command
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 LATE = ('recipe.model={name: "dawdling:model"}', 'recipe.loss={name: "dawdling:loss"}')
 SOON = ("placement.processes=2", "placement.stall_timeout_s=0.4")

@@ -14,6 +14,8 @@ from held import HOLD
 from test_resume import undisturbed
 from test_stopping import TRAIN, assert_goes_on
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SOON = ("placement.processes=3", "placement.stall_timeout_s=2")
 
 

@@ -15,6 +15,8 @@ from waiting import free_port
 from lockstep.config.load import load
 from lockstep.training.checkpoint import store
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SHORT = ("recipe.epochs=", "recipe.steps=6")
 BEGUN = {"weights": "run.start_from=a", "optimizer": "run.start_from={run: a, optimizer: true}"}
 # Each strategy once; tests/parallel/ has their bits, from whatever weights.

@@ -13,8 +13,10 @@ from conftest import DIGITS, FOLDER, held_at
 from forked import events
 from held import HELD, HOLD, hold
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
-PAIRS = pytest.mark.extended("the gate has each of its values with one of the others, here and in scripts/prove-kills")
+PAIRS = pytest.mark.slow("each of its values goes with one of the others, here and in scripts/prove-kills")
 
 
 def assert_goes_on(run, finished, processes: int) -> None:

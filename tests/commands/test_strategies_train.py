@@ -19,10 +19,11 @@ PLACED = {
     "pipelines": ("placement.strategy={name: pipeline, shard: 2, schedule: zero_bubble}", "placement.processes=4"),
 }
 DIGESTS = "run/digests.bin"
+SLOW = pytest.mark.slow("runs whole commands")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.quick] * (name in ("zero1", "pipelines"))) for name in PLACED]
+    "name", [pytest.param(name, marks=() if name in ("zero1", "pipelines") else SLOW) for name in PLACED]
 )
 def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     reference = undisturbed(finished)
@@ -34,7 +35,6 @@ def test_every_file_of_a_run_is_that_of_one_process(run, finished, name):
     assert trained.err == ""
 
 
-@pytest.mark.quick
 def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished):
     """What each engine saves and takes up is in tests/parallel."""
     stopped = stop(start, "recipe.microbatches=4", *PLACED["hsdp"], number=signal.SIGTERM)
@@ -49,6 +49,7 @@ def saved(finished, tmp_path):
     shutil.copytree(undisturbed(finished).folder / "run", tmp_path / "run", symlinks=True)
 
 
+@pytest.mark.slow("runs whole commands")
 @pytest.mark.usefixtures("saved")
 def test_a_saved_run_is_evaluated_under_another_strategy(run):
     alone = run("eval", "--trust", "run")
@@ -57,6 +58,7 @@ def test_a_saved_run_is_evaluated_under_another_strategy(run):
     assert "evaluated 360 of 360" in alone.out
 
 
+@pytest.mark.slow("runs whole commands")
 @pytest.mark.usefixtures("saved")
 def test_more_ranks_evaluate_than_have_micro_batches(run):
     more = run("eval", "--trust", "run", "placement.strategy=zero3", "placement.processes=6")

@@ -13,6 +13,8 @@ from conftest import invoke, put
 
 from lockstep.runs.runs import job_of
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 SBATCH = """#!/bin/sh
 echo "$@" > asked
 echo "12;cluster"
@@ -109,7 +111,7 @@ def test_a_run_from_a_checkpoint_elsewhere_begins_there_once(folder: Path) -> No
 
 
 def test_a_folder_whose_run_saved_nothing_takes_another_recipe(folder: Path) -> None:
-    """With a checkpoint it is refused: tests/commands/test_run_folder.py."""
+    """With a checkpoint it is refused: tests/setup/test_recipe_folder.py."""
     run = folder / "runs" / "a"
     run.mkdir(parents=True)
     recipe = invoke("show", "digits").stdout.partition("\n\n")[0]

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from forked import evaluations, events
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 OWN = Path(__file__).with_name("own_tasks.py")
 # Beside one process: each strategy with one task or two, and each task where its batches lie otherwise and its model.
 PLACES = {

@@ -2,12 +2,15 @@
 
 import signal
 
+import pytest
 from conftest import DIGITS
 from forked import events
 from test_resume import stop
 from test_train import assert_same_run
 
 from lockstep.runs.digest_file import read
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 PLAN = 'recipe.model.plan={"blocks.*.0": whole, "blocks.*.1": colwise, "blocks.*.4": rowwise}'
 FEW = ("recipe.microbatches=4", "recipe.clip_norm=1.0", "recipe.epochs=", "recipe.steps=12")

@@ -11,9 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.config.load import load
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # Without convolutions, which take seconds a step in bf16 and fp16 on processors that lack them.
 LINEAR = 'recipe.model={name: "held:linear"}'
-BEYOND = pytest.mark.extended("three ranks have uneven shares and even ones in the gate, parallel/ the other numbers")
+BEYOND = pytest.mark.slow("three ranks have uneven shares and even ones, parallel/ the other numbers")
 BF16 = ("recipe.precision=bf16", LINEAR)
 O3 = ("recipe.precision=O3", LINEAR)
 FP16 = ("recipe.precision=fp16", LINEAR, "recipe.loss_scale.initial=1e9")

@@ -13,6 +13,8 @@ from lockstep.core import norm
 from lockstep.device import machine
 from lockstep.run import session
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 RECIPE = ["digits", "recipe.epochs=1", "recipe.microbatches=4", "run.log_every=8", "run.probe=off"]
 PLACEMENT = ["placement.processes=1", "placement.affinity=off"]
 # Functions that wait: at the start, with a report, an evaluation or a save, or for a constant that is made once.

@@ -7,6 +7,8 @@ import pytest
 import yaml
 from forked import Server
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TEXT = {"name": "text", "root": "numbers.txt", "options": {"context": 8}}
 MODELS: dict[str, dict[str, Any]] = {  # the options of each, tiny; Llama has tied weights and dropout
@@ -39,7 +41,7 @@ def recipe(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", pytest.param("vit", marks=pytest.mark.extended("test_export.py trains one, and llama has each hash"))],
+    ["llama", pytest.param("vit", marks=pytest.mark.slow("test_export.py trains one, and llama has each hash"))],
 )
 def test_every_placement_gives_one_hash(run, recipe, name):
     """One for each task; tests/parallel/test_any_inputs.py has more of them."""

@@ -17,6 +17,8 @@ from lockstep.setup.resolved import resolve
 from lockstep.verification import cases
 from lockstep.verification.traced_run import TraceJob, open_cases
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # A model of one layer in place of the recipe's own: quick, and to be replaced by one with a fault.
 PLAIN = ("digits", "recipe.model.source=auto", "recipe.model.options={}", "placement.processes=2", "--json", "found")
 NARROW = "recipe.model.options.width=4"  # a seventh of the recipe's

@@ -19,6 +19,8 @@ from lockstep.probe.findings import ProbeResult, findings
 from lockstep.verification import trace
 from lockstep.verification.traced_run import open_cases
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 LINEAR = 'recipe.model={name: "planted:linear"}'
 
 

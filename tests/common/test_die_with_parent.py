@@ -14,6 +14,8 @@ from waiting import ended
 from lockstep.common import follow_parent
 from lockstep.errors import TrainingError
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # A parent that starts a child, by os.fork or by multiprocessing, and says its number once it is tied.
 PARENT = """
 import multiprocessing, os, sys, time

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from waiting import ended, until
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # It writes its number and that of a child of its own, and waits.
 COMMAND = 'echo $$ > "$0.pid"; sleep 60 & echo $! > "$0.child"; wait'
 SAVES = f'trap "echo saved > $0.saved; exit 75" TERM; {COMMAND}'

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 # Becomes a program that is no Python, and has a child, as srun has.
 BECOMES = """
 import os, sys

@@ -9,6 +9,8 @@ from lockstep.common.importing import import_object
 from lockstep.common.names import nearest
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 
 @pytest.fixture
 def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow("runs whole commands")
+
 # macOS has none of these. torch and the standard library are imported first, as theirs is another matter.
 MACOS = """
 import ctypes, fcntl, os, signal, sys
@@ -45,7 +47,7 @@ def run(folder: Path, system: str, *words: str, body: str = MAIN) -> "subprocess
     return subprocess.run(line, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.extended("2 processes do more of it")), 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow("2 processes do more of it")), 2])
 def test_macos_trains(tmp_path: Path, processes: int) -> None:
     words = ("recipe.epochs=", "recipe.steps=3", f"placement.processes={processes}", "run.dir=a")
     found = run(tmp_path, MACOS, "train", "digits", *words)

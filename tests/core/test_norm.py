@@ -88,6 +88,7 @@ def test_many_tensors_are_folded_as_each_alone(at_once: int, monkeypatch: pytest
     assert all(map(torch.equal, tensors, before))
 
 
+@pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 27, 576, 768, 3072, 100_000])
 def test_on_a_card_no_row_s_norm_depends_on_other_rows_or_on_where_it_begins(width: int) -> None:

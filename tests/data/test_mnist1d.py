@@ -23,7 +23,7 @@ def _content(split: Split) -> bytes:
     return bytes(signals.numpy().tobytes() + targets.numpy().tobytes())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow("makes the whole data set")
 def test_the_signals_are_those_that_were_published() -> None:
     random.seed(3)
     np.random.seed(3)

@@ -86,6 +86,7 @@ def test_the_fingerprint_keeps_variables_that_change_kernels(monkeypatch: pytest
     assert machine.numerics_differences(before, now) == ["switches: none before, TIMM_FUSED_ATTN=0 now"]
 
 
+@pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 def test_the_fingerprint_of_a_gpu_names_it() -> None:
     fingerprint = machine.numerics(torch.device("cuda", 0))

@@ -14,6 +14,7 @@ import torch
 
 import lockstep
 from lockstep.comm import world
+from lockstep.core.engine_recipe import PlainLossScale
 from lockstep.core.precision import Precision
 from lockstep.device.precision import autocast, check_precision, fix_kernels, fix_workspace, loss_scaler, unscale_
 from lockstep.errors import PreflightError, UsageError
@@ -45,7 +46,7 @@ def test_a_product_has_the_precision_asked_for_each_time(precision: Precision, d
     ],
 )
 def test_only_fp16_is_scaled(precision: Precision, enabled: bool) -> None:
-    scaler = loss_scaler(precision, CPU, 8.0, 2)
+    scaler = loss_scaler(precision, PlainLossScale(8.0, 2), CPU)
     assert scaler.is_enabled() is enabled
     assert scaler.scale(torch.tensor(3.0)).item() == (24.0 if enabled else 3.0)
 
@@ -55,7 +56,7 @@ def test_a_scaler_is_ready_before_it_has_scaled_a_loss() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.tensor([8.0])
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    scaler = loss_scaler("fp16", CPU, 8.0, 1)
+    scaler = loss_scaler("fp16", PlainLossScale(8.0, 1), CPU)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -69,7 +70,7 @@ def test_gradients_of_any_dtype_are_unscaled_by_a_scale_that_stays(gradient: flo
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, gradient)
     optimizer = torch.optim.SGD(parameters, lr=0.5)
-    scaler = loss_scaler("fp16-true", CPU, 65536.0, 1, static=8.0)
+    scaler = loss_scaler("fp16-true", PlainLossScale(65536.0, 1, static=8.0), CPU)
     unscale_(scaler, optimizer)
     assert [parameter.grad.item() for parameter in parameters if parameter.grad is not None] == [gradient / 8] * 2
     assert [bool(each) for each in scaler._found_inf_per_device(optimizer).values()] == [gradient == torch.inf]
@@ -120,7 +121,7 @@ torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.matmul.fp32_pr
 STARTS = pytest.mark.parametrize(
     "before",
     [
-        pytest.param("", id="as torch starts", marks=pytest.mark.extended("what is lowered has to be set too")),
+        pytest.param("", id="as torch starts", marks=pytest.mark.slow("what is lowered has to be set too")),
         pytest.param(LOWERED, id="lowered"),
     ],
 )
@@ -132,7 +133,7 @@ def fixed(before: str, fix: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 @STARTS
 def test_kernels_are_fixed(before: str) -> None:
     """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
@@ -199,7 +200,7 @@ fix_kernels(2, "tf32", torch.device("cuda", 0))
 """
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 @STARTS
 def test_tf32_reaches_every_product_on_cuda_and_none_on_the_cpu(before: str) -> None:
     found = fixed(before, ON_AMPERE)

@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from component import require, require_etcd, require_hosts, require_slurm
 from waiting import until
+
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 sys.path.append(str(SCRIPTS))
@@ -26,10 +26,9 @@ HEARD_S = {"worker-killed": 10, "rank-by-hand-killed": 15, "link-cut": 30, "host
 
 Proof = tuple[int, list[dict[str, Any]], str]  # its exit code, the figures of each fault, and what it printed
 
-# Of each kind one: a rank, a host, a link, a disk, the memory, a bit. The others meet a run under scripts/test --all.
-GATE = ("worker-killed", "host-killed", "link-cut", "disk-full", "out-of-memory", "bit-flipped")
-REST = [name for name in faults.KINDS if name not in (*GATE, *faults.LONG)]
-BEYOND = pytest.mark.extended("one fault of each kind is in the gate; scripts/prove-faults has many runs of all")
+# A few faults befall one run: each run takes minutes, and scripts/test may leave out some of them.
+KINDS = [name for name in faults.KINDS if name not in faults.LONG]
+TOGETHER = [KINDS[first : first + 4] for first in range(0, len(KINDS), 4)]
 
 
 def require_all() -> None:
@@ -49,36 +48,23 @@ def proved(folder: Path, *words: str) -> Proof:
     return done.returncode, rows, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def proof_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proof]:
-    """Return what proves one run that these faults befell, one after the other; once for the same ones."""
-    require_all()
-    return cache(lambda *names: proved(tmp_path_factory.mktemp("faults"), "--each", *names))
-
-
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("names", [GATE, pytest.param((*REST,), marks=BEYOND)], ids=["gate", "rest"])
-def test_a_run_that_they_befell_ends_as_the_undisturbed_one(
-    proof_of: Callable[..., Proof], names: tuple[str, ...]
+@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+def test_a_run_that_they_befell_ends_as_the_undisturbed_one_and_the_user_hears_of_each(
+    tmp_path: Path, names: list[str]
 ) -> None:
-    code, rows, said = proof_of(*names)
+    require_all()
+    code, rows, said = proved(tmp_path, "--each", *names)
     assert code == 0, said
     assert {row["fault"] for row in rows} == {*names}
     assert {(row["same"], len(row["sha256"])) for row in rows} == {(True, 64)}
     assert said.count("; by itself: scripts/prove-faults ") == len(rows)
+    for row in rows:
+        assert row["survivors"] == [], row
+        assert row["told"], row
+        assert row["fault"] not in HEARD_S or row["detected_s"] < HEARD_S[row["fault"]], row
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*GATE, *(pytest.param(name, marks=BEYOND) for name in REST)])
-def test_the_user_hears_of_it_and_no_process_is_left(proof_of: Callable[..., Proof], name: str) -> None:
-    [row] = [row for row in proof_of(*(GATE if name in GATE else REST))[1] if row["fault"] == name]
-    assert row["survivors"] == []
-    assert row["told"]
-    if name in HEARD_S:
-        assert row["detected_s"] < HEARD_S[name], row
-
-
-@BEYOND
 def test_a_fault_can_be_had_by_itself(tmp_path: Path) -> None:
     require_all()
     code, rows, said = proved(tmp_path, "bit-flipped", "--seed", "3")

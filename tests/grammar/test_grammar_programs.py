@@ -39,7 +39,7 @@ def test_a_seed_repeats_its_placements() -> None:
     assert all(resume.first != resume.second for plan in plans for resume in plan.resumes)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow("draws 4,000 programs")
 def test_all_productions_are_reached() -> None:
     reached = {name for number in range(4000) for name in proving.draw_program("reach", number).productions}
     assert set(all_productions()) - reached == set()

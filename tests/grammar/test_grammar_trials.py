@@ -20,7 +20,7 @@ from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Sums
 
 # Starts of programs, in processes that take seconds to import what they need.
-pytestmark = pytest.mark.commands
+pytestmark = pytest.mark.slow("runs whole commands")
 
 PROGRAMS = 40
 PLAIN = Program(Model("linear encoder", "one block", ("linear",), "list"), "sgd", ())
@@ -57,7 +57,6 @@ def plant() -> None:
     DataParallelEngine.end = end  # type: ignore[method-assign]
 
 
-@pytest.mark.thorough
 def test_forty_programs_keep_their_bits(pool: ProcessPoolExecutor) -> None:
     rows = list(proving.prove_all(pool, 2, "gate", range(PROGRAMS), extent=Extent.BRIEF, shrink_s=0))
     failed = [
@@ -90,7 +89,6 @@ def test_a_state_of_the_script_may_differ_and_nothing_else_may(pool: ProcessPool
     assert (result.outcome, result.kind, result.place) == (Outcome.FAILED, "other numbers", "ddp on 2")
 
 
-@pytest.mark.thorough  # half a minute of patience
 def test_a_program_that_hangs_fails(pool: ProcessPoolExecutor) -> None:
     source = PLAIN.source.replace(
         '    print("weights"', '    import time\n    time.sleep(run.size * 600 - 600)\n    print("weights"'

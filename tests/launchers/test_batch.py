@@ -15,6 +15,8 @@ from lockstep.launchers import slurm
 from lockstep.launchers.batch import Batch, check_batch, script, states
 from lockstep.launchers.job import Job, Resources
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 WORDS = ("train", "digits", "recipe.loss={name: a}")
 JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, options=("--partition=gpu", "--comment=it's a b"))
 BATCH = Batch(JOB, "digits", "/home/me", "runs/a", "04:00:00", 120)

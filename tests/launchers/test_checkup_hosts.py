@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from component import require_hosts
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 WITH_HOSTS = Path(__file__).parent.parent.parent / "scripts" / "with-hosts"
 RANKS = """\
 export OMP_NUM_THREADS=1 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=h0 MASTER_PORT=29611

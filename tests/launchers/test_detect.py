@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 
 import pytest
+from click.testing import CliRunner
 from environments import ENV
 
+import lockstep
+from lockstep.commands import train
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import ORDER, detect, detect_all, horovodrun, mpich, openmpi, slurm
@@ -199,3 +202,49 @@ def test_a_step_without_its_variables_is_told(name: str) -> None:
     env = {key: value for key, value in ENV.slurm_block.items() if key != name}
     with pytest.raises(UsageError, match=f"{name} is not set; srun sets it in each task"):
         slurm.detect(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "processes", "warned"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}, 4, True),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "1"}, 1, True),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "1"}, "auto", True),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "1"}, 4, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, "auto", False),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, 4, False),  # a job that asked for nodes alone
+        ({"SLURM_NTASKS": "4"}, 1, False),
+        ({}, 1, False),
+    ],
+)
+def test_a_job_of_several_tasks_without_srun_is_told_of_it(
+    env: Mapping[str, str], processes: int | str, warned: bool
+) -> None:
+    found = slurm.warning(env, processes)
+    assert ("srun did not start this process" in found and "--ntasks=1" in found) is warned
+    assert warned or not found
+
+
+def test_train_warns_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.runs.completed.completion_notice", lambda _: "done")  # so that nothing is trained
+    words = ["digits", "placement.processes=1"]
+    assert "SLURM_NTASKS" not in CliRunner().invoke(train.command, words).output
+    for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert "warning: Slurm has 2 tasks for this job" in CliRunner().invoke(train.command, words).output
+    assert "SLURM_NTASKS" not in CliRunner().invoke(train.command, ["digits", "placement.processes=2"]).output
+
+
+def test_a_loop_of_ones_own_warns_in_a_job_of_several_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr("lockstep.loop.member.alone", _end)  # what comes after the warning
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.join(seed=0)
+    assert "warning: Slurm has 2 tasks for this job" in capsys.readouterr().err
+
+
+def _end() -> None:
+    raise KeyboardInterrupt

@@ -18,6 +18,8 @@ from component import require_etcd, require_hosts
 from small import pace
 from waiting import until
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 PATIENCE_S = 300.0
 STEPS = 200
@@ -136,7 +138,7 @@ def assert_as_alone(folder: Path, run: str) -> None:
     assert losses(folder, run) == losses(folder, "alone")
 
 
-@pytest.mark.extended("agents above start workers again, by etcd-v2; commands/test_launchers.py has one by c10d")
+@pytest.mark.slow("agents above start workers again, by etcd-v2; commands/test_launchers.py has one by c10d")
 def test_killed_workers_are_started_again_by_each_kind_of_agent(tmp_path: Path) -> None:
     require_etcd()
     command = [sys.executable, SCRIPTS / "prove-restarts", "3"]

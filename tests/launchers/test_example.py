@@ -11,6 +11,8 @@ from lockstep.errors import UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 PAGE = section("extend.md", "Add a launcher")
 JSRUN = {
     "JSM_NAMESPACE_RANK": "3",

@@ -10,6 +10,8 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.launchers.torchrun import check_hosts, check_leaving, check_restarts, warning
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 AGENT = ["python", "-m", "torch.distributed.run"]
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from component import require_hosts
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # The pods of a training end with the codes of argv, one after the other, a line each of them for each pod.
 ENDING = """

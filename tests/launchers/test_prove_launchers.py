@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-launchers"
 # Its last layer knows one of the strategies, as no model should.
 MODEL = """
@@ -22,7 +24,7 @@ def layers(num_classes):
 """
 
 
-@pytest.mark.extended("test_real.py and commands/test_strategies_train.py compare the same commands with one process")
+@pytest.mark.slow("test_real.py and commands/test_strategies_train.py compare the same commands with one process")
 def test_weights_are_those_of_one_process_or_others_and_a_launcher_is_missing(tmp_path: Path) -> None:
     (tmp_path / "knowing.py").write_text(MODEL, encoding="utf-8")
     words = ["train", "mpiexec", "--strategy", "pipeline", "--strategy", "ddp", 'recipe.model={name: "knowing:layers"}']

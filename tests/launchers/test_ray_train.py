@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from component import require_package, script
 
-pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
+pytestmark = [
+    pytest.mark.slow("other programs, or minutes"),
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("default"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def test_a_loop_whose_worker_is_killed_resumes_to_the_weights_of_one_process(
         assert json.loads((Path(folder) / "lockstep.json").read_text()) == {"run_dir": str(run)}
 
 
-@pytest.mark.extended("a loop joins as a recipe does; scripts/prove-ray runs both")
+@pytest.mark.slow("a loop joins as a recipe does; scripts/prove-ray runs both")
 def test_a_recipe_has_the_weights_of_one_process(prove: Any, place: Path, nodes: Any) -> None:
     words = ["-m", "lockstep", "train", "digits", "placement.processes=1", "run.dir=plain"]
     words += [f"{key}={value}" for key, value in prove.DIGITS.items()]
@@ -68,7 +72,7 @@ def failing(config: dict[str, Any]) -> None:
     time.sleep(60)  # Ray ends it for the error of the other
 
 
-@pytest.mark.extended("two starts of a minute each; scripts/test --all has them")
+@pytest.mark.slow("two starts of a minute each")
 @pytest.mark.parametrize(
     ("differ", "text"), [(False, "ValueError: the data are gone"), (True, "seed: rank 1 .* differs from rank 0")]
 )

@@ -12,6 +12,8 @@ import pytest
 import small
 from component import require, require_slurm
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 ROOT = Path(__file__).parent.parent.parent
 LOCKSTEP = f"{sys.executable} -m lockstep"
 DOCTOR = f"{LOCKSTEP} doctor launch --device cpu --json"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from cluster import Run, slurm
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 LOCKSTEP = (sys.executable, "-m", "lockstep")
 # In the place of Python: says which task it is and which cards it sees.
 SHOW = """#!/bin/sh
@@ -16,7 +18,7 @@ echo "task $SLURM_PROCID sees [$CUDA_VISIBLE_DEVICES] has $SLURM_CPUS_PER_TASK"
 ALL_OF_THE_NODE = [f"task {task} sees [0,1] has 2" for task in range(4)]
 ONE_EACH = [f"task {task} sees [{task % 2}] has 2" for task in range(4)]
 ASKED = ("--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--python=./show")
-SUBMITTED = pytest.mark.extended("the gate submits it, and launches ranks that are bound to cards")
+SUBMITTED = pytest.mark.slow("submitted ranks see them too, and so do launched ones that are bound to cards")
 
 
 @pytest.fixture(scope="module")

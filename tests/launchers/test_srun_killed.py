@@ -4,8 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import small
 from cluster import slurm
+
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
 LINE = f"{sys.executable} -m lockstep launch --on slurm --nodes 2 -- train small.yaml run.dir=run"
 # Sends the kill once there are steps, and waits until no process of the run is left.

@@ -15,6 +15,8 @@ import small
 from cluster import Run, slurm
 from waiting import until
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 LOCKSTEP = (sys.executable, "-m", "lockstep")
 PATIENCE_S = 300.0  # for processes that import torch at once, seven of them on cores that other tests use too
 # One process submits them all: each would have to import torch.

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from component import require_hosts
+
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
 HOSTS = Path(__file__).parent.parent.parent / "scripts" / "with-hosts"
 # From h1 only what goes to port 29511 comes to h0: the rest goes to a gateway that is not there.

@@ -8,6 +8,8 @@ import pytest
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.slurm import node_address, resolve_master
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 # What scontrol of Slurm 22.05 prints, and the same on one line.
 NODE = """NodeName=n1 Arch=x86_64 CoresPerSocket=1
    CPUAlloc=0 CPUEfctv=2 CPUTot=2 CPULoad=0.32

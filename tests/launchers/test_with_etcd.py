@@ -10,6 +10,8 @@ import pytest
 from component import require_etcd, require_hosts
 from waiting import killed
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-etcd"
 # Writes and reads by the client that torch uses, and says where.
 WRITE = """

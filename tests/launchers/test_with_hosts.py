@@ -10,6 +10,8 @@ import pytest
 from component import require_hosts
 from waiting import killed
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-hosts"
 # A port that nobody listens at refuses at once, where it is reached at all.
 REACH = "on h0 timeout 1 bash -c '</dev/tcp/h1/1' 2> {0}; echo $? >> {0}"

@@ -8,6 +8,8 @@ import pytest
 from component import require_slurm
 from waiting import killed
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "with-slurm"
 
 

@@ -266,7 +266,7 @@ def trained(_: World, first: int, last: int, folder: Path) -> list[list[int]]:
 
 @pytest.mark.worlds
 @pytest.mark.imports("transformers.trainer")
-@pytest.mark.thorough
+@pytest.mark.slow("trainers of others on several ranks")
 @pytest.mark.parametrize("train", [accelerated, trained])
 @pytest.mark.parametrize("killed", [2, 3])  # within an epoch, and between two
 def test_a_trainer_of_others_has_the_order_on_any_ranks_and_resumed(train: Any, killed: int, tmp_path: Path) -> None:

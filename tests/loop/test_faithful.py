@@ -178,3 +178,62 @@ def test_a_ported_script_has_its_own_bits(name: str) -> None:
             torch.testing.assert_close(found[key], each, **({} if close else {"rtol": 0, "atol": 0}))
         rounded = program.clip is not None or program.never_divided
         assert losses == (pytest.approx(expected, rel=1e-6) if rounded else expected)
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator, which a step of either calls twice."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        norm = partial(nn.BatchNorm1d, momentum=momentum)
+        self.G = nn.Sequential(nn.Linear(4, 13), norm(13), nn.ReLU(), nn.Linear(13, 6))
+        self.D = nn.Sequential(nn.Linear(6, 13), norm(13), nn.LeakyReLU(0.2), nn.Linear(13, 1))
+
+    def adversarial(self, real: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses of discriminator and generator, as the relativistic GAN has them."""
+        fake = self.G(noise)
+        return F.softplus(self.D(fake.detach()) - self.D(real)).mean(), F.softplus(self.D(real) - self.D(fake)).mean()
+
+
+def adversaries_plainly(model: Adversaries, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> None:
+    rivals = [*model.D.parameters()], [*model.G.parameters()]
+    for number, (real, noise) in enumerate(batches):
+        optimizer.zero_grad()
+        losses = model.adversarial(real, noise)
+        gradients = torch.autograd.grad(losses[number % 2], rivals[number % 2])
+        for parameter, gradient in zip(rivals[number % 2], gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def adversaries_by_lockstep(run: Any, model: Adversaries, optimizer: torch.optim.Optimizer) -> list[Any]:
+    placed = nn.ModuleDict({"G": model.G, "D": model.D})
+    placed, _ = run.place(placed, optimizer)
+    batches = []
+    for step in run.steps(TensorDataset(inputs(6)), batch=16, microbatches=1, epochs=4):
+        for number, of in enumerate("DG"):
+            for (real,) in step:
+                noise = torch.randn(len(real), 4)
+                batches.append((real.clone(), noise))
+                step.backward(mean=model.adversarial(real, noise)[number])
+            step.update(of=of)
+    return batches
+
+
+def adam_of_two(model: Adversaries) -> torch.optim.Optimizer:
+    return torch.optim.Adam([{"params": getattr(model, name).parameters(), "name": name} for name in "GD"], lr=1e-2)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_layer_called_several_times_keeps_the_statistics_of_its_script(momentum: float | None) -> None:
+    """In each pass the discriminator is called four times and the generator once, and torch folds in every call."""
+    with joined() as run:
+        model, plain = Adversaries(momentum), Adversaries(momentum)
+        plain.load_state_dict(model.state_dict())
+        batches = adversaries_by_lockstep(run, model, adam_of_two(model))
+        adversaries_plainly(plain, adam_of_two(plain), batches)
+        found = model.state_dict()
+        for key, each in plain.state_dict().items():
+            close = {"rtol": 2e-6, "atol": 1e-6} if "running" in key else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(found[key], each, **close)
+        assert plain.D[1].num_batches_tracked == 4 * plain.G[1].num_batches_tracked == 4 * len(batches)

@@ -253,7 +253,7 @@ def guarded(world: World, strategy: str, loop: Loop) -> str:
     return ended(world, strategy, of_run)
 
 
-EVERY = pytest.mark.extended("the gate has each loop under one strategy of the four, and each of them with many loops")
+EVERY = pytest.mark.slow("quick tests have each loop under one strategy of the four, and each of them with many loops")
 PLACED = [
     *(pytest.param(loop, [STRATEGIES[n % 4]], id=loop.__name__) for n, loop in enumerate(REFUSED)),
     *(pytest.param(loop, STRATEGIES, id=f"{loop.__name__}-every strategy", marks=EVERY) for loop in REFUSED),

@@ -158,7 +158,7 @@ def test_a_run_that_began_with_the_earlier_default_of_eight_micro_batches_resume
                 for batch in step:
                     step.backward(sum=loops.loss(model, batch))
                 step.update()
-            return run._loop["microbatches"]
+            return run._record.loop["microbatches"]
 
     assert resume(1, microbatches=8) == 8
     assert resume(2) == 8

@@ -16,7 +16,8 @@ from lockstep.comm.world import World
 pytestmark = pytest.mark.worlds
 STEPS = 6  # of which every second is audited
 MORE = [(2, "ddp"), (3, "zero1"), (2, "zero2"), (3, "zero3")]
-PLACES = [(1, "single"), (3, "ddp"), *(pytest.param(*place, marks=pytest.mark.thorough) for place in MORE)]
+ELSEWHERE = pytest.mark.slow("ddp on three ranks is quick")
+PLACES = [(1, "single"), (3, "ddp"), *(pytest.param(*place, marks=ELSEWHERE) for place in MORE)]
 
 
 def train(run: Any, fault: Callable[[nn.Module, int], None] | None = None, placed: Any = loops.placed) -> list[Any]:

@@ -143,7 +143,6 @@ def last_words(ended: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.commands
 def test_a_killed_run_goes_on_with_its_tensors_on_another_number_of_processes(tmp_path: Path) -> None:
     names = ("whole", "from 1", "from 2")
     whole, from_one, from_two = (tmp_path / name for name in names)
@@ -159,7 +158,6 @@ def test_a_killed_run_goes_on_with_its_tensors_on_another_number_of_processes(tm
     assert last_words(scripted(from_two, 1, "auto")) == expected
 
 
-@pytest.mark.commands
 def test_a_save_of_tensors_that_differ_between_ranks_is_refused(tmp_path: Path) -> None:
     ended = scripted(tmp_path, 2, "ddp", until="differ")
     assert ended.returncode

@@ -134,7 +134,7 @@ def test_what_nobody_has_or_does_not_fit_is_refused(name: str, asked: dict[str, 
         _build(name, **asked)
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 def test_ours_import_neither_timm_nor_torchvision() -> None:
     code = (
         "import sys; from lockstep.models.find import build_model;"

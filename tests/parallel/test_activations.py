@@ -88,6 +88,7 @@ def moving(world: World, case: Any) -> tuple[Trace, int]:
     return trace, sum(isinstance(each, Moved) for each in packed)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("strategy", PLACED)
 def test_the_bits_stay(strategy: str) -> None:
@@ -100,6 +101,7 @@ def test_the_bits_stay(strategy: str) -> None:
         assert moved > (0 if case.recompute else 20)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", PIPES)
 def test_the_bits_of_a_pipeline_stay(name: str) -> None:
@@ -295,6 +297,7 @@ def test_writing_to_what_was_saved_is_an_error_as_ever(written: str) -> None:
             outputs.sum().backward()
 
 
+@pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 def test_a_gpu_has_less_to_hold() -> None:
     device = torch.device("cuda", 0)

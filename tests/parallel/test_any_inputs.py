@@ -9,7 +9,7 @@ from same_bits import Placed, assert_resumed_bits, assert_same_bits
 from sequences import TRANSFORMERS
 from tokens import Case
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CASES = {
     "gpt, tied, dropout": Case(ema=True),
     "gpt, rotary, untied": Case("rotary", optimizer="sgd"),
@@ -23,7 +23,7 @@ CASES = {
 }
 OURS: Final = [name for name in CASES if not name.startswith(("llama", "qwen", "gpt2"))]
 THEIRS: Final = [name for name in CASES if name not in OURS]  # of transformers, which take the most time
-# What cuts no model, what cuts tensors, and what cuts modules: each case meets one of each, in the gate.
+# What cuts no model, what cuts tensors, and what cuts modules: each case meets one of each.
 PLACED: list[list[Placed]] = [
     [("ddp", 2, ()), ("ddp", 3, ()), ("ddp", 4, ())],
     [("zero1", 3, ()), ("zero2", 2, ()), ("zero3", 3, ()), ("hsdp", 4, (("replicate", 2),))],

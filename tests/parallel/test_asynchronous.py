@@ -12,7 +12,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 ASYNCHRONOUS = {"strategy": "parameter_server", "options": (("asynchronous", 1),)}
 CASES = {
     "sgd": Case(),

@@ -20,7 +20,7 @@ from lockstep.core.order import Step, part
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 PLACED: list[Placed] = [
     ("single", 1, ()),
     ("ddp", 2, ()),

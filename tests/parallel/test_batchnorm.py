@@ -1,14 +1,19 @@
 """Running statistics move once a step, by a formula that knows no processes."""
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.blocks import recompute
 
 CHANNELS = 3
 
@@ -26,6 +31,24 @@ def _step(model: nn.Module, running: RunningStatistics, microbatches: Sequence[T
         model(inputs)
         total += running.observations(len(inputs))
     running.settle(True, total / sum(map(len, microbatches)))
+
+
+class Repeated(nn.Module):
+    """Calls its layer once with each of several parts of the channels' values, by way of `call`."""
+
+    def __init__(self, layer: nn.Module, times: int, call: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.layer, self.times, self.call = layer, times, call
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parts = [(number + 1) * inputs.roll(number, 0) + number for number in range(self.times)]
+        called = [self.layer(part) if self.call is None else self.call(self.layer, part) for part in parts]
+        return torch.stack(called).sum(0)
+
+
+def _assert_close(found: nn.Module, expected: nn.Module) -> None:
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(found.get_buffer(name), buffer, rtol=2e-6, atol=1e-6, msg=name)
 
 
 def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,9 +85,8 @@ def test_what_one_layer_keeps_for_backward_is_not_touched_by_another_that_writes
     model[1].running_mean.copy_(torch.ones(CHANNELS))
     model[1].num_batches_tracked.add_(1)
     outputs.square().sum().backward()  # which torch refuses where what it kept has changed since
-    assert (
-        running.observations(1).tolist().count(1.0) == 3 + CHANNELS
-    )  # variances that began as 1, and what was written
+    statistics = running.observations(1)[:-2].tolist()  # the calls of the two layers are last
+    assert statistics.count(1.0) == 3 + CHANNELS  # variances that began as 1, and what was written
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -157,3 +179,199 @@ def test_instance_norm_has_what_torch_gives_it_for_the_whole_step(momentum: floa
         torchs(torch.cat(microbatches))
     for name, expected in torchs.named_buffers():
         torch.testing.assert_close(layer.get_buffer(name), expected, msg=name)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 1.0, 0.0, None])
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_several_calls_in_a_micro_batch_move_them_as_torch_does(momentum: float | None, times: int) -> None:
+    ours, torchs = (Repeated(nn.BatchNorm2d(CHANNELS, momentum=momentum), times) for _ in "ab")
+    running = RunningStatistics(ours)
+    for number in range(4):
+        [inputs] = _inputs([6], number)
+        _step(ours, running, [inputs])
+        torchs(inputs)
+    _assert_close(ours, torchs)
+    assert ours.layer.num_batches_tracked == 4 * times
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_with_several_calls_they_move_to_the_mean_of_what_torch_makes_of_each_micro_batch(
+    momentum: float | None,
+) -> None:
+    ours = Repeated(nn.BatchNorm2d(CHANNELS, momentum=momentum), 2)
+    running = RunningStatistics(ours)
+    for number in range(3):
+        microbatches = _inputs([4, 3, 1], number)
+        torchs = [deepcopy(ours) for _ in microbatches]
+        for torch_model, inputs in zip(torchs, microbatches, strict=True):
+            torch_model.layer.momentum = momentum
+            torch_model(inputs)
+        _step(ours, running, microbatches)
+        for name in ("running_mean", "running_var"):
+            weighted = [size * each.layer.get_buffer(name) / 8 for size, each in zip([4, 3, 1], torchs, strict=True)]
+            torch.testing.assert_close(ours.layer.get_buffer(name), sum(weighted), rtol=2e-6, atol=1e-6)
+    assert ours.layer.num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.0, None])
+def test_instance_norm_moves_with_each_call_too(momentum: float | None) -> None:
+    ours, torchs = (Repeated(nn.InstanceNorm2d(CHANNELS, momentum=momentum, track_running_stats=True), 3) for _ in "ab")
+    running = RunningStatistics(ours)
+    for number in range(3):
+        [inputs] = _inputs([6], number)
+        _step(ours, running, [inputs])
+        torchs(inputs)
+    _assert_close(ours, torchs)
+
+
+def test_a_layer_counts_the_micro_batches_that_call_it() -> None:
+    """Without a momentum it averages over them; torch counts no batch of which it has seen nothing."""
+    layers = nn.ModuleList([nn.BatchNorm2d(CHANNELS, momentum=None) for _ in range(2)])
+    running = RunningStatistics(layers)
+    expected = nn.BatchNorm2d(CHANNELS, momentum=None)
+    for number in range(4):
+        [inputs] = _inputs([6], number)
+        if number % 2:
+            expected(inputs)
+        running.before_forward()
+        layers[number % 2](inputs)
+        running.settle(True, running.observations(1))
+    _assert_close(layers[1], expected)
+    assert [layer.num_batches_tracked.item() for layer in layers] == [2, 2]
+
+
+def test_of_micro_batches_that_call_a_layer_differently_often_it_counts_the_mean_rounded_up() -> None:
+    model = Repeated(nn.BatchNorm2d(CHANNELS), 1)
+    running = RunningStatistics(model)
+    total = torch.zeros(running.size, dtype=torch.float64)
+    for times, inputs in zip([0, 1, 3], _inputs([2, 2, 2]), strict=True):
+        running.before_forward()
+        for _ in range(times):
+            model(inputs)
+        total += running.observations(2)
+    running.settle(True, total / 6)
+    assert model.layer.num_batches_tracked == 2
+
+
+def _untracked(layer: nn.Module, inputs: Tensor) -> Tensor:
+    layer.track_running_stats = False  # as virtual adversarial training does around its own passes
+    try:
+        return layer(inputs)
+    finally:
+        layer.track_running_stats = True
+
+
+def _without_momentum(layer: nn.Module, inputs: Tensor) -> Tensor:
+    before, layer.momentum = layer.momentum, 0.0
+    try:
+        return layer(inputs)
+    finally:
+        layer.momentum = before
+
+
+def _evaluated(layer: nn.Module, inputs: Tensor) -> Tensor:
+    layer.eval()
+    try:
+        return layer(inputs)
+    finally:
+        layer.train()
+
+
+@pytest.mark.parametrize("apart", [_untracked, _without_momentum, _evaluated])
+def test_calls_that_torch_keeps_no_statistics_of_are_no_observations(apart: Callable[..., Tensor]) -> None:
+    def call(model: nn.Module, inputs: Tensor) -> None:
+        for number, each in enumerate([apart, nn.Module.__call__, apart, nn.Module.__call__, apart]):
+            each(model, inputs + number)
+
+    ours, torchs = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+    running = RunningStatistics(ours)
+    for number in range(3):
+        [inputs] = _inputs([6], number)
+        running.before_forward()
+        call(ours, inputs)
+        running.settle(True, running.observations(1))
+        call(torchs, inputs)
+    _assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("within", ["in a block that is recomputed", "by checkpoint", "by a reentrant checkpoint"])
+def test_recomputation_within_the_forward_and_after_it_is_no_call(within: str) -> None:
+    """A gradient penalty goes back through the model before the micro-batch's own backward."""
+    ours, torchs = Repeated(nn.BatchNorm2d(CHANNELS), 2), Repeated(nn.BatchNorm2d(CHANNELS), 2)
+    running = RunningStatistics(ours)
+    if within == "in a block that is recomputed":
+        recompute(ours.layer, 1)
+    else:
+        ours.call = partial(checkpoint, use_reentrant="reentrant" in within)
+    for number in range(3):
+        inputs = _inputs([6], number)[0].requires_grad_()
+        running.before_forward()
+        ours(inputs).square().sum().backward()
+        ours(inputs + 1).square().sum().backward()
+        observed = running.observations(1)
+        ours(inputs + 2).square().sum().backward()
+        running.settle(True, observed)
+        torchs(inputs)
+        torchs(inputs + 1)
+    _assert_close(ours, torchs)
+    assert ours.layer.num_batches_tracked == 12
+
+
+def test_the_backward_of_each_call_is_torchs_to_the_bit() -> None:
+    torch.manual_seed(0)
+    ours = Repeated(nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.BatchNorm2d(CHANNELS)), 3)
+    torchs = deepcopy(ours)
+    running = RunningStatistics(ours)
+    running.before_forward()
+    [inputs] = _inputs([6])
+    for model in (ours, torchs):
+        model(inputs).square().sum().backward()
+    for found, expected in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_values_that_are_not_finite_are_gone_with_their_step() -> None:
+    ours, torchs = Repeated(nn.BatchNorm2d(CHANNELS), 3), Repeated(nn.BatchNorm2d(CHANNELS), 3)
+    running = RunningStatistics(ours)
+    for number, applied in enumerate([True, False, True]):
+        [inputs] = _inputs([6], number)
+        running.before_forward()
+        ours(inputs if applied else inputs * torch.nan)
+        running.settle(applied, running.observations(1))
+        if applied:
+            torchs(inputs)
+    _assert_close(ours, torchs)
+    running.before_forward()
+    ours(inputs * torch.nan)  # an error ends its micro-batch
+    _step(ours, running, [inputs])
+    torchs(inputs)
+    _assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+def test_a_copy_of_a_layer_is_not_observed(copy: Callable[[nn.Module], nn.Module]) -> None:
+    layer = nn.BatchNorm2d(CHANNELS)
+    running = RunningStatistics(layer)
+    running.before_forward()
+    [inputs] = _inputs([4])
+    layer(inputs)
+    before = running.observations(1)
+    running.before_forward()
+    layer(inputs)
+    copied = copy(layer)
+    copied(inputs + 7)
+    assert torch.equal(running.observations(1), before)
+    assert copied.num_batches_tracked == 3
+
+
+def test_user_code_that_compiles_by_itself_observes_its_last_call() -> None:
+    layer, expected = nn.BatchNorm2d(CHANNELS, momentum=None), nn.BatchNorm2d(CHANNELS, momentum=None)
+    running = RunningStatistics(layer)
+    twice = torch.compile(lambda inputs: layer(inputs) + layer(2 * inputs), backend="eager", fullgraph=True)
+    for number in range(2):
+        [inputs] = _inputs([4], number)
+        running.before_forward()
+        twice(inputs)
+        running.settle(True, running.observations(1))
+        expected(2 * inputs)
+    _assert_close(layer, expected)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from lockstep.comm.carrier import Addressed, Carrier, direct, staged
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE, RankInfo
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CPU = torch.device("cpu")
 LOCAL = [
     ("ddp", 2, ()),
@@ -81,7 +82,8 @@ def carried(
 ) -> World:
     """Return the ranks of a world that is carried otherwise. `nccl` gives it that one's edges, by gloo."""
     info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "part")
-    return World(info, CPU, world._groups, world._timeout, carry, backend)
+    assert world._groups is not None
+    return World(info, CPU, replace(world._groups, carry=carry, backend=backend))
 
 
 def staged_trace(world: World, case: toys.Case) -> toys.Trace:
@@ -119,7 +121,7 @@ def assert_same(size: int, run: Callable[..., toys.Trace], options: dict[str, An
 
 
 # The host's way is one for all schedules, which the test after this one has all of.
-BEYOND = pytest.mark.extended("in the gate go pipelines of each kind by Rendezvous, and two of them by the host")
+BEYOND = pytest.mark.slow("pipelines of each kind go by Rendezvous, and two of them by the host")
 BY_HOST = [pytest.param(*placed, marks=() if placed[1]["schedule"] == "1f1b" else BEYOND) for placed in PIPELINES]
 
 

@@ -17,6 +17,8 @@ from lockstep.errors import UsageError
 from lockstep.parallel.compiled import compile_blocks, units_to_compile
 from lockstep.parallel.engine import State
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 
 
@@ -76,7 +78,7 @@ def undisturbed() -> tuple[State, Trace, Trace]:
     [
         "zero3, recomputed",
         "pipeline",
-        pytest.param("ddp", marks=pytest.mark.extended("zero3 computes the same blocks on as many ranks")),
+        pytest.param("ddp", marks=pytest.mark.slow("zero3 computes the same blocks on as many ranks")),
     ],
 )
 def test_a_resume_elsewhere_that_sees_the_shapes_in_another_order_keeps_the_bits(

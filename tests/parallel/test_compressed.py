@@ -12,7 +12,7 @@ from toys import Case
 from lockstep.core.shard import local_tensor
 from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CASES = {
     "accumulated, clipped, averaged": Case(6, clip=0.1, ema=True),
     "fp16, skipping": Case(precision="fp16", initial_scale=2.0**20),

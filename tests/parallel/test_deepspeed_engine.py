@@ -18,7 +18,7 @@ from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
 from lockstep.parallel.layouts.base import gather_whole
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 # Relative to a tensor's largest magnitude. Rounding: in fp32 u = 6e-8; sums of 12 samples x 36 places and of 72
 # products have a likely error of about 20 u, and five layers, forward and back, in four steps add up some 40 of them:
 # 5e-5 at worst. Clipping: DeepSpeed adds 1e-6 to a norm, which is near 1 here.
@@ -80,7 +80,7 @@ EVERYWHERE: Final = ("stage 1", "stage 3")
 ALL: Final = [(name, stage) for name in CASES for stage in STAGES if name == "clipped" or stage in EVERYWHERE]
 ONE_EACH: Final = [(name, EVERYWHERE[number % 2]) for number, name in enumerate(CASES)]
 OTHERS: Final = [each for each in ALL if each not in ONE_EACH[1:]]  # the first recipe at all stages
-BEYOND: Final = pytest.mark.extended("one rank does each recipe in the gate, three its other stage, two resume runs")
+BEYOND: Final = pytest.mark.slow("one rank does each recipe above, three its other stage, two resume runs")
 
 
 @pytest.mark.parametrize(

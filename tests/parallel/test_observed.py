@@ -11,7 +11,7 @@ from toys import Case
 
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def observed(world: World, case: Case) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ BASE = [
     "recipe.data.augment.crop_padding=1",
     "recipe.data.augment.flip=true",
 ]
-BEYOND = pytest.mark.extended("lamb has norms of layers too, and zero3 and a pipeline most streams")
+BEYOND = pytest.mark.slow("lamb has norms of layers too, and zero3 and a pipeline most streams")
 PLAIN = ["recipe.optimizer.nesterov=null", "recipe.optimizer.momentum=null"]
 
 
@@ -83,7 +83,7 @@ def on_cpu(world: World, strategy: str, overrides: list[str]) -> dict[str, Tenso
 def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
     info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "test")
     with Card() as card:
-        tensors, waits = _trained(World(info, DEVICE, world._groups, world._timeout), strategy, overrides, card)
+        tensors, waits = _trained(World(info, DEVICE, world._groups), strategy, overrides, card)
     return tensors, waits, card.races
 
 
@@ -93,7 +93,7 @@ def on_card(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str
         ["recipe.mix.mixup=0.2", "recipe.mix.cutmix=1.0"],
         pytest.param(["recipe.optimizer.name=lars"], marks=BEYOND),
         pytest.param([*PLAIN, "recipe.optimizer.name=adamw", "recipe.memory_format=channels_last"], marks=BEYOND),
-        pytest.param([*PLAIN, "recipe.optimizer.name=lamb"], marks=pytest.mark.thorough),
+        pytest.param([*PLAIN, "recipe.optimizer.name=lamb"], marks=pytest.mark.slow("another optimizer")),
     ],
 )
 def test_one_process(overrides: list[str]) -> None:
@@ -108,6 +108,7 @@ def test_skipping_steps_waits_once_in_each() -> None:
     assert not races
 
 
+@pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_a_real_card() -> None:
@@ -128,6 +129,7 @@ def test_no_step_waits_for_a_real_card() -> None:
         engine.close()
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_two_processes(strategy: str) -> None:
@@ -136,6 +138,7 @@ def test_two_processes(strategy: str) -> None:
         _check(cpu, *card)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_what_is_offloaded_is_computed_with_on_the_card() -> None:
     more = [*PLAIN, "recipe.optimizer.name=lamb"]
@@ -179,6 +182,7 @@ def on_streams(world: World, strategy: str) -> tuple[dict[str, Tensor], list[str
         return sharded(world, strategy), streams.races
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     "strategy",
@@ -211,14 +215,15 @@ class WithoutLastBlock(wayward.LayerDrop):
 def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
     """Return the races of a training; gradients are passed on on whichever stream is current if `anywhere`."""
 
-    def pass_on(self: Sharded, unit: int, may_wait: bool) -> None:
-        self.receive(unit, *self._waiting.pop(unit), may_wait)
+    def pass_on(self: Sharded, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
+        self.receive(unit, gradients, output, may_wait)
 
     with mock.patch.object(Sharded, "_pass_on", pass_on) if anywhere else nullcontext(), Streams() as streams:
         toys.whole_trace(world, case)
     return streams.races
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_gradients_are_passed_on_on_one_stream_whenever_they_come(anywhere: bool) -> None:

@@ -7,6 +7,8 @@ from same_bits import Placed, assert_same_bits
 from torch import Tensor, nn
 from toys import Case
 
+pytestmark = pytest.mark.slow("several ranks")
+
 TOKENS, WIDTH = 12, 16
 # With how many blocks of which one is recomputed.
 PLACED: list[tuple[Placed, int]] = [

@@ -117,7 +117,7 @@ def test_matrices_alone_are_enough_for_muon() -> None:
     check_optimizer(partial(make_optimizer, name="muon", lr=0.1), dims=(2,))
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 def test_torchs_optimizers_do_not_import_timm() -> None:
     code = (
         "import sys, torch; from lockstep.parallel.optimize import make_optimizer;"

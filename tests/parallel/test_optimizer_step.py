@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
@@ -31,7 +32,7 @@ def with_timms_scales(trained: Sequence[Named], norms: Norms) -> Optimizer:
 
 def updates(make: Any) -> tuple[Updates, Weights]:
     layout = Weights(model(), None)
-    return Updates(layout, make, Numerics(1), torch.device("cpu")), layout
+    return Updates(layout, make, Numerics(PlainRecipe(1)), torch.device("cpu")), layout
 
 
 def moved(by: Updates, layout: Weights, lr: float) -> dict[str, float]:
@@ -81,7 +82,7 @@ def test_one_rate_for_all_is_that_rate_and_leaves_the_state_as_it_was() -> None:
 
 def test_a_gradient_that_overflowed_moves_nothing_and_halves_the_scale() -> None:
     layout = Weights(model(), None)
-    numerics = Numerics(1, precision="fp16", initial_scale=1024.0)
+    numerics = Numerics(PlainRecipe(1, precision="fp16", loss_scale=PlainLossScale(initial=1024.0)))
     by = Updates(layout, with_rates_of_their_own, numerics, torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}
     for number, (_, parameter) in enumerate(layout.trained):

@@ -118,6 +118,7 @@ def over_ranks(world: World) -> tuple[Tensor, Tensor]:
     return torch.stack(steps), world.add_(errors(power))
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_do_what_one_does_with_all_of_their_gradients() -> None:
     [(expected, left)] = worlds.run(1, over_ranks)
@@ -128,6 +129,7 @@ def test_ranks_do_what_one_does_with_all_of_their_gradients() -> None:
         torch.testing.assert_close(found[0][1], left, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:

@@ -23,6 +23,7 @@ from lockstep.parallel.blocks import recompute
 RESNET = partial(timm.create_model, "test_resnet", num_classes=toys.CLASSES)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("model", "precision"),

@@ -22,7 +22,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 PLAIN: Final = pipeline_models.recipe(microbatches=6, samples=(12, 12, 7), clip=0.1, ema=True)
 TOY: Final = Case(6, samples=(12, 12, 7))
 SYNCED: Final = Case(4, samples=(12, 12, 7), sync_batchnorm=True, model=synced_models.Branched)

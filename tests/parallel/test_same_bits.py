@@ -68,7 +68,7 @@ QUICK = ("zero3", "fp16-compute, skipping")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("strategy", "name", "size"),
-    [pytest.param(*pair, marks=pytest.mark.quick if pair[:2] == QUICK else ()) for pair in PAIRS],
+    [pytest.param(*pair, marks=() if pair[:2] == QUICK else pytest.mark.slow("several ranks")) for pair in PAIRS],
 )
 def test_the_bits_are_those_of_one_process(strategy: str, name: str, size: int) -> None:
     check_same(name, strategy, size, STRATEGIES[strategy][size])
@@ -81,6 +81,7 @@ def test_each_case_and_size_is_in_a_pair() -> None:
     assert {name for _, name, _ in PAIRS} == set(CASES)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "placed"),
@@ -104,6 +105,7 @@ ZOO = {
 PLACED: list[Placed] = [("ddp", 3, ()), ("zero2", 3, ()), ("zero3", 2, ())]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("model", "placed"), pairs([*ZOO], PLACED))
 def test_real_models_keep_their_bits(model: str, placed: Placed) -> None:
@@ -125,16 +127,17 @@ INTERRUPTED = (
     "fp16-compute, skipping",
     "fp16-true",
 )
-# In the gate each case goes on in two ways, and each way is gone by two cases or three.
-IN_GATE = {(name, (number + more) % len(WAYS)) for number, name in enumerate(INTERRUPTED) for more in (0, 2)}
-BEYOND = pytest.mark.extended("each case goes on in two of these ways, and each way is gone, in the gate")
+# Each case goes on in two ways, and each way is gone by two cases or three; the other pairs do more of it.
+FIRST = {(name, (number + more) % len(WAYS)) for number, name in enumerate(INTERRUPTED) for more in (0, 2)}
+BEYOND = pytest.mark.slow("this case goes on in two of the other ways, and other cases in this one")
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=() if (name, way) in IN_GATE else BEYOND)
+        pytest.param(name, way, marks=() if (name, way) in FIRST else BEYOND)
         for name in INTERRUPTED
         for way in range(len(WAYS))
     ],

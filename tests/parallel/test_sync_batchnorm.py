@@ -105,6 +105,7 @@ def share(world: World, sizes: Sequence[int]) -> list[Tensor]:
     return [each.detach() for each in _synced(_layer(nn.BatchNorm2d), *parts, canonical, own, len(sizes))]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_share_a_whole_batch() -> None:
     sizes = (5, 3, 2)
@@ -157,6 +158,7 @@ def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[n
         layer(torch.randn(4, CHANNELS, 2, 2))
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_that_go_other_ways_are_refused(size: int) -> None:

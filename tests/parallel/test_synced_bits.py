@@ -10,6 +10,8 @@ from pairs import BEYOND, pairs
 from same_bits import Placed, assert_same_bits
 from toys import Case
 
+pytestmark = pytest.mark.slow("several ranks")
+
 BRANCHED = Case(4, model=synced_models.Branched, sync_batchnorm=True)
 CASES = {
     "sgd": BRANCHED,

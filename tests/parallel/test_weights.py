@@ -95,6 +95,7 @@ def gathered(world: World, case: Case) -> dict[str, int]:
     return found.elements
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_sharded_strategies_gather_half_the_bytes() -> None:
     wide, narrow = (
@@ -114,6 +115,7 @@ def rows_kept(world: World, case: Case) -> tuple[int, int]:
     return parts
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_zero1_keeps_the_weights_themselves_in_rows() -> None:
     kept = worlds.run(2, rows_kept, replace(CASE, strategy="zero1"))

@@ -16,9 +16,9 @@ PLACES: list[Place] = [(size, name) for name in ("ddp", "zero1", "zero2", "zero3
 ROWS = ("zero2", "zero3")
 LOOPS = [*ALIKE, *REFUSED, *IN_ROWS]
 # Each loop meets one placement, and the next loop the next one; what is refused in rows meets one of each kind.
-IN_GATE = {name: [PLACES[number % len(PLACES)]] for number, name in enumerate(LOOPS)}
-IN_GATE |= {name: [PLACES[number % 4], PLACES[4 + number % 4]] for number, name in enumerate(IN_ROWS)}
-EXTENDED = pytest.mark.extended("in the gate each loop meets one of these placements, and each of them several loops")
+FIRST = {name: [PLACES[number % len(PLACES)]] for number, name in enumerate(LOOPS)}
+FIRST |= {name: [PLACES[number % 4], PLACES[4 + number % 4]] for number, name in enumerate(IN_ROWS)}
+ELSEWHERE = pytest.mark.slow("the loop meets one of these placements above, and each of them several loops")
 
 
 def outcomes(name: str, places: Sequence[Place]) -> dict[Place, str]:
@@ -48,19 +48,21 @@ def check_refused(loop: Loop, said: str, text: str) -> None:
     assert names(text, loop), text
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_written_loop_is_alike_or_refused_with_its_line(name: str) -> None:
-    check(name, IN_GATE[name])
+    check(name, FIRST[name])
 
 
-@EXTENDED
+@pytest.mark.slow("several ranks")
+@ELSEWHERE
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_written_loop_is_alike_or_refused_with_its_line_everywhere(name: str) -> None:
     check(name, PLACES)
 
 
-def test_the_gate_has_each_placement_and_sixty_loops() -> None:
-    assert {place for places in IN_GATE.values() for place in places} == {*PLACES}
+def test_each_placement_is_met_by_some_of_sixty_loops() -> None:
+    assert {place for places in FIRST.values() for place in places} == {*PLACES}
     assert len({*LOOPS}) >= 60

@@ -108,6 +108,7 @@ def host(tmp_path) -> tuple[Path, list[int]]:
     return sysfs(tmp_path, format_cores(cores), near), cores
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_run_near_their_cards(host) -> None:
     root, cores = host
@@ -118,6 +119,7 @@ def test_ranks_run_near_their_cards(host) -> None:
     assert [cores for _, cores in found] == [{first}] * 3 + [{last}]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_node_of_all_cores_is_shared_out(host) -> None:
     root, cores = host

@@ -32,7 +32,7 @@ def note(folder: Path, rendezvous: Rendezvous) -> int:
     return info.rank
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
     assert run_workers(partial(note, tmp_path), 2, "spawn", 60.0) == 1
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 hello", "2 1 hello"]

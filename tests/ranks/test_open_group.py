@@ -49,6 +49,7 @@ def refused(rank: int, folder: Path) -> None:
     (folder / str(rank)).write_text("\n".join(texts), encoding="utf-8")
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_that_a_script_started_itself_train_one_model(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -59,6 +60,7 @@ def test_ranks_that_a_script_started_itself_train_one_model(tmp_path: Path) -> N
     assert [(tmp_path / each).read_text() for each in "01"] == [f"{rank} 2 {expected}" for rank in (0, 1)]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_group_that_met_by_a_file_is_refused_and_never_ignored(tmp_path: Path) -> None:
     mp.start_processes(refused, (tmp_path,), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ def end(_: Rendezvous, failure: Failure) -> NoReturn:
     raise Ended(failure)
 
 
-@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.thorough), "agent"])
+@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.slow("a store as the others")), "agent"])
 def infos(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Return the ranks of a start and their rendezvous: rank 0 listens, they share a file, or another listens."""
     hosted = request.param == "agent"

@@ -103,6 +103,7 @@ def kept_waiting(world: World, late: int, by: str, folder: Path) -> list[str]:
     return reports
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int, tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int, tmp_path: P
         assert lines[-1].startswith(f"  rank {waiting} waits: in step 7, lockstep/comm/world.py:")
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
     answers = worlds.run(2, kept_waiting, 0, "stopped", tmp_path)
@@ -127,6 +129,7 @@ def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
     assert "  rank 1 waits: in step 7, lockstep/comm/world.py:" in answers[1][0]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_one_that_does_not_come_to_a_process_group_is_named(tmp_path: Path) -> None:
     reports = worlds.run(2, opened, 1, tmp_path)
@@ -138,6 +141,7 @@ def test_one_that_does_not_come_to_a_process_group_is_named(tmp_path: Path) -> N
     assert last.startswith("  rank 0 waits: setting up, lockstep/comm/world.py:")
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_where_waiting_is_not_seen_the_rank_with_fewer_steps_is_named(tmp_path: Path) -> None:
     answers = worlds.run(3, behind_a_device, 1, (8, 5, 8), tmp_path)
@@ -154,6 +158,7 @@ def test_where_waiting_is_not_seen_the_rank_with_fewer_steps_is_named(tmp_path: 
     assert any(answers)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_where_waiting_is_not_seen_ranks_of_one_step_are_not_told_apart(tmp_path: Path) -> None:
     answers = worlds.run(2, behind_a_device, 1, (5, 5), tmp_path)
@@ -176,6 +181,7 @@ def quick(world: World, folder: Path) -> list[str]:
     return reports
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
     assert worlds.run(2, quick, tmp_path) == [[], []]
@@ -189,6 +195,7 @@ def computing(world: World, status: RankStatus, hidden: bool, folder: Path) -> l
     return reports
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("status", "hidden"), [(RankStatus("training", 6), False), (RankStatus("setting up"), True)])
 def test_long_work_is_no_stall(status: RankStatus, hidden: bool, tmp_path: Path) -> None:

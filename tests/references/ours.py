@@ -6,6 +6,7 @@ from small_run import PROCESSES, SAMPLES, STEPS, Recipe, build, data
 from torch import Tensor
 
 from lockstep.comm.world import World
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
@@ -21,7 +22,7 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
         Problem(Classification(topk=(1,)), build),
         lambda trained, _: make_optimizer(trained, name=recipe.optimizer, lr=recipe.lr, options=recipe.options),
         world,
-        Numerics(microbatches=PROCESSES),
+        Numerics(PlainRecipe(microbatches=PROCESSES)),
     )
     samples = PROCESSES * SAMPLES
     for number in range(STEPS):

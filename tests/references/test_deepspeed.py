@@ -12,6 +12,8 @@ from component import require_package
 from safetensors.torch import load_file
 from small_run import PROCESSES, RECIPES, TOLERANCE, furthest, wrong
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 
 
@@ -27,7 +29,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.extended(
+@pytest.mark.slow(
     "test_torch.py has torch's ZeRO beside ours, parallel/test_deepspeed_engine.py DeepSpeed's beside one"
 )
 @pytest.mark.worlds

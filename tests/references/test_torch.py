@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.world import World
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 Weights = dict[str, Tensor]
 
 

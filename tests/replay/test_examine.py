@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step
 from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.numerics import Numerics
@@ -59,7 +60,7 @@ def started(task: Task, net: nn.Module) -> Engine:
         Problem(task, lambda: net),
         lambda trained, _: make_optimizer(trained, name="sgd", lr=0.1),
         World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu")),
-        Numerics(2),
+        Numerics(PlainRecipe(2)),
     )
 
 

@@ -11,6 +11,8 @@ from lockstep.reporting import png
 from lockstep.reporting.charts import bars, lines
 from lockstep.reporting.png import check_png, write_png
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 
 def test_a_picture_of_each_chart(tmp_path: Path) -> None:
     require_chromium()

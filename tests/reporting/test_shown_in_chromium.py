@@ -13,6 +13,8 @@ from lockstep.reporting.charts import bars, curves, dots, lines, matrix
 from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, page
 from lockstep.reporting.thinning import Point
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 EVIL = (
     '</script><script>document.title = "evil"</script><img src="http://127.0.0.1:9/x.png" onerror="document.title=1">'
 )

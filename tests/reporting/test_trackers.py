@@ -25,7 +25,7 @@ from lockstep.run.sinks import open_sinks
 
 RECIPE = {"recipe.seed": 0, "recipe.data.mean": [0.5, 0.5], "recipe.optimizer.lr.value": 0.1}
 # mlflow's use of SQLAlchemy, and what its dependencies do while they are imported.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture

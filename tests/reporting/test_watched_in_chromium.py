@@ -15,6 +15,8 @@ from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page_server import PageServer
 from lockstep.training.events import Event
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 TRACE = "document.querySelector('[aria-label=\"loss\"]')"
 EVIL = "runs-</script><img src=x onerror=alert(1)>"
 

@@ -10,8 +10,8 @@ import torch
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
-from lockstep.runs import digest_file
 from lockstep.run.rank import Rank
+from lockstep.runs import digest_file
 from lockstep.training.digests import Digest
 
 INFO = RankInfo(0, 1, 0, 1, "test")

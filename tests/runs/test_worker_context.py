@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import OwnCodeError
-from lockstep.ranks.external import alone
 from lockstep.loop.model import explain_errors
+from lockstep.ranks.external import alone
 from lockstep.runs.worker_context import WorkerContext
 
 

@@ -7,7 +7,8 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.setup.build import numerics_of, setup
+from lockstep.parallel.numerics import Numerics
+from lockstep.setup.build import setup
 from lockstep.setup.checks import check_kernels, check_placement, cuda_refusals
 from lockstep.setup.resolved import resolve
 
@@ -93,7 +94,7 @@ def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: s
         with pytest.raises(UsageError, match=text):
             setup(recipe)
     else:
-        assert numerics_of(setup(recipe).recipe).sync_batchnorm is (asked == "sync")
+        assert Numerics(setup(recipe).recipe).sync_batchnorm is (asked == "sync")
 
 
 def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:

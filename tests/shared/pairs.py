@@ -1,4 +1,4 @@
-"""Pairs of a case and a placement: the gate has each of both, and scripts/test --all every pair."""
+"""Pairs of a case and a placement: some of them have each case and each placement once, and the others are slow."""
 
 import re
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-BEYOND = pytest.mark.extended("the gate has this case elsewhere, and another case here")
+BEYOND = pytest.mark.slow("another pair has this case, and another one this placement")
 
 
 def pairs(names: Sequence[str], placements: Sequence[Any]) -> list[Any]:
-    """Return all pairs as parameters; those in the gate go through both lists at once, the shorter one repeatedly."""
-    gate = {(turn % len(names), turn % len(placements)) for turn in range(max(len(names), len(placements)))}
+    """Return all pairs as parameters; those not marked go through both lists at once, the shorter one repeatedly."""
+    first = {(index % len(names), index % len(placements)) for index in range(max(len(names), len(placements)))}
     return [
-        pytest.param(name, placed, id=f"{name}-{_words(placed)}", marks=() if (row, column) in gate else BEYOND)
+        pytest.param(name, placed, id=f"{name}-{_words(placed)}", marks=() if (row, column) in first else BEYOND)
         for row, name in enumerate(names)
         for column, placed in enumerate(placements)
     ]

@@ -86,8 +86,9 @@ def engine(world: World, case: Case) -> Engine:
     example: Inputs = (ids(2)[:, :-1].to("meta"),)
     if case.chunks > 1:
         example = with_positions(example, argument_names(build(case)))
-    more = {"static_scale": case.static_scale, "sequence_chunks": case.chunks}
-    started: Engine = toys.started(world, case, Language(), build, example, **more)
+    started: Engine = toys.started(
+        world, case, Language(), build, example, static_scale=case.static_scale, sequence_chunks=case.chunks
+    )
     return CanonicalState(started, _cut(MODELS[case.model](), case)) if case.features > 1 else started
 
 

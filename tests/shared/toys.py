@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Inputs, tensors_of
+from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, PlainSequenceChunks
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
@@ -121,21 +122,18 @@ class Case:
     by_hand: dict[str, Any] = field(default_factory=dict, hash=False)  # the optimizer's further options
 
     def numerics(self) -> Numerics:
-        return Numerics(
+        recipe = PlainRecipe(
             microbatches=self.microbatches,
             seed=7,
             precision=self.precision,
-            initial_scale=self.initial_scale,
-            static_scale=self.static_scale,
-            skip_nonfinite=self.skip_nonfinite,
-            ema_decay=0.9 if self.ema else None,
-            channels_last=self.channels_last,
-            offload_activations=self.offload_activations,
+            loss_scale=PlainLossScale(self.initial_scale, static=self.static_scale),
+            nonfinite="skip" if self.skip_nonfinite else "stop",
+            ema=PlainEma(0.9) if self.ema else None,
+            memory_format="channels_last" if self.channels_last else "contiguous",
             compile=self.compile,
-            recompute=self.recompute,
-            sync_batchnorm=self.sync_batchnorm,
-            guarded=self.guarded,
+            batchnorm="sync" if self.sync_batchnorm else "local",
         )
+        return Numerics(recipe, self.offload_activations, self.recompute, self.guarded)
 
 
 def build(case: Case) -> nn.Module:
@@ -187,15 +185,27 @@ def engine(world: World, case: Case) -> Engine:
     return started  # type: ignore[no-any-return]
 
 
-def started(world: World, case: Any, task: Any, build: Callable[[Any], nn.Module], example: Inputs, **more: Any) -> Any:
-    """Start the engine of a case of any kind, by the fields that all have, and what `more` the numerics are given."""
-    numerics = Numerics(
+def started(
+    world: World,
+    case: Any,
+    task: Any,
+    build: Callable[[Any], nn.Module],
+    example: Inputs,
+    *,
+    recompute: int = 0,
+    static_scale: float | None = None,
+    sequence_chunks: int = 1,
+) -> Any:
+    """Start the engine of a case of any kind, by the fields that all have."""
+    recipe = PlainRecipe(
         microbatches=case.microbatches,
         seed=7,
         precision=case.precision,
-        ema_decay=0.9 if case.ema else None,
-        **more,
+        loss_scale=PlainLossScale(static=static_scale),
+        ema=PlainEma(0.9) if case.ema else None,
+        model=PlainSequenceChunks(sequence_chunks),
     )
+    numerics = Numerics(recipe, recompute=recompute)
     problem = Problem(task, partial(build, case), example=example)
     return named(world, case.strategy, case.options).start(problem, making(case.optimizer, 0.02), world, numerics)
 

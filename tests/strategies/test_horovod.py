@@ -16,6 +16,8 @@ from component import require_package
 from lockstep.errors import UsageError
 from lockstep.strategies import horovod
 
+pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
+
 RUN = ("train", "digits", "recipe.microbatches=4", "placement.device=cpu", "run.tensorboard=false")
 FEW = ("recipe.steps=6", "recipe.epochs=null")
 
@@ -77,7 +79,7 @@ def net(num_classes):
 """
 
 
-@pytest.mark.extended("two ranks add to the bit above, and comm/test_comm_horovod.py has what is added")
+@pytest.mark.slow("two ranks add to the bit above, and comm/test_comm_horovod.py has what is added")
 def test_in_float64_three_ranks_are_one_process_but_for_rounding(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     words = ("recipe.model=own:net", "recipe.microbatches=6", "placement.device=cpu", "placement.processes=3")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from component import require_package
 
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
@@ -18,7 +19,7 @@ ADAMW = partial(make_optimizer, name="adamw", lr=0.1)
 
 
 def test_its_json_is_made_of_recipe_and_placement() -> None:
-    numerics = Numerics(microbatches=4, clip_norm=1.5, samples=8)
+    numerics = Numerics(PlainRecipe(microbatches=4, clip_norm=1.5, batch=30))
     assert Strategy(stage=3, offload="cpu", bucket_mib=1).files(numerics) == {
         "deepspeed.json": {
             "train_micro_batch_size_per_gpu": 8,
@@ -37,7 +38,7 @@ def test_its_json_is_made_of_recipe_and_placement() -> None:
             },
         }
     }
-    plain = Strategy(stage=1).configuration(Numerics(microbatches=4))
+    plain = Strategy(stage=1).configuration(Numerics(PlainRecipe(microbatches=4)))
     assert plain["gradient_clipping"] == 0.0  # left out, it is 1.0
     assert plain["zero_optimization"].keys() == {"stage", "reduce_bucket_size", "allgather_bucket_size"}
 
@@ -71,7 +72,7 @@ def test_a_missing_library_is_named_with_its_install_line(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad", "rmsprop", "lion"])
 def test_optimizers_that_work_element_by_element_are_handed_over(name: str) -> None:
     make = partial(make_optimizer, name=name, lr=0.1, weight_decay=0.1, decay_bias_and_norm=False)
-    Strategy().check_recipe(Numerics(1, precision="bf16"), make)
+    Strategy().check_recipe(Numerics(PlainRecipe(1, precision="bf16")), make)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_optimizers_that_work_element_by_element_are_handed_over(name: str) -> N
 def test_optimizers_that_look_at_whole_tensors_are_not(name: str, options: dict[str, Any]) -> None:
     make = partial(make_optimizer, name=name, lr=0.1, weight_decay=0.01, options=options)
     with pytest.raises(UsageError, match="it cannot be handed over"):
-        Strategy().check_recipe(Numerics(1), make)
+        Strategy().check_recipe(Numerics(PlainRecipe(1)), make)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -94,9 +95,9 @@ def test_weights_that_would_be_trained_in_another_dtype_are_refused(dtype: torch
 @pytest.mark.parametrize(
     ("numerics", "problem"),
     [
-        (Numerics(1, precision="bf16-compute"), "use fp32, tf32, bf16, fp16, or another strategy"),
-        (Numerics(1, compile=True), "recipe.compile is not offered with it"),
-        (Numerics(1, offload_activations=True), "placement.offload_activations is not offered with it"),
+        (Numerics(PlainRecipe(1, precision="bf16-compute")), "use fp32, tf32, bf16, fp16, or another strategy"),
+        (Numerics(PlainRecipe(1, compile=True)), "recipe.compile is not offered with it"),
+        (Numerics(PlainRecipe(1), offload_activations=True), "placement.offload_activations is not offered with it"),
     ],
 )
 def test_what_is_not_offered_is_refused(numerics: Numerics, problem: str) -> None:

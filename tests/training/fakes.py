@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.events import Evaluated, Event, Saved
-from lockstep.training.loop import Plan, Progress
+from lockstep.training.plan import Plan
+from lockstep.training.progress import Progress
 
 
 @dataclass
@@ -65,9 +67,9 @@ def batches(
     return from_step
 
 
-def plan(steps: Steps, **changes: object) -> Plan:
+def plan(steps: Steps, clip_norm: float | None = None, **changes: object) -> Plan:
     rate = Rate(base=0.5, samples_per_epoch=steps.samples_per_epoch, epochs=4.0, curve="linear")
-    return Plan(steps, rate, **changes)  # type: ignore[arg-type]
+    return Plan(steps, rate, recipe=PlainRecipe(1, clip_norm=clip_norm), **changes)  # type: ignore[arg-type]
 
 
 def evaluated(top1: float = 0.5, loss: float = 1.0) -> Callable[[Progress], Evaluated]:

@@ -32,6 +32,7 @@ def compared(world: World, layout: str, wrong: list[tuple[int, str]]) -> Disagre
     return None if found is None else Disagreement(found.names, found.odd, ("host",) * len(found.hosts))
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("size", "layout", "wrong", "names", "odd"),

@@ -18,7 +18,7 @@ from lockstep.data.loader import Loader
 from lockstep.tasks.classification import Classification
 from lockstep.training.evaluate import evaluate
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CLASSES = 7
 
 

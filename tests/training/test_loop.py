@@ -3,6 +3,7 @@
 import json
 import math
 import time
+import weakref
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,10 +16,15 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.core.order import Step, Steps
 from lockstep.errors import TrainingError
+from lockstep.parallel.engine import Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval, Plan
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
+from lockstep.training.turn import Turn
 
 
 class Wish:
@@ -47,9 +53,9 @@ def run(
         if step.number == stop_at:
             stop.level = level
 
-    at = progress or Progress()
-    steps = turns(world, batches(following.steps, ask), following, at, evaluate=evaluated(), save=saved, stop=stop)  # type: ignore[arg-type]
-    return list(train(engine, following, steps))
+    reports = StepReports(world, following, progress or Progress())
+    steps = turns(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
+    return list(train(engine, reports, steps))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +180,8 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     engine = FakeEngine(losses={1: math.nan})
     following = plan(STEPS, **{"log": Interval(steps=100), **rhythms})
     events: list[Event] = []
-    steps = turns(ALONE_WORLD, batches(STEPS), following, Progress(), evaluate=evaluated(), save=saved, stop=Wish())  # type: ignore[arg-type]
-    training = train(engine, following, steps)
+    reports = StepReports(ALONE_WORLD, following, Progress())
+    training = train(engine, reports, turns(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish()))
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
         events.extend(training)
     assert shortly(events) in ([], ["step 1"])
@@ -185,10 +191,9 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
 def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted() -> None:
     following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
     ask = partial(next, warned)
-    steps = turns(
-        ALONE_WORLD, batches(STEPS), following, Progress(), evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask
-    )  # type: ignore[arg-type]
-    saves = [each for each in shortly(list(train(FakeEngine(), following, steps))) if each.startswith("saved")]
+    reports = StepReports(ALONE_WORLD, following, Progress())
+    steps = turns(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask)
+    saves = [each for each in shortly(list(train(FakeEngine(), reports, steps))) if each.startswith("saved")]
     assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
 
 
@@ -202,16 +207,15 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
+    reports = StepReports(ALONE_WORLD, following, Progress())
     steps = turns(
-        ALONE_WORLD,
         batches(STEPS, lambda _: passes(1.0)),
-        following,
-        Progress(),
+        reports,
         evaluate=lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
         save=lambda progress: passes(1000.0) or saved(progress),  # type: ignore[func-returns-value]
-        stop=Wish(),  # type: ignore[arg-type]
+        stop=Wish(),
     )
-    training = train(FakeEngine(), following, steps)
+    training = train(FakeEngine(), reports, steps)
     assert [event.samples_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3
 
 
@@ -230,6 +234,7 @@ def stopping(world: World, stop_at: list[int]) -> list[str]:
     return shortly(events)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_all_ranks_stop_at_one_step() -> None:
     """Whoever is asked first, all stop together: one step later, since they exchange while they compute."""
@@ -246,9 +251,23 @@ def failing(world: World, guilty: list[int]) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("guilty", "where"), [([1], "rank 1"), ([0, 2], "rank 0, 2"), ([], "the sum over all ranks")])
 def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) -> None:
     rate = plan(STEPS).rate.at(14)
     text = f"loss is inf at step 5 (epoch 2), on {where}, at learning rate {rate:.6g}"
     assert worlds.run(3, failing, guilty) == [text] * 3
+
+
+def test_a_step_is_reported_once_and_its_batch_is_not_kept() -> None:
+    reports = StepReports(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
+    turn = next(iter(turns(batches(STEPS), reports, save=saved)))
+    assert isinstance(turn, Turn)
+    turn.done(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
+    [stepped] = reports.report(turn)
+    assert (stepped.step, stepped.loss, stepped.lr) == (1, 2.0, 0.5)
+    assert reports.report(turn) == ()
+    batch = weakref.ref(turn.microbatches[0].batch)
+    del turn
+    assert batch() is None

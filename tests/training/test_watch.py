@@ -8,8 +8,9 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
+from lockstep.core.engine_recipe import PlainRecipe, against_nonfinite
 from lockstep.core.order import Steps
-from lockstep.errors import TrainingError, against_nonfinite
+from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
 from lockstep.training.watch import NonFiniteCheck
 
@@ -42,9 +43,14 @@ def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
 
 
 def test_nobody_is_told_to_clip_who_does_or_to_change_the_recipe_of_a_loop() -> None:
-    assert against_nonfinite(None).startswith("lower the learning rate, set recipe.clip_norm, or skip such steps")
-    assert against_nonfinite(1.0) == "lower the learning rate, or skip such steps with recipe.nonfinite=skip"
-    assert against_nonfinite(None, own_loop=True) == "lower the learning rate, or clip with step.update(clip=...)"
+    assert against_nonfinite(PlainRecipe(1)).startswith(
+        "lower the learning rate, set recipe.clip_norm, or skip such steps"
+    )
+    assert (
+        against_nonfinite(PlainRecipe(1, clip_norm=1.0))
+        == "lower the learning rate, or skip such steps with recipe.nonfinite=skip"
+    )
+    assert against_nonfinite(None) == "lower the learning rate, or clip with step.update(clip=...)"
 
 
 def test_a_recipe_that_skips_goes_on() -> None:

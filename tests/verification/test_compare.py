@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.probe.state import digest
+from lockstep.training.checkpoint.tensorfile import digest
 from lockstep.verification import compare, trace
 from lockstep.verification.compare import NOT_THERE, Difference, differences, farthest, largest, select_tensors, values
 from lockstep.verification.trace import StepTrace, Trace, Wanted

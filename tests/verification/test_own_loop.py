@@ -12,6 +12,8 @@ from torch import nn
 import lockstep
 from lockstep.verification.own_loop import check_placements, script
 
+pytestmark = pytest.mark.slow("other programs, or minutes")
+
 HSDP = {"name": "hsdp", "replicate": 2}
 compared = partial(check_placements, seed=None)  # without the resumed run, which has tests of its own below
 
@@ -48,13 +50,13 @@ def test_weights_are_of_the_whole_step():
     )
 
 
-BEYOND = pytest.mark.extended("a strategy that cuts nothing and one that cuts all are in the gate, as all without bf16")
+BEYOND = pytest.mark.slow("the other case has a strategy that cuts nothing and one that cuts all")
 
 
 @pytest.mark.parametrize(
     ("processes", "strategies"),
     [((3,), ("ddp", "zero3")), pytest.param((1, 3), ("ddp", "zero1", "zero2", "zero3"), marks=BEYOND)],
-    ids=["gate", "all"],
+    ids=["two strategies", "all"],
 )
 def test_bf16_compute_is_that_of_a_recipe_on_all_strategies(processes, strategies):
     rows = lockstep.verify(loops.in_bf16, processes=processes, strategies=strategies, seed=None)
@@ -186,7 +188,7 @@ class Caching(Remembering):
         return self.net(x + CACHE.setdefault(len(x), x.mean()))
 
 
-@pytest.mark.extended("test_kept.py has what is kept, and the rank's test that a cause is named")
+@pytest.mark.slow("test_kept.py has what is kept, and the rank's test that a cause is named")
 @pytest.mark.parametrize(
     ("model", "kept"),
     [

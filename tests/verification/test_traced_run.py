@@ -56,6 +56,7 @@ def gather(world: World, group_bytes: int) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("group_bytes", [1, 64, 1 << 20])
 @pytest.mark.parametrize("size", [2, 3])
@@ -74,6 +75,7 @@ def gather_replicas(world: World) -> list[list[float]]:
     return [whole.tolist() for _, whole in wholes(world, {"a": shard})]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_where_several_hold_the_same_rows_one_speaks():
     assert worlds.run(2, gather_replicas) == [[[1.5, -0.0, 2.5]], []]

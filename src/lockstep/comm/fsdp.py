@@ -1,7 +1,5 @@
 """The door to torch's fully_shard (FSDP2), whose reduce-scatter hands gradients to us instead of adding them."""
 
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -16,11 +14,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lockstep.comm import grad_dtype, older_fsdp
 from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, Gathers
+from lockstep.comm.gradient_queue import GradientQueue
 from lockstep.comm.peer_errors import translate_peer_errors
+from lockstep.comm.unit_calls import UnitCalls
+from lockstep.comm.unit_outputs import own_outputs
 from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
@@ -47,15 +48,8 @@ class Sharded:
     A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
     both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards. Members may call different
     units in the same forward (comm/gathers.py): the gradients of one that is not called are zeros, as in one process.
-
-    **When a unit's backward is complete.** fully_shard finds out by an autograd node of its own, which it puts in front
-    of a unit's inputs. That node adds up the unit's own gradients of an input before those of its other readers, so an
-    activation that two units read would get another gradient than in one process. There is no such node here: the graph
-    is the one that plain PyTorch builds. Autograd runs the nodes of one thread's graph from the newest to the oldest.
-    So once the gradient of a unit's output is there, all units that were first called after it are complete, and their
-    gradients are handed on, whichever of their parameters a micro-batch used. The first unit is complete at the end of
-    the backward. If a backward goes through the forwards of several threads, a unit is complete once each of its
-    parameters has a gradient, or at the end.
+    When a unit's backward is complete (comm/unit_calls.py) its gradients are handed to `receive`, in an order that is
+    the same on all members (comm/gradient_queue.py).
     """
 
     model: nn.Module
@@ -71,19 +65,16 @@ class Sharded:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
         self._offloads = offload and mesh.device_type == "cuda"
         self._outputs: dict[int, Tensor] = {}  # of the last backward, with offloading
-        self._first_calls: dict[int, int] = {}  # of each unit since the last backward: the number of its first call
-        self._calls = 0  # since the last backward
-        self._threads: set[int] = set()  # in which these forwards were
+        self._calls = UnitCalls(len(units) + 1)
         self._forwards_under_way = 0
-        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
-        self._complete: set[int] = set()  # units whose backward is over
-        self._handed: set[int] = set()  # units whose gradients are taken
-        self._accumulated = [0] * (len(units) + 1)  # parameters of each unit that have their gradient
         self._counts_parameters = False  # whether their hooks are there
         self._backward = False  # whether a backward of a step is under way
         self._graph_task = -1  # autograd's number of it
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
-        self._gathers = Gathers(self._ask, self._gather, self._scatter, self._hand_on, self._check)
+        self._gradients = GradientQueue(
+            self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
+        )
+        self._gathers = Gathers(partial(_ask, mesh), self._gather, self._scatter, self._gradients.advance, self._check)
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # What goes into a unit is not converted: in one process there are no units.
         precision = _policy(narrow)
@@ -93,23 +84,24 @@ class Sharded:
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy, mp_policy=precision
             )
-            if (group := _group(self._units[number])) is not None:
-                if older:
-                    older_fsdp.complete(group, places)
+            sharded, group = self._units[number], _group(self._units[number])
+            if older and group is not None:
+                older_fsdp.complete(group, places)
+            if group is not None:
                 grad_dtype.keep_computed_dtype(group)
-            _add_zeros(self._units[number])
-            if not keep_gathered and (group := _group(self._units[number])) is not None:
-                group._backward_prefetch = self._prefetch
-            self._units[number].set_custom_all_gather(_AllGatherHook(partial(self._gathers.before, number)))
-            self._units[number].set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
-            self._units[number].set_gradient_divide_factor(1.0)
-            self._units[number].set_force_sum_reduction_for_comms(True)
-            if (group := _group(self._units[number])) is not None:
+            _add_zeros(sharded)
+            sharded.set_custom_all_gather(_AllGatherHook(partial(self._gathers.before, number)))
+            sharded.set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            if group is not None:
+                if not keep_gathered:
+                    group._backward_prefetch = self._prefetch
                 group._register_post_backward_hook = _leave_inputs
                 group.pre_backward = partial(self._before_backward, number, group.pre_backward)
             if unit is not model:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
-            unit.register_forward_hook(partial(self._own_outputs, number), prepend=True, with_kwargs=True)
+            unit.register_forward_hook(partial(self._after_unit, number), prepend=True, with_kwargs=True)
             setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - it is found here before fully_shard's
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
@@ -120,16 +112,11 @@ class Sharded:
         held = [number for number, unit in enumerate(self._units) if _parameters(unit)]
         self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # what is in no unit first
         self._whole = False  # all that may be called is gathered
-        self._passes = 0  # forwards since the last backward
-        self._order: list[int] = []  # in which units hand on their gradients, once it is known
-        self._due: deque[int] = deque()
-        self._handing = False
-        self._kept: list[Tensor] = []  # what was passed on late, in a backward
         self._in_order = True  # so far members wanted the same units in backward, one after the other
 
     def begin_step(self) -> None:
         """Call before the first forward of a step: what was called since the last backward has no part in the next."""
-        self._first_calls.clear()
+        self._calls.forget_calls()
 
     def begin_round(self, last: bool) -> None:
         """Call before each backward of a step, and say of the last one that it is."""
@@ -138,35 +125,26 @@ class Sharded:
         self._frees = self.keep_gathered and last
         if not self.keep_gathered:
             usual = sorted(self._forwards, reverse=True)
-            self._gathers.begin(f"backward of {self._passes}", usual)
+            self._gathers.begin(f"backward of {self._calls.passes}", usual)
             self._gather(usual[0])  # what is in no block, even where this member called none of the last blocks
         self._whole = self._whole and not last
-        if len(self._threads) > 1:
+        if self._calls.several_threads:
             self._count_parameters()
-        self._due.extend(self._order)
-        self._hand_on()
+        self._gradients.begin()
 
     def end_backward(self) -> None:
         """Call when a backward is over: every unit is complete."""
-        self._complete.update(range(len(self._units)))
+        self._calls.end_backward()
         if not self.keep_gathered:
-            called = [int(unit in self._first_calls) for unit in range(len(self._units))]
-            self._gathers.end(called=called)
+            self._gathers.end(called=self._calls.called())
             self._in_order = self._in_order and not self._gathers.differed
-        self._hand_on()
-        for unit in sorted(self._waiting):  # in the first backward of all there is no order yet
-            self._pass_on(unit, may_wait=True)
-        self._check_gradients()
+        self._gradients.end()
+        _check_gradients(self._units, self.names)
         if self._frees:  # not unit by unit: nodes of a weight that is used outside of its unit would read freed memory
             for module in self._units:
                 module.reshard()
-        self._kept.clear()
-        self._complete.clear()
-        self._handed.clear()
-        self._first_calls.clear()
-        self._threads.clear()
-        self._accumulated = [0] * len(self._units)
-        self._calls = self._passes = 0
+        self._gradients.clear()
+        self._calls.clear()
         self._backward = False
         self._graph_task = -1
 
@@ -195,12 +173,12 @@ class Sharded:
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
         held = self.model.state_dict().items()
-        return {name: self._shard(each, primary) if isinstance(each, DTensor) else each for name, each in held}
+        return {name: _shard(each, self.mesh, primary) if isinstance(each, DTensor) else each for name, each in held}
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return {name: (self._shard(cast(Any, p), primary), cast(Any, p)) for name, p in parameters.items()}
+        return {name: (_shard(cast(Any, p), self.mesh, primary), cast(Any, p)) for name, p in parameters.items()}
 
     def gathered_tensors(self) -> dict[Tensor, Tensor]:
         """Return by the whole tensors that the model computes with, as far as they were gathered once, their shards."""
@@ -216,9 +194,7 @@ class Sharded:
             return
         self._forwards_under_way += 1
         if torch.is_grad_enabled():
-            self._passes += 1
-            self._threads.add(threading.get_ident())
-            self._first_calls[len(self._units) - 1] = -1
+            self._calls.begin_forward()
         if not self._whole:
             self._gathers.begin(f"forward, training={module.training}", self._forwards)
 
@@ -230,11 +206,11 @@ class Sharded:
             return
         schedule = self._gathers.end(kept=self.keep_gathered)
         self._whole = self.keep_gathered
-        if not self._order and torch.is_grad_enabled():
+        if not self._gradients.order and torch.is_grad_enabled():
             trained = {
                 unit for unit in self._forwards if any(each.requires_grad for each in _parameters(self._units[unit]))
             }
-            self._order = [unit for unit in reversed(list(dict.fromkeys(schedule))) if unit in trained]
+            self._gradients.order = [unit for unit in reversed(list(dict.fromkeys(schedule))) if unit in trained]
 
     def _before_unit(self, unit: int, module: nn.Module, inputs: Any) -> None:
         if _in_backward():
@@ -244,35 +220,17 @@ class Sharded:
         # autocast keeps the casts of weights that a call without a gradient makes first, and the nodes of these casts:
         # they are older than those of the later call, and autograd comes to them after all units in between.
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):
-            self._first_calls.setdefault(unit, self._calls)
+            self._calls.begin_call(unit)
 
-    def _own_outputs(self, unit: int, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        """Return outputs that share no memory with what is freed after a unit's forward, or, to autograd, with others.
-
-        Parameters that a unit returns, or views of them, would be read when they are no longer there. And fully_shard
-        gathers a unit's parameters for its backward in a hook of its outputs, which one that is changed in place loses
-        if it is a view.
-        """
+    def _after_unit(self, unit: int, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         freed = set()
         if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
             freed = {each._unsharded_param.untyped_storage().data_ptr() for each in group.fsdp_params}
-        views = torch.is_grad_enabled()
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))} if views else set()
-
-        def alone(output: Tensor) -> Tensor:
-            if id(output) in inputs:  # its other readers are others of the input, too
-                return output
-            has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
-            if has_memory and output.untyped_storage().data_ptr() in freed:
-                return output.clone()
-            return cast(Tensor, _Unchanged.apply(output, output.stride())) if views and output._is_view() else output
-
-        outputs = tree_map_only(Tensor, alone, outputs) if views or freed else outputs
-        if views:
+        outputs = own_outputs(outputs, (args, kwargs), freed)
+        if torch.is_grad_enabled():
             notify: Callable[[Tensor], None] = self._check_graph_task
             if unit != len(self._units) - 1 and not _in_backward():
-                notify = partial(self._reach, self._calls)
-                self._calls += 1
+                notify = partial(self._reach, self._calls.end_call())
             for output in tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(notify)  # type: ignore[no-untyped-call]  # before fully_shard's: it gathers
@@ -281,28 +239,25 @@ class Sharded:
     def _reach(self, call: int, gradient: Tensor) -> None:
         """Complete the units that were first called after this call: its output has its gradient."""
         self._check_graph_task(gradient)
-        if len(self._threads) > 1:
-            return
-        done = [unit for unit, first in self._first_calls.items() if first > call and unit not in self._complete]
-        for unit in sorted(done, key=lambda unit: -self._first_calls[unit]):
+        for unit in self._calls.completed_by(call):
             self._finish(unit)
 
     def _before_backward(self, unit: int, pre_backward: Callable[[bool], None], prefetch: bool, *_: Any) -> None:
         """Gather a unit for its backward, unless that is over: one of its outputs may be an input, which is older."""
-        if unit not in self._complete:
+        if not self._calls.is_complete(unit):
             pre_backward(prefetch)
 
     def _finish(self, unit: int) -> None:
         """Take the gradients of a unit, whose backward is over, and free what is gathered for it."""
-        self._complete.add(unit)
+        self._calls.complete(unit)
         if (group := _group(self._units[unit])) is not None and group._training_state == TrainingState.PRE_BACKWARD:
             group.post_backward()
-        self._hand_on(unit)
+        self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
         """Raise UsageError in a nested backward: at its end fully_shard would take the gradients of all units."""
         if not self._backward:
-            raise self._foreign_backward()
+            raise _foreign_backward()
         task = torch._C._current_graph_task_id()
         if self._graph_task == -1:
             self._graph_task = task
@@ -312,25 +267,6 @@ class Sharded:
                 "torch.utils.checkpoint does with use_reentrant=True",
                 "give it use_reentrant=False, let placement.recompute do it, or use strategy ddp or zero1",
             )
-
-    def _check_gradients(self) -> None:
-        """Raise UsageError if a parameter got a gradient after the gradients of its unit were taken."""
-        for unit, name in zip(self._units, self.names, strict=True):
-            group = _group(unit)
-            for parameter in () if group is None else group.fsdp_params:
-                tensor = getattr(parameter, "_unsharded_param", None)
-                if tensor is not None and tensor.grad is not None:
-                    raise UsageError(
-                        f"a weight of {name} is used before {name} is called, so its gradient is not complete after "
-                        "it: use it in its module alone, or use strategy ddp or zero1"
-                    )
-
-    def _foreign_backward(self) -> UsageError:
-        return refusal(
-            "a backward that is not step.backward goes through the placed model, whose weights are in rows",
-            "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative beside it "
-            "use strategy ddp or zero1",
-        )
 
     def _count_parameters(self) -> None:
         """Complete a unit once each of its parameters has its gradient, in backwards through several threads."""
@@ -347,48 +283,28 @@ class Sharded:
                     )
 
     def _count_accumulated(self, unit: int, of: int, _parameter: Tensor) -> None:
-        self._accumulated[unit] += 1
-        if self._backward and len(self._threads) > 1 and self._accumulated[unit] == of:
+        accumulated = self._calls.accumulate(unit)
+        if self._backward and self._calls.several_threads and accumulated == of:
             self._finish(unit)
 
     def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Take what a unit's backward made, to be passed on in its turn."""
         if not self._backward:
-            raise self._foreign_backward()
-        if unit in self._handed:  # what autograd was to do last it did earlier
-            raise UsageError(f"{self.names[unit]} has another gradient after its backward; use strategy ddp or zero1")
-        self._handed.add(unit)
+            raise _foreign_backward()
         if self._offloads:
             self._outputs.setdefault(unit, output)
-        self._waiting[unit] = gradients, output  # the latter's views become the gradients
-        self._hand_on(unit)
+        self._gradients.put(unit, gradients, output)
 
-    def _hand_on(self, handed: int | None = None) -> None:
-        """Pass on what is complete, unit by unit, and zeros in the turn of units that were not called.
+    def _make_zeros(self, unit: int) -> None:
+        """Let fully_shard hand over zeros for a unit that was not called."""
+        if not self.keep_gathered:
+            self._gathers.reach(unit)
+        _group(self._units[unit]).post_backward()
 
-        Where `receive` waits, it is for members that hand on what this one has handed on, or earlier units. What they
-        gather before that, this one has gathered: all go through gathers and units in the same order.
-        """
-        if self._handing:
-            return
-        self._handing = True
-        try:
-            while self._due:
-                unit = self._due[0]
-                if unit in self._first_calls and unit not in self._complete and unit not in self._waiting:
-                    return
-                if unit not in self._waiting:
-                    if not self.keep_gathered:
-                        self._gathers.reach(unit)
-                    _group(self._units[unit]).post_backward()  # which hands zeros
-                self._due.popleft()
-                if unit != handed:  # fully_shard keeps only what it has handed last
-                    self._kept.append(self._waiting[unit][0])
-                self._pass_on(unit, self._in_order and not self._gathers.differed)
-        finally:
-            self._handing = False
+    def _may_wait(self) -> bool:
+        return self._in_order and not self._gathers.differed
 
-    def _pass_on(self, unit: int, may_wait: bool) -> None:
+    def _pass_on(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         """Call `receive` on the stream that fully_shard reduces on, which calls the hook there.
 
         What is added is of that stream's memory then, whenever it comes. Memory of the computing stream would be given
@@ -398,14 +314,8 @@ class Sharded:
         side, here = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
         side.wait_stream(here)
         with group.device_handle.stream(side):
-            self.receive(unit, *self._waiting.pop(unit), may_wait)
+            self.receive(unit, gradients, output, may_wait)
         here.wait_stream(side)
-
-    def _ask(self, numbers: Sequence[int]) -> list[list[int]]:
-        answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.mesh.size())]
-        with translate_peer_errors():
-            dist.all_gather(answers, torch.tensor(numbers), group=self.mesh.get_group())
-        return [each.tolist() for each in answers]
 
     def _check(self, unit: int, left: Sequence[int]) -> None:
         """Raise UsageError for a unit that others do not gather."""
@@ -428,12 +338,6 @@ class Sharded:
             group = _group(self._units[left[0]])
             group._prefetch_unshard(group, "backward")
 
-    def _shard(self, tensor: DTensor, primary: bool) -> Shard:
-        # As torch.chunk cuts: all members have as many rows as the first, but for the last ones.
-        height = -(-tensor.shape[0] // self.mesh.size())
-        own = tensor._local_tensor.detach()
-        return Shard(own, min(self.mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
-
 
 def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
     if narrow is None:
@@ -454,6 +358,41 @@ def own_gradient(parameter: DTensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
     return cast(DTensor, parameter.grad)._local_tensor
+
+
+def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
+    """Raise UsageError if a parameter got a gradient after the gradients of its unit were taken."""
+    for unit, name in zip(units, names, strict=True):
+        group = _group(unit)
+        for parameter in () if group is None else group.fsdp_params:
+            tensor = getattr(parameter, "_unsharded_param", None)
+            if tensor is not None and tensor.grad is not None:
+                raise UsageError(
+                    f"a weight of {name} is used before {name} is called, so its gradient is not complete after "
+                    "it: use it in its module alone, or use strategy ddp or zero1"
+                )
+
+
+def _ask(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+    answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(mesh.size())]
+    with translate_peer_errors():
+        dist.all_gather(answers, torch.tensor(numbers), group=mesh.get_group())
+    return [each.tolist() for each in answers]
+
+
+def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
+    # As torch.chunk cuts: all members have as many rows as the first, but for the last ones.
+    height = -(-tensor.shape[0] // mesh.size())
+    own = tensor._local_tensor.detach()
+    return Shard(own, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
+
+
+def _foreign_backward() -> UsageError:
+    return refusal(
+        "a backward that is not step.backward goes through the placed model, whose weights are in rows",
+        "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative beside it "
+        "use strategy ddp or zero1",
+    )
 
 
 def _no_copy(_memo: object) -> NoReturn:
@@ -519,23 +458,9 @@ class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
 
 
 def _leave_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Stand in for what puts an autograd node before a unit's inputs (see Sharded)."""
+    """Stand in for what puts an autograd node before a unit's inputs (see comm/unit_calls.py)."""
     return args, kwargs
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-@final
-class _Unchanged(torch.autograd.Function):
-    """A tensor with these strides, and its gradient as it is: a view of torch's would make strides of both anew."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-        same = tensor.detach()
-        return same if same.stride() == stride else same.as_strided(same.shape, stride)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None

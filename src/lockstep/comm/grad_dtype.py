@@ -9,12 +9,14 @@ begins, such as that of a penalty on the weights, is converted first, and the su
 from functools import partial
 from typing import Any
 
+from lockstep.comm import older_fsdp
+
 
 def keep_computed_dtype(group: Any) -> None:
     """Let the gathered weights of a unit take gradients of any dtype; `group` is fully_shard's group of the unit."""
     for parameter in group.fsdp_params:
         parameter.init_unsharded_param = partial(_init_unsharded_param, parameter, parameter.init_unsharded_param)
-    if hasattr(group, "_set_unsharded_grad_dtypes"):
+    if not older_fsdp.is_older():
         group._set_unsharded_grad_dtypes = partial(_set_grad_dtypes, group, group._set_unsharded_grad_dtypes)
 
 

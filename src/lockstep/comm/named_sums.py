@@ -60,3 +60,8 @@ def add_over_ranks(
 
 def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64) if value is None else value.to("cpu", torch.int64).clone()
+
+
+def over_ranks(world: World, number: int) -> int:
+    """Return the sum of a whole number of each rank. All ranks call it."""
+    return int(world.add_(torch.tensor(number)))

@@ -76,7 +76,7 @@ class _Form(NamedTuple):
 class PointToPoint:
     """Sends and receives parcels: lists of tensors and whole numbers, with None for what is not there.
 
-    Each rank makes one with the ranks that it sends to or receives from, its `neighbours`; see World.edges.
+    Each rank makes one with the ranks that it sends to or receives from, its `neighbours`; see comm/edges.py.
     """
 
     def __init__(self, world: World, neighbours: Collection[int]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm.carrier import Addressed, Carrier, Transfer
+from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.batch import tensors_of
@@ -113,7 +114,7 @@ def pretended_world(rank: int, size: int, device: torch.device, link: float) -> 
     first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, device, (first, second), timeout, traffic.carry)
+    world = World(info, device, ProcessGroups(first, second, timeout, traffic.carry))
     try:
         yield world, traffic
     finally:

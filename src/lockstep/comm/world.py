@@ -1,8 +1,8 @@
 """The processes of a run and their small exchanges: the only place that starts torch.distributed.
 
 Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side stream may
-use it while this thread talks in the other group. Tensors of the device travel as a carrier takes them
-(comm/carrier.py). Everything else here is small, on the CPU and is exact whatever its order.
+use it while this thread talks in the other group (comm/process_groups.py). Tensors of the device travel as a carrier
+takes them (comm/carrier.py). Everything else here is small, on the CPU and is exact whatever its order.
 docs/how-a-step-runs.md lists all of it.
 """
 
@@ -12,11 +12,11 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self, final
+from typing import Any, Final, Literal, Protocol, Self, final
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
 from lockstep.comm.carrier import Carrier, direct, renumbered, staged
+from lockstep.comm.edges import Edge, Edges
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
+from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.step_agreement import StepAgreement
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
 from lockstep.common.differences import differences
@@ -43,18 +45,8 @@ from lockstep.errors import UsageError
 # would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
 # outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-_MAIN: Final = 0  # of a group's uses: by this thread
-_SIDE: Final = 1  # and by a side stream, which may exchange at the same time
 _ARRIVED: Final = "arrived"  # counter at the store: how often a rank came to the end of `untimed`
 _POLLS_S: Final = 0.002, 0.2  # pauses between two looks at it: the first and the longest
-
-
-class Edge(NamedTuple):
-    """What carries tensors to another rank, and from it; `peer` is its number there. Neither waits for the other."""
-
-    there: Carrier
-    back: Carrier
-    peer: int
 
 
 @final
@@ -64,17 +56,9 @@ class World:
 
     info: InitVar[RankInfo]
     device: torch.device
-    _groups: tuple[dist.ProcessGroup, ...] = ()
-    _timeout: timedelta | None = None
-    _carry: Callable[[dist.ProcessGroup], Carrier] = direct
-    backend: Literal["nccl", "gloo"] = "gloo"
+    _groups: ProcessGroups | None = None
     _store: Any = None
-    _numbers: Sequence[int] = ()  # of the ranks in torch's groups, where they are others
-    _log: MessageLog | None = None  # of what is sent and received, but within `among`
-    _beside: bool = False  # another process group, which is its owner's
     sharing: list[list[int]] = field(default_factory=list, init=False)  # ranks that have one device between them
-    _edges: dict[int, Edge] = field(default_factory=dict, init=False)
-    _made: dict[tuple[int, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
     _stores: int = field(default=0, init=False)
     _untimed: int = field(default=0, init=False)  # how often
 
@@ -84,7 +68,9 @@ class World:
         self.local_rank = info.local_rank
         self.local_size = info.local_size
         self.host = socket.gethostname()
-        self._agreement = StepAgreement(self._groups[0], self.rank, self.size) if self._groups else None
+        groups = self._groups
+        self._agreement = StepAgreement(groups.main, self.rank, self.size) if groups is not None else None
+        self._edges = Edges(groups, self.rank, self.size, self.device) if groups is not None else None
 
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
@@ -93,21 +79,24 @@ class World:
         All ranks call it alike.
         """
         places, order = mesh.added_along(*axes)
-        [ranks] = [ranks for ranks in mesh.groups(*axes) if self.rank in ranks]
+        ranks = self._part_of(mesh.groups(*axes))
         carrier = renumbered(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
         return CanonicalSum(order.index(ranks.index(self.rank)), places, carrier, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""
-        groups = mesh.groups(*axes)
-        group = self._group(_SIDE if side_stream else _MAIN, groups)
-        [ranks] = [ranks for ranks in groups if self.rank in ranks]
-        return self._carried(group, ranks, f"along {', '.join(axes)}")
+        assert self._groups is not None
+        parts = mesh.groups(*axes)
+        ranks = self._part_of(parts)
+        return self._groups.carrier(self._groups.part(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}")
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return the ranks that differ along these axes alone as torch's, for this thread."""
+        assert self._groups is not None
+        parts = mesh.groups(*axes)
+        group = self._groups.part(parts, self._part_of(parts), side_stream=False)
         # Made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
-        return DeviceMesh.from_group(self._group(_MAIN, mesh.groups(*axes)), self.device.type)
+        return DeviceMesh.from_group(group, self.device.type)
 
     def own_store(self, use: str) -> Any:
         """Return a store of these ranks for one use, which no other use sees. All of several ranks call it alike."""
@@ -116,92 +105,33 @@ class World:
         return dist.PrefixStore(f"{use} {self._stores}", self._store)  # type: ignore[attr-defined]
 
     @property
+    def backend(self) -> Literal["nccl", "gloo"]:
+        """What carries the device's tensors between ranks."""
+        return self._groups.backend if self._groups is not None else "gloo"
+
+    @property
     def timeout_s(self) -> float:
         """How long an exchange may take."""
-        return self._timeout.total_seconds() if self._timeout is not None else math.inf
+        timeout = self._groups.timeout if self._groups is not None else None
+        return timeout.total_seconds() if timeout is not None else math.inf
 
     @property
     def on_gpu(self) -> bool:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
-        """Make a group of these ranks; beside another's process group, whose backends may be others, with ours."""
-        own = _backends(self.device, self.backend) if self._beside else None
-        return dist.new_group([self.number(rank) for rank in ranks], timeout=self._timeout, backend=own)
-
     def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
         """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
-        new = set(neighbours) - self._edges.keys()
-        if self.backend == "nccl":
-            self._edges |= self._one_way_edges(new)
-        elif new:  # gloo's threads send and receive side by side
-            both = self._carried(self._groups[0], range(self.size), "between stages")
-            self._edges |= {rank: Edge(both, both, rank) for rank in new}
-        return {rank: self._edges[rank] for rank in neighbours}
-
-    def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return edges with a group for each direction.
-
-        NCCL runs what is exchanged in one group in order, and a send ends only when its receiver has begun: in a group
-        for both directions two ranks which send first would wait for each other for ever. (torch's pipelines do the
-        same where they are told to: torch.distributed.config.pipeline_per_edge_p2p.)
-        """
-        wanted = torch.zeros(self.size, self.size, dtype=torch.uint8)
-        wanted[self.rank, list(neighbours)] = 1
-        # All ranks make the groups of all: those that only their own ranks make have names which torch lets differ.
-        ways = [(int(source), int(target)) for source, target in self.add_(wanted).nonzero()]
-        made = {way: carrier for way in ways if (carrier := self._one_way(*way))}
-        return {rank: Edge(made[self.rank, rank], made[rank, self.rank], int(rank > self.rank)) for rank in neighbours}
-
-    def _one_way(self, source: int, target: int) -> Carrier | None:
-        """Make a group of two ranks; where this is one of them, connect it to the other and return what carries.
-
-        To connect is to wait for the other, and in the middle of a step that might be waiting for this one.
-        """
-        ranks = sorted((source, target))
-        group = self._new_group(ranks)
-        if self.rank not in ranks:
-            return None
-        assert isinstance(group, dist.ProcessGroup)
-        carrier = self._carried(group, ranks, "between stages")
-        other = target if self.rank == source else source
-        first = [(torch.zeros(1, device=self.device), int(other > self.rank))]
-        move(carrier, first if self.rank == source else [], first if self.rank == target else [])
-        return carrier
-
-    def _group(self, use: int, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Return the group of this rank among `groups`, which has one for each use and is made once."""
-        if len(groups) == 1:
-            return self._groups[use]
-        key = use, str(groups)
-        if key not in self._made:
-            self._made[key] = self._own_group(groups)
-        return self._made[key]
-
-    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Make a group of each of these lists of ranks, as all ranks must, and return the one with this rank in it."""
-        made = [(ranks, self._new_group(ranks)) for ranks in groups]
-        [own] = [group for ranks, group in made if self.rank in ranks]
-        assert isinstance(own, dist.ProcessGroup)
-        return own
+        return self._edges.to(neighbours) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
         """Return the number that torch knows a rank by."""
-        return self._numbers[rank] if self._numbers else rank
+        return self._groups.number(rank) if self._groups is not None else rank
 
-    def _order(self, ranks: Sequence[int]) -> list[int]:
-        """Return which number each of `ranks` has in torch's group of them, where that is not its number here."""
-        numbers = [self._numbers[rank] for rank in ranks] if self._numbers else []
-        places = {number: place for place, number in enumerate(sorted(numbers))}
-        return [places[number] for number in numbers]
-
-    def _carried(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
-        """Return what carries tensors in the group of `ranks`, numbered as they are here."""
-        carrier = self._carry(group)
-        if order := self._order(ranks):
-            carrier = renumbered(carrier, order)
-        return carrier if self._log is None else self._log.watch(carrier, label, ranks)
+    def _part_of(self, parts: list[list[int]]) -> list[int]:
+        """Return those ranks that this one is among."""
+        [ranks] = [ranks for ranks in parts if self.rank in ranks]
+        return ranks
 
     def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
         """Return the same processes as another world, in which each has the rank that one `distance` away has here.
@@ -213,7 +143,8 @@ class World:
             for member, taken in zip(members, shards[(place + distance) % len(shards)], strict=True):
                 numbers[taken] = self.number(member)
         info = RankInfo(numbers.index(self.number(self.rank)), self.size, self.local_rank, self.local_size, "part")
-        return replace(self, info=info, _numbers=numbers, _log=log)
+        groups = None if self._groups is None else replace(self._groups, numbers=numbers, log=log)
+        return replace(self, info=info, _groups=groups)
 
     def stream(self) -> CommStream:
         """Return a second stream for communication; close it after use."""
@@ -237,10 +168,10 @@ class World:
 
         One of a CUDA device is added there, and this process does not wait for it.
         """
-        if self.size > 1:
-            with translate_peer_errors():
-                dist.all_reduce(tensor, group=self._groups[0])
-        return tensor
+        if self.size == 1:
+            return tensor
+        assert self._groups is not None
+        return self._groups.add_(tensor)
 
     def spread(self, own: Sequence[Tensor], others: Mapping[int, Sequence[Tensor]]) -> None:
         """Send `own` to each other rank and fill `others`, by rank, with what that one sends.
@@ -249,9 +180,10 @@ class World:
         """
         if not others:
             return
+        assert self._groups is not None
         sent = [(tensor, rank) for rank in others for tensor in own]
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
-        move(self._carried(self._groups[0], range(self.size), "rows"), sent, received)
+        move(self._groups.carrier(self._groups.main, range(self.size), "rows"), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
         """Return the highest stop level that any rank had at its last call (0: none), the same on all ranks.
@@ -369,24 +301,20 @@ class World:
 
         Each rank is in one group. All ranks call it; nobody closes it.
         """
-        [ranks] = [ranks for ranks in groups if self.rank in ranks]
+        ranks = self._part_of(groups)
         info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
         if all(len(each) == 1 for each in groups):
             return World(info, self.device)
-        group = self._own_group(groups)
+        assert self._groups is not None
         store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for another thread
-        return replace(self, info=info, _groups=(group, group), _store=store, _numbers=self._order(ranks), _log=None)
+        return replace(self, info=info, _groups=self._groups.among(groups, ranks), _store=store)
 
     def close(self) -> None:
         """Leave the process group, or the groups that were made beside another's, unless a script has left all."""
-        if self._groups:
-            if self._agreement is not None:
-                self._agreement.wait()
-            if self._beside and dist.is_initialized():
-                for group in (*self._groups, *self._made.values()):
-                    dist.destroy_process_group(group)
-            elif dist.is_initialized():
-                dist.destroy_process_group()
+        if self._agreement is not None:
+            self._agreement.wait()
+        if self._groups is not None:
+            self._groups.close()
 
 
 class Gathered(Protocol):
@@ -440,9 +368,10 @@ def open_world(
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
     carry = staged if on_gpu and carried_by == "gloo" else direct
-    world = World(info, device, (first, second), timeout, carry, carried_by, own, _beside=found is not None)
+    groups = ProcessGroups(first, second, timeout, carry, carried_by, None if found is None else backends)
+    world = World(info, device, groups, own)
     if world.on_gpu:
-        world.sharing = _sharing(world)
+        world.sharing = _sharing(world, carried_by)
     return world
 
 
@@ -488,7 +417,7 @@ def _stay_on_this_host(own: bool) -> None:
         os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
 
 
-def _sharing(world: World) -> list[list[int]]:
+def _sharing(world: World, backend: str) -> list[list[int]]:
     """Return the ranks that have one device between them.
 
     Where there are any and NCCL is to work, which would not say so plainly, UsageError is raised on all ranks. It does
@@ -501,7 +430,7 @@ def _sharing(world: World) -> list[list[int]]:
         return find_shared_devices({rank: each.hex() for rank, each in enumerate(names)})
 
     found = shared(uuid)
-    if found and world.backend == "nccl" and shared(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
+    if found and backend == "nccl" and shared(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
         raise UsageError(
             f"placement.device: ranks {', '.join(map(str, found[0]))} have one CUDA device between them; let the "
             f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host, or use "

@@ -49,9 +49,9 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     placement = loaded.config.placement
     click.echo(f"{'exchange':<15}{exchange_in_words(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
-        from lockstep.setup.external_engine import engine_files_of  # it imports torch
+        from lockstep.setup.resolved import resolve  # it imports torch
 
-        for name, text in engine_files_of(loaded).items():
+        for name, text in resolve(loaded, 1).engine_files.items():
             click.echo(f"\n{name}\n{text}", nl=False)
 
 

@@ -5,6 +5,7 @@ The numbers are the recipe's; how many processes share the work, and who started
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import click
 from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
-from lockstep.launchers import detect_rank
+from lockstep.launchers import detect_rank, slurm
 from lockstep.ranks.rank_log import outliving_terminal
 
 if TYPE_CHECKING:
@@ -47,10 +48,12 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
 def _alone(read: Callable[[], Loaded]) -> int:
     """Train where no other launcher started anything, unless all is done already."""
     from lockstep.config.placement import FASTEST
-    from lockstep.runs.completed import completion_notice
+    from lockstep.setup.completed import completion_notice
 
     loaded = read()
     _recipe.tell_notes(loaded)
+    if warning := slurm.warning(os.environ, loaded.config.placement.processes):
+        click.echo(warning, err=True)
     if done := completion_notice(loaded):
         click.echo(printable(done))
         return EXIT_DONE

@@ -15,8 +15,8 @@ from lockstep.errors import LockstepError
 from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import History, history
 from lockstep.run.background import as_words, train_in_background
-from lockstep.runs.completed import completion_notice
 from lockstep.runs.runs import machine_of
+from lockstep.setup.completed import completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
 
 _LONGEST_REASON: Final = 500

@@ -142,7 +142,7 @@ def _ready(loaded: Loaded) -> Setup:
     """Check what all placements of a recipe have in common, and return what the recipe is made of."""
     with with_places(loaded):
         check_sinks(loaded.config.run)
-    return open_unplaced(loaded)[1]
+    return open_unplaced(loaded)
 
 
 def _plan(

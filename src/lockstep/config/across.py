@@ -1,23 +1,13 @@
 """Problems between keys, found before their types are validated; all are reported together."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
-from lockstep.common.names import choices
 from lockstep.config.document import KeyProblem, Path, SourcePosition, locate, mapping_at
-from lockstep.config.placement import ALIASES, FASTEST
-from lockstep.config.recipe import contradictions, default_microbatches
-from lockstep.config.write import format_value
-from lockstep.core.work import too_few
-from lockstep.strategies import names
-
-# What others have, and nothing here stands for.
-_NOT_OFFERED: Final = {
-    "data_parallel": (
-        ": nn.DataParallel spreads each micro-batch over the GPUs of one process, and on a CPU or one GPU has nothing "
-        "to spread over; use ddp with a process for each GPU, or single"
-    ),
-}
+from lockstep.config.placement import FASTEST
+from lockstep.config.recipe import contradictions
+from lockstep.config.strategy_name import strategy_problems
+from lockstep.core.work import default_microbatches, too_few
 
 
 def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
@@ -35,14 +25,6 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     for line in contradictions(recipe) if recipe else []:
         name, colon, text = line.partition(": ")
         yield (("recipe", name), text) if colon else (("recipe",), line)
-
-
-def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
-    """Yield what is wrong with the name of a strategy, as a problem of its key."""
-    valid = ["auto", FASTEST, *names(), *ALIASES]
-    if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
-        text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
-        yield ("placement", "strategy", "name"), text
 
 
 def _name(placement: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lockstep.common import plainfile
 from lockstep.config.document import Document, Path, mapping_at, parse
-from lockstep.config.recipe import earlier_microbatches
+from lockstep.core.work import earlier_microbatches
 
 _CONFIG: Final = "config.yaml"
 _LARGEST: Final = 1 << 18  # bytes

@@ -28,13 +28,9 @@ from lockstep.config.base import (
 )
 from lockstep.core.precision import SCALED, Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
+from lockstep.core.work import default_microbatches
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
-
-# The default size of a micro-batch. With it, a batch of 32 is one micro-batch and trains like a plain loop, and a batch
-# of 256 has eight that as many processes can share. It is the same on every machine, so no machine decides the numbers.
-MICROBATCH: Final = 32
-_EARLIER: Final = 8  # micro-batches of a recipe that gave neither their number nor their size, before that default
 
 
 class WeightsConfig(Section):
@@ -266,16 +262,6 @@ class StartingPoint(Section):
     updates: NaturalInt | None = None  # that the optimizer had done by then
 
 
-def default_microbatches(batch: int, microbatch: int | None = None) -> int:
-    """Return the number of micro-batches of a batch if none has more than `microbatch` samples, by default 32."""
-    return -(-batch // (microbatch or MICROBATCH))
-
-
-def earlier_microbatches(batch: int) -> int:
-    """Return the number of micro-batches that was the default of earlier versions, for runs that began with it."""
-    return min(_EARLIER, batch)
-
-
 class Recipe(Section):
     """Everything that decides the trained weights."""
 
@@ -321,6 +307,11 @@ class Recipe(Section):
         return self
 
 
+# Beginnings of the keys that an evaluation does not read.
+TRAINING_KEYS: Final = (
+    *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
+    *("start", "data.augment"),
+)
 _OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
 
 

@@ -1,9 +1,16 @@
-"""Whether each process has a micro-batch of its own, and others to share with.
+"""How many micro-batches a step has, and whether each process has one of its own, and others to share with.
 
 It imports nothing heavy: a recipe is checked before torch is imported.
 """
 
+from typing import Final
+
 from lockstep.errors import UsageError
+
+# The default size of a micro-batch. With it, a batch of 32 is one micro-batch and trains like a plain loop, and a batch
+# of 256 has eight that as many processes can share. It is the same on every machine, so no machine decides the numbers.
+MICROBATCH: Final = 32
+_EARLIER: Final = 8  # micro-batches of a recipe that gave neither their number nor their size, before that default
 
 
 def check_work(processes: int, microbatches: int) -> None:
@@ -45,3 +52,13 @@ def too_few(processes: int, microbatches: int, microbatch: int | None = None) ->
         f"{found} recipe.microbatches={processes}, which changes the numbers: BatchNorm normalises over fewer samples, "
         f"and sums are added in another order"
     )
+
+
+def default_microbatches(batch: int, microbatch: int | None = None) -> int:
+    """Return the number of micro-batches of a batch if none has more than `microbatch` samples, by default 32."""
+    return -(-batch // (microbatch or MICROBATCH))
+
+
+def earlier_microbatches(batch: int) -> int:
+    """Return the number of micro-batches that was the default of earlier versions, for runs that began with it."""
+    return min(_EARLIER, batch)

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
+from lockstep.core.engine_recipe import LossScale
 from lockstep.core.precision import SCALED, Precision
 from lockstep.errors import PreflightError, UsageError
 
@@ -40,12 +41,14 @@ def stored_dtype(precision: Precision) -> torch.dtype | None:
     return torch.float16 if precision == "fp16-true" else None
 
 
-def loss_scaler(
-    precision: Precision, device: torch.device, initial: float, growth_interval: int, static: float | None = None
-) -> torch.amp.GradScaler:
+def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
     """Return the loss scaler, of a dynamic scale or for one that is `static`; for all but fp16 it does nothing."""
-    scale, enabled = initial if static is None else static, precision in SCALED
-    scaler = torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=growth_interval, enabled=enabled)
+    scaler = torch.amp.GradScaler(
+        device.type,
+        init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,
+        growth_interval=loss_scale.growth_interval,
+        enabled=precision in SCALED,
+    )
     # It makes its tensors when it first scales; a rank without work in its first step would have none to update.
     scaler.scale(torch.zeros((), device=device))
     return scaler

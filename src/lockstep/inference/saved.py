@@ -25,10 +25,11 @@ from lockstep.errors import UsageError
 from lockstep.models.find import Construction, construction
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
-from lockstep.run.session import Compute, prepare_device
-from lockstep.setup.build import evaluation_batch, numerics_of, open_recipe_data, plain_model, tuning_of
+from lockstep.run.session import prepare_device
+from lockstep.setup.build import evaluation_batch, open_recipe_data, plain_model, tuning_of
 from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -141,7 +142,7 @@ class SavedModel:
     def computing(self) -> "Computing":
         """Return the model on its device, computing as an evaluation of the run does, but for its chunks."""
         recipe = self.recipe
-        device = prepare_device(self.placement, ALONE, Compute.of_recipe(recipe))
+        device = prepare_device(self.placement, ALONE, recipe)
         return Computing(self.model(), recipe, device)
 
 
@@ -153,7 +154,7 @@ class Computing:
         self.device = device
         self.batch = evaluation_batch(recipe)  # samples at a time
         self._name = f"model {recipe.model.name}"
-        self._numerics = numerics_of(recipe)
+        self._numerics = Numerics(recipe)
         self._autocast = autocast(recipe.precision, device)
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]

@@ -25,9 +25,9 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     batch.
     """
     loaded = _check_training(job)
-    from lockstep.runs import folder as run_folder
+    from lockstep.setup import recipe_folder
 
-    run = Path(loaded.config.run.dir) if loaded.config.run.dir else run_folder.fresh(loaded)
+    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.fresh(loaded)
     # Nothing may change from one start to the next.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
@@ -107,11 +107,11 @@ def _check_training(job: Job) -> Loaded:
     if problems := other_processes(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
     # Only now: torch takes seconds.
-    from lockstep.runs import folder as run_folder
+    from lockstep.setup import recipe_folder
     from lockstep.setup.prepare import check
 
     check(loaded, job.processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
-        run_folder.claim(loaded).lock.release()  # refused here where it would be refused there
+        recipe_folder.claim(loaded).lock.release()  # refused here where it would be refused there
     return loaded

@@ -53,6 +53,22 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return RankInfo(rank, size, local_rank, on_nodes[node], "slurm", master, port)
 
 
+def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
+    """Return what to tell the user of a process that no launcher started, in a job with several tasks; "" elsewhere.
+
+    `processes` are those that Lockstep starts itself, on this host. As many as tasks, all of them here, are fine.
+    """
+    tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
+    if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:
+        return ""
+    if nodes == "1" and str(processes) == tasks:
+        return ""
+    return (
+        f"warning: Slurm has {tasks} tasks for this job (SLURM_NTASKS), and srun did not start this process: the run "
+        f"uses this host alone; write srun before the command, or ask for one task (--ntasks=1)"
+    )
+
+
 def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
     """Replace the host name of rank 0 by its address from Slurm, if this host can't resolve the name.
 

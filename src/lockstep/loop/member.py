@@ -13,13 +13,15 @@ from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
+from lockstep.common.user_source import script_digests, source_digests
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig as Kept
 from lockstep.core import random
+from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
-from lockstep.launchers import detect_rank, ray
+from lockstep.launchers import detect_rank, ray, slurm
 from lockstep.loop.replaying import Replaying, replaying
 from lockstep.loop.settings import Settings
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
@@ -32,12 +34,11 @@ from lockstep.reporting.console import Console
 from lockstep.reporting.ray import RayReport
 from lockstep.reporting.sink import Sink
 from lockstep.run.rank import Rank
-from lockstep.run.session import Compute, open_rank
+from lockstep.run.session import open_rank
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.runs import folder as run_folder
 from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
-from lockstep.setup.resume import signing_key
-from lockstep.setup.user_source import script_digests, source_digests
+from lockstep.training.checkpoint.signing import signing_key
 
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -88,6 +89,8 @@ class Member:
             rendezvous = held.enter_context(life)
         else:
             _close_left(kept.dir)
+            if warning := slurm.warning(os.environ):
+                print(warning, file=sys.stderr)
             rendezvous = alone()  # whose errors pass: to the end of the script, a notebook or a test
         with _ending(held):
             check_sinks(kept)
@@ -99,12 +102,12 @@ class Member:
                 )
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
-            compute = Compute(settings.threads, settings.precision)
-            session = held.enter_context(open_rank(rendezvous, placement, compute, decided | {"your script": source}))
+            recipe = PlainRecipe(1, seed=settings.seed, threads=settings.threads, precision=settings.precision)
+            session = held.enter_context(open_rank(rendezvous, placement, recipe, decided | {"your script": source}))
             where = path = None
             if (folder := kept.dir) is not None:
                 claim = run_folder.hold_run_folder(
-                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept))
+                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept.key_file))
                 )
                 start = held.enter_context(claim)
                 where, path = start.folder, start.checkpoint

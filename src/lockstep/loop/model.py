@@ -85,11 +85,12 @@ class Gate:
                 "add figures up by run.sum over run.each, or exchange after step.update",
             )
 
-    def stand_before(self, model: nn.Module, numerics: Numerics) -> None:
+    def stand_before(self, model: nn.Module, numerics: Numerics, alike: "AlikeCalls | None") -> None:
         """Refuse calls of the placed model elsewhere, and let it take and give what it does for a task.
 
         Of a container, which has no forward, that goes for what it contains.
         """
+        self.alike = alike
         for number, each in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
@@ -137,6 +138,11 @@ class AlikeCalls:
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
         self._world = world.among(groups) if len(groups) > 1 else world
+
+    @staticmethod
+    def for_groups(world: World, groups: list[list[int]]) -> "AlikeCalls | None":
+        """Return what sees to that in groups of ranks; None where each has one rank."""
+        return AlikeCalls(world, groups) if len(groups[0]) > 1 else None
 
     def call(self, number: int, at: str, where: str = "") -> None:
         """Raise UsageError, on all ranks of a group, where not all call what has this number now. All of them ask.

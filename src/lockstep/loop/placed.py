@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,36 +11,37 @@ from torch.optim import Optimizer
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
 from lockstep.common.own_code import location, refusal
-from lockstep.config.across import strategy_problems
 from lockstep.config.placement import StrategyConfig
+from lockstep.config.strategy_name import strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, against_nonfinite
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
-from lockstep.errors import TrainingError, UsageError, against_nonfinite
+from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, Unguarded
 from lockstep.loop.member import Member
 from lockstep.loop.model import structure
+from lockstep.loop.model_modes import is_evaluating
 from lockstep.loop.modes import Modes, evaluating
 from lockstep.loop.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
 from lockstep.loop.scheduler import OwnScheduler
 from lockstep.loop.settings import Settings
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
-from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Engine
+from lockstep.parallel.engine import Engine, Phased
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
-from lockstep.probe.state import digest
 from lockstep.setup.chunking import cut
 from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine
 from lockstep.strategies.base import Strategy as Chosen
-from lockstep.tasks.base import Problem, Task
+from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
+from lockstep.training.checkpoint.tensorfile import digest
 
 _SEEDED: Final = (
     "build the model after lockstep.join, which seeds torch's, NumPy's and Python's generators, and from nothing that "
@@ -81,7 +82,7 @@ class Placed:
     name: str  # of the strategy
     chosen: Chosen
     numerics: Numerics
-    engine: DataParallelEngine
+    engine: Phased
     canonical: Engine
     chunks: ChunkPlan
     structure: object
@@ -90,6 +91,7 @@ class Placed:
     groups: Groups
     scheduler: OwnScheduler | None
     modes: Modes
+    came_evaluating: bool  # whether the whole model was in evaluation mode
     guard: Guard | Unguarded
     audit: Audit
 
@@ -167,7 +169,7 @@ class Placed:
         if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise TrainingError(
-                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None, True)}"
+                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None)}"
             )
 
     def check_structure(self) -> None:
@@ -190,20 +192,19 @@ def spread(
 ) -> Placed:
     """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
     settings, world = member.settings, member.rank.world
-    resting = evaluating(model.named_modules())
+    resting, came_evaluating = evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
     check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
-    numerics = Numerics(
-        1,
-        settings.seed,
-        settings.precision,
-        static_scale=default_static_scale(settings.precision),
-        offload_activations=settings.placement.offload_activations,
-        recompute=recompute_interval(settings.placement, chosen),
-        ema_decay=ema,
-        guarded=member.guarded,
+    recipe = PlainRecipe(
+        microbatches=1,
+        seed=settings.seed,
+        precision=settings.precision,
+        loss_scale=PlainLossScale(static=default_static_scale(settings.precision)),
+        ema=None if ema is None else PlainEma(ema),
     )
+    interval = recompute_interval(settings.placement, chosen)
+    numerics = Numerics(recipe, settings.placement.offload_activations, interval, member.guarded)
     agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer = optimizer_factory(optimizer, model)
@@ -213,13 +214,17 @@ def spread(
     chunked = chunks.cut(model)
     if isinstance(chosen, CutsModel):
         chosen.check_model(lambda: model, None, world.size)
-    no_task = cast(Task, None)  # an engine asks it for nothing: the loop does what a task would
-    problem = Problem(no_task, lambda: model, f"model {type(model).__name__}")
+    problem = Problem(None, lambda: model, f"model {type(model).__name__}")
     log = MessageLog()
     every = settings.placement.audit_every
     own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
     engine = chosen.start(problem, make_optimizer, own_world, numerics)
-    assert isinstance(engine, DataParallelEngine)
+    if not isinstance(engine, Phased):
+        engine.close()
+        raise refusal(
+            f"strategy {name}: its engine has no begin, forward, backward and end, which a loop of your own calls",
+            "use another strategy, or a recipe",
+        )
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
@@ -240,6 +245,7 @@ def spread(
         groups=Groups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
         modes=Modes(model, resting),
+        came_evaluating=came_evaluating,
         guard=guard,
         audit=Audit(engine, world, log, every),
     )

@@ -7,17 +7,17 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from lockstep.comm.named_sums import over_ranks
 from lockstep.comm.world import World
 from lockstep.common.own_code import OwnCode, refusal
-from lockstep.config.recipe import default_microbatches
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
+from lockstep.core.work import default_microbatches
 from lockstep.data.items import Items
 from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
-from lockstep.setup.build import over_ranks
-from lockstep.training.loop import Interval, Plan
+from lockstep.training.plan import Interval, Plan
 
 _WEIGHTS_END: Final = 1 << 53  # below it float64, in which losses are divided, has every whole number
 

@@ -4,22 +4,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.common.own_code import calling
-from lockstep.config.recipe import earlier_microbatches
 from lockstep.core.sample_order import SHUFFLED
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
+from lockstep.loop.record import refuse_other
 from lockstep.run.checkpoints import Resumed
-from lockstep.run.rank import Rank
-from lockstep.setup.resume import read_alike, signing_key
 from lockstep.training.checkpoint import saved_state
+from lockstep.training.checkpoint.read_alike import read_alike
+from lockstep.training.checkpoint.signing import signing_key
 
 
 def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
     """Read a checkpoint; return it and the loop that it is of. UsageError for one of another run. All ranks call it."""
-    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run))
+    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run.key_file))
     state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
@@ -29,34 +28,6 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     refuse_other(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
-
-
-def earlier_microbatches_of(before: Mapping[str, Any], batch: int) -> int | None:
-    """Return the number of micro-batches of a loop that began with the default of an earlier version, else None."""
-    earlier = earlier_microbatches(batch)
-    return earlier if (before.get("batch"), before.get("microbatches")) == (batch, earlier) else None
-
-
-def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UsageError where what decided the numbers before is not as it is now."""
-    lines = [
-        f"  {name}: {before[name]!r}, and now {now[name]!r}"
-        for name in now
-        if name in before and before[name] != now[name]
-    ]
-    if lines:
-        where = f" ({line})" if (line := calling()) else ""
-        told = f"{place}: of another loop{where}; undo the changes, or choose another dir:"
-        raise UsageError("\n".join([told, *lines]))
-
-
-def warn_of_changes(rank: Rank, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of what made other numbers before, as far as both know it, and does not forbid to go on."""
-    if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
-        rank.warn(
-            f"changed since step {rank.progress.step} was saved: {', '.join(changed)}: the run goes on with what is "
-            f"there now, and may not come to the bits of an uninterrupted one"
-        )
 
 
 def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

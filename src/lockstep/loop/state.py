@@ -6,7 +6,7 @@ In the JSON None stands in the place of each tensor. A tensor's name in the file
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,51 @@ from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
 _KINDS: Final = "keep numbers, text, tensors, lists and dicts by text in it"
+
+
+@final
+class ScriptState:
+    """`run.state`: its `values`, and what the last save of the step under way has of them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._saved: tuple[tuple[str, dict[str, str]], str] | None = None  # a summary, and the line of that save
+        self.values: dict[str, Any] = {}
+
+    def split(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the plain values and the tensors; see `split_state`."""
+        return split_state(self.values, self._world.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by their paths."""
+        return self.split()[1]
+
+    def load(self, path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take over what the checkpoint `path` keeps."""
+        self.values |= joined_state(path, plain, tensors, self._world.device)
+
+    def note_save(self, where: str) -> None:
+        """Note what a save at this line keeps."""
+        self._saved = self._summary(), where
+
+    def forget_save(self) -> None:
+        """Forget a save between two loops, after which a resumed script runs the same lines."""
+        self._saved = None
+
+    def check_saved(self, step: int) -> None:
+        """Raise UsageError if values were changed after a save of the step, which a resumed run would not have."""
+        saved, self._saved = self._saved, None
+        if saved is not None and self._summary() != saved[0]:
+            raise refusal(
+                f"step {step}: run.state was changed after run.save, so that a resumed run would leave it out",
+                "change run.state first, and save then",
+                saved[1],
+            )
+
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        """Return what is equal as long as the values are."""
+        plain, tensors = self.split()
+        return json.dumps(plain, sort_keys=True), state_digests(tensors)
 
 
 def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,48 +1,29 @@
-"""A step of a loop of the user's own: its micro-batches, their backwards and the update, and what must not be done.
+"""A step of a loop of the user's own: its micro-batches, their backwards and the update, and what must not be done."""
 
-A step that is audited (parallel/audited.py) gives the loop further micro-batches, which count for nothing: first the
-one that this rank repeats, and where the ranks do not agree some to find out who is wrong. So it is finished when the
-loop over micro-batches ends, and not by the update.
-"""
-
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Never, final
+from typing import Never, final
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.world import World
 from lockstep.common.own_code import calling, refusal
-from lockstep.core import random
-from lockstep.core.batch import Batch, tensors_of
-from lockstep.data.items import seed_python_and_numpy
+from lockstep.core.batch import Batch
+from lockstep.loop.draws import StepDraws
 from lockstep.loop.examination import Examination
+from lockstep.loop.forward import Forward
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import Placed
-from lockstep.loop.step_sums import ROOM, StepSums
+from lockstep.loop.step_pass import StepPass
+from lockstep.loop.step_sums import StepSums
+from lockstep.loop.update_settings import update_settings
 from lockstep.parallel.audited import Part
-from lockstep.tasks.base import MicroBatch
-from lockstep.training.loop import Interval, Turn
+from lockstep.training.plan import Interval
+from lockstep.training.turn import Turn
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
-
-
-# Places of a step that generators are seeded for.
-_HEAD: Final = 0
-_AFTER_MICROBATCHES: Final = 1
-_MICROBATCH: Final = 2
-AFTER_LOOP: Final = 3
-
-
-def seed_all(world: World, key: int) -> None:
-    """Seed what a loop draws from: Python's and NumPy's generators, torch's and that of the device."""
-    seed_python_and_numpy(key)
-    world.seed(key)
 
 
 @final
@@ -65,17 +46,11 @@ class Step:
 
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
-        self._part = Part(self._turn.microbatches)
-        self._current: MicroBatch | None = None
-        self._forward: AbstractContextManager[None] | None = None
-        self._stray_check: StrayModuleCheck | None = None
-        self._begun = self._duplicate = self._updated = self._saved = False
-        self._done = 0  # backwards
-        self._versions: dict[int, list[int]] = {}  # of the tensors of each micro-batch, when it was first gone through
-        self._phase = 0  # iterations over the micro-batches that ended with an update
-        self._where = ""  # the line of the loop over micro-batches, once it was left too early
-        self._draws = random.key(random.OWN_LOOP, self._placed.settings.seed, self._turn.step.number)
-        self._seed_between(_HEAD)
+        self._pass = StepPass(self._turn, self._placed, self._leaves, self._audit)
+        self._forward = Forward(self._turn.step, self._placed, self._gate, self._examination)
+        self._duplicate = self._updated = self._saved = False
+        self._draws = StepDraws(self._placed.world, self._placed.settings.seed, self._turn.step.number)
+        self._draws.seed_head()
 
     @property
     def number(self) -> int:
@@ -152,7 +127,8 @@ class Step:
         From each up to its `backward`, the random numbers are its own, and the precision is that of the run. Ranks may
         have different numbers of them. A step that is left before the last one raises UsageError.
         """
-        if self._begun:
+        current = self._pass
+        if current.begun:
             raise refusal(
                 f"step {self.number}: its micro-batches are gone through a second time",
                 'end each pass with an update of its own groups, such as step.update(of="D"), whose groups have names: '
@@ -163,51 +139,33 @@ class Step:
                 f"step {self.number}: its micro-batches are gone through again after run.save",
                 "save after the last update of a step: a resumed run begins with the next step",
             )
-        self._begun, self._updated = True, False
+        current.begun, self._updated = True, False
         self._sums.begin()
         self._gate.step = self._guard.step = self.number
         try:
-            for microbatch in self._microbatches():
-                if self._done:
+            for microbatch in current.microbatches():
+                first = not current.done
+                if not first:
                     self._guard.check(whole=False, modes=True)
-                self._stray_check = None if self._done else self._make_stray_check(self._phase)
-                self._current = microbatch
+                stray_check = self._make_stray_check(current.number) if first else None
                 self._duplicate = microbatch.dummy
-                seed_python_and_numpy(
-                    random.extend_key(self._draws, _MICROBATCH, microbatch.index)
-                )  # torch's the engine seeds
-                if self._examination is not None and not self._part.beside:
-                    self._examination.enter(microbatch, self._phase)
-                forward = self._engine.forward_beside if self._part.beside else self._engine.forward
-                self._forward = forward(microbatch, self._turn.step)
-                self._forward.__enter__()
-                self._gate.open = True
-                if not self._done:
-                    self._placed.modes.check(self.number)
-                self._guard.mark(modes=not self._done)
-                self._check_unchanged(microbatch)
+                self._draws.seed_microbatch(microbatch.index)
+                self._forward.enter(
+                    microbatch, stray_check, beside=current.beside, first=first, iteration=current.number
+                )
                 yield microbatch.batch
-                if self._current is not None:
+                if self._forward.microbatch is not None:
                     raise refusal(
-                        f"step {self.number}: no backward for micro-batch {self._done + 1} of {self._of}",
+                        f"step {self.number}: no backward for micro-batch {current.done + 1} of {current.expected}",
                         "call step.backward(mean=loss), not loss.backward(), for each",
                     )
         finally:
-            if self._complete:
+            if current.complete:
                 # Here, and not after the update: numbers drawn before the update may be for the next step, too.
-                self._seed_between(_AFTER_MICROBATCHES)
+                self._draws.seed_after_microbatches()
             else:
-                self._where = calling()
+                current.left_at = calling()
                 self._leave(early=True)
-
-    def _check_unchanged(self, microbatch: MicroBatch) -> None:
-        """Raise UsageError if an earlier pass over the step changed the tensors of a micro-batch in place."""
-        versions = [each._version for each in tensors_of(microbatch.batch) if not each.is_inference()]
-        if self._versions.setdefault(id(microbatch), versions) != versions:
-            raise refusal(
-                f"step {self.number}: an earlier pass changed its batch in place, and this one would get what it left",
-                "make new tensors, such as x = x + noise in place of x += noise",
-            )
 
     def sum(self, **numbers: Tensor | float) -> None:
         """Add numbers over the micro-batches of the step and over ranks: `step.sum(correct=(z.argmax(1) == y).sum())`.
@@ -215,9 +173,10 @@ class Step:
         Call it before the `backward` of the micro-batch, with the same names in each. Numbers are 0-dim tensors, ints
         or floats. After `update`, `sums` has the totals: whole numbers exactly, others in one order in float64.
         """
-        if self._current is None:
+        if self._forward.microbatch is None:
+            outside = f"after {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
             raise refusal(
-                f"step {self.number}: step.sum {self._outside}",
+                f"step {self.number}: step.sum {outside}",
                 "call it before the step.backward of its micro-batch, whose loss and sums are added up together",
             )
         self._sums.add(self.number, numbers)
@@ -241,14 +200,16 @@ class Step:
             )
         loss, is_mean = (sum, False) if mean is None else (mean, True)
         assert loss is not None
-        microbatch = self._current
+        microbatch = self._forward.microbatch
         if microbatch is None:
-            what = f"a second backward: {self._gate.ended}" if self._done else "a backward outside of a micro-batch"
+            what = (
+                f"a second backward: {self._gate.ended}" if self._pass.done else "a backward outside of a micro-batch"
+            )
             raise refusal(
                 f"step {self.number}: {what}",
                 "call step.backward once for each micro-batch, within `for batch in step`, with all losses added up",
             )
-        self._losses(self._phase).check(
+        self._losses(self._pass.number).check(
             self.number,
             loss,
             microbatch,
@@ -258,23 +219,20 @@ class Step:
             weighs=self._turn.step.counted is not None,
             step_weight=self.weight,
         )
-        if self._stray_check is not None:
-            self._stray_check.check_leaves(self.number, loss)
+        self._forward.check_loss(loss)
         if is_mean and not microbatch.weight:
             for node in self._gate.returned:  # a mean over nothing has gradients of 0 / 0
                 node.register_prehook(_zeros)
-        if self._examination is not None:
-            self._examination.note_loss(loss)
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
         counts = self._sums.end_microbatch(self.number)
         self._guard.give_back()
-        self._current = None
-        self._done += 1
+        self._forward.microbatch = None
+        self._pass.done += 1
         self._gate.recomputing = True
         try:
-            if self._part.beside:
+            if self._pass.beside:
                 self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
             else:
                 self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
@@ -298,124 +256,44 @@ class Step:
                 f"step {self.number}: a second step.update",
                 "call it once for each step, or with of= after another iteration over its micro-batches",
             )
-        if not self._complete:
+        if not self._pass.complete:
             raise self._unfinished()
         self._guard.check()
         self._guard.give_back()
-        scheduler = self._placed.scheduler
-        if scheduler is not None and lr is not None:
-            raise refusal(f"step {self.number}: a rate besides that of the scheduler", "give one of the two")
-        rate = self._placed.rate if lr is None else self._setting("lr", lr)
-        shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)  # of which each group takes its own
-        only = None if of is None else self._groups_of(of)
-        clip = None if clip is None else self._setting("clip", clip)
-        self._sums.end(some_idle=self._placed.some_idle(self._leaves))
-        self._placed.agree(self.number, rate, clip, of, self._sums.names)
+        placed = self._placed
+        given = update_settings(self.number, placed, lr, clip, of, audited=self._pass.audited)
+        self._sums.end(some_idle=placed.some_idle(self._leaves))
+        placed.agree(self.number, given.rate, given.clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
-        sums = self._part.sums or self._engine.end()
+        sums = self._pass.sums()
         self._sums.take(sums.counts)
-        update = partial(self._engine.update, rate, clip, only)
+        update = partial(self._engine.update, given.rate, given.clip, given.groups)
         if self._examination is not None:
-            update = partial(self._examination.update, update, whole=only is None)
-        if self._turn.sums is None:
-            self._turn.digest()
-            self._turn.done(shown, sums, update())
-        else:  # the step is counted; its loss and norm are those of its last update
-            self._turn.again(sums, update())
+            update = partial(self._examination.update, update, whole=of is None)
+        self._turn.digest()
+        self._turn.done(given.shown, sums, update())
         self._updated = True
-        if only is not None:
-            self._phase += 1
-            self._begun, self._done, self._part = False, 0, Part(self._turn.microbatches)
-        if scheduler is not None:
-            scheduler.note_update()
-        self._placed.audit.kept.note(self._turn.step)
-        if self._examination is not None and only is None:
+        if of is not None:
+            self._pass.start_over()
+        if placed.scheduler is not None:
+            placed.scheduler.note_update()
+        placed.audit.kept.note(self._turn.step)
+        if self._examination is not None and of is None:
             self._examination.finish()  # here, since a script may end where step.loss is nan
         self._guard.mark(moved=True)
 
-    def _setting(self, name: str, value: float) -> float:
-        """Return `lr` or `clip` as a float; UsageError if the weights would not move by it, or would go uphill."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError):  # of a tensor with several values
-            number = math.nan
-        if name == "clip" and not number > 0:
-            raise refusal(f"step {self.number}: clip is {value!r}", "give a norm above 0, or leave it out")
-        if name == "lr" and not 0 <= number < math.inf:
-            raise refusal(f"step {self.number}: lr is {value!r}", "give a finite rate from 0")
-        return number
-
-    def _groups_of(self, of: str) -> frozenset[int]:
-        """Return the numbers of the groups to update."""
-        reasons = {
-            "in a step that is audited": self._audit is not None,
-            "while the weights are averaged (ema)": self._placed.numerics.ema_decay is not None,
-            "where gradients are compressed, which keeps a part of those of other groups": self._engine.compresses,
-        }
-        if what := next((reason for reason, holds in reasons.items() if holds), ""):
-            raise refusal(f"step {self.number}: an update of some groups {what}", "leave one of the two out")
-        return self._placed.groups.named(of)
+    @property
+    def _repeatable(self) -> bool:
+        """Whether the micro-batches can be gone through again, for an update of other groups."""
+        return not self._pass.begun
 
     def _unfinished(self) -> Exception:
         """Return the error for a step that was left before its update."""
-        if not self._complete:
-            return refusal(
-                f"step {self.number}: left after {self._done} of its {self._of} micro-batches",
-                "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
-                self._where,
-            )
-        return refusal(f"step {self.number}: left without step.update", "call step.update once for each step")
+        return self._pass.unfinished()
 
     def _leave(self, early: bool = False) -> None:
-        """Leave the forward of a micro-batch, if one is under way: its precision, and what looks at it.
-
-        Where that is `early`, because of an error, what it has left behind is not looked at.
-        """
-        forward, self._forward, self._gate.open = self._forward, None, False
-        self._gate.returned.clear()
-        if self._stray_check is not None:
-            self._stray_check.close()
-        if forward is not None and early:
-            forward.__exit__(GeneratorExit, GeneratorExit(), None)
-        elif forward is not None:
-            forward.__exit__(None, None, None)
-        if self._examination is not None and early:
-            self._examination.leave()
-
-    def _microbatches(self) -> Iterator[MicroBatch]:
-        """Yield what the loop is to compute, and finish the step where it is audited."""
-        for part in [self._part] if self._audit is None else self._audit():
-            self._part = part
-            if not part.beside:
-                self._engine.begin(part.microbatches, self._turn.step, self._leaves, ROOM)
-            if self._done:
-                self._guard.withhold()
-            yield from part.microbatches
-            if self._audit is not None:
-                self._guard.check(whole=False, modes=True)
-                self._guard.give_back()  # an audit looks at the gradients
-                part.sums = None if part.beside else self._engine.end()
-        if self._audit is not None:
-            self._guard.withhold()
-            self._guard.mark()
-
-    @property
-    def _outside(self) -> str:
-        """What is wrong with a call between two micro-batches."""
-        return f"after {self._gate.ended}" if self._done else "outside of a micro-batch"
-
-    @property
-    def _of(self) -> int:
-        return len(self._turn.microbatches)
-
-    @property
-    def _complete(self) -> bool:
-        """Whether the loop has computed all that it is to compute."""
-        return self._begun and self._done >= self._of and (self._audit is None or self._part.sums is not None)
-
-    def _seed_between(self, place: int) -> None:
-        """Seed all generators by the step and this place in it, since ranks have drawn for other micro-batches."""
-        seed_all(self._placed.world, random.extend_key(self._draws, place))
+        """Leave the forward of a micro-batch, if one is under way."""
+        self._forward.leave(early=early)
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -26,10 +26,11 @@ from lockstep.comm.named_sums import add_over_ranks
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
+from lockstep.core.engine_recipe import against_nonfinite
 from lockstep.core.mesh import Mesh
-from lockstep.core.order import Step, part
+from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
-from lockstep.errors import TrainingError, against_nonfinite
+from lockstep.errors import TrainingError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
@@ -61,12 +62,12 @@ class AsynchronousEngine:
 
         alone = World(ALONE, world.device)
         # Its own micro-batches are numbered from 0 on here: a seed of its own gives it other dropout than its peers'.
-        microbatches = len(part(numerics.microbatches, world.size, world.rank))
-        own = replace(numerics, microbatches=microbatches, seed=numerics.seed + world.rank)
+        own = replace(numerics, peers=world.size, peer=world.rank)
         make_layout = replicated(alone, Mesh(), bucket_bytes=1)
         self._own = DataParallelEngine(problem, pushing, alone, own, Mesh(), make_layout)
         self._worked = True
-        self._skips, self._advice = numerics.skip_nonfinite, against_nonfinite(numerics.clip_norm)
+        self._skips = numerics.skip_nonfinite
+        self._advice = against_nonfinite(numerics.recipe)
         if world.size > 1:
             self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 

@@ -9,7 +9,8 @@ A step, phase by phase, for each of this rank's micro-batches:
 2. forward; the loss is a sum over the micro-batch, divided by the weight of the whole step (docs/what-is-exact.md), or
    in a loop of the user's own a mean, times the weight of the micro-batch over that of the step;
 3. backward; the gradient goes into the tree (parallel/gradients.py), on the last micro-batch bucket by bucket;
-4. loss and BatchNorm statistics, one float64 vector, go into the same tree while that backward runs.
+4. loss and BatchNorm statistics, one float64 vector, go into the same tree while that backward runs
+   (parallel/step_totals.py).
 
 `forward_backward` does all of it with a task; who has a loop of its own calls what it is made of. Where BatchNorm is
 over the whole step, the forwards of this rank's micro-batches are under way together, and one backward goes through all
@@ -20,7 +21,6 @@ micro-batch, and those of one micro-batch are under way together (parallel/conte
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import OwnCode
@@ -37,7 +36,6 @@ from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
-from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.batchnorm import RunningStatistics
@@ -53,23 +51,10 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
+from lockstep.parallel.step_totals import StepTotals
 from lockstep.parallel.sync_batchnorm import StepSums, synchronise
 from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
-
-
-@dataclass(eq=False)
-class _Turn:
-    """A step under way."""
-
-    step: Step
-    leaves: int  # micro-batches of all ranks
-    left: int  # of this rank's
-    alone: bool  # there is nothing to add
-    counts: int  # the numbers that a loop adds up beside the loss
-    statistics: Counter[Tensor] = field(default_factory=lambda: Counter(add_))
-    own_losses: list[Tensor] = field(default_factory=list)
-    total: Callable[[], Tensor] | None = None  # waits for the sum of all statistics, once it is on its way
 
 
 @final
@@ -87,26 +72,28 @@ class DataParallelEngine:
         on_close: Callable[[], None] | None = None,
         make_leaves: MakeWorkUnits = leaves_of,
     ) -> None:
-        self._task = problem.task
+        self._problem = problem
         self._world = world
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
+        self._model.train()  # a train() of the user's own may return nothing
+        # Within what is computed again in the backward, so that it sees that.
+        self._running = RunningStatistics(self._model, counted=not (numerics.recipe.compile or numerics.sync_batchnorm))
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
-        self._model.train()  # a train() of the user's own may return nothing
-        self._running = RunningStatistics(self._model)
-        chunks = numerics.sequence_chunks
-        self._canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
+        chunks = numerics.recipe.model.sequence_chunks
+        canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._together = Cooperative(world.generators())
-        self._leaves = make_leaves(problem.task, self._model, chunks, world, mesh, self._together)
+        self._leaves = make_leaves(problem, self._model, chunks, world, mesh, self._together)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
             synchronise(self._model, self._together, self._step_sums)
         self._stream = world.stream()
+        self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
@@ -116,26 +103,22 @@ class DataParallelEngine:
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
-        self._autocast = autocast(numerics.precision, world.device)
+        self._autocast = autocast(numerics.recipe.precision, world.device)
         self._training = self._around_forward()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
-        self._alone = world.size == 1
         self._on_close = on_close
-        self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
-        self._loss, self._observed = self._no_statistics[0], self._no_statistics[1:]
-        self._no_counts = torch.zeros(0, dtype=torch.float64, device=world.device)
-        self._room = 0  # for the numbers that a loop adds up beside the loss
         self._share = lru_cache(4)(partial(share, device=world.device))  # the same in nearly every step of samples
-        self._now: _Turn
+        self._step: Step  # under way
         self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, while a dummy is computed beside the step
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums(observe)
-        leaves = min(self._numerics.microbatches, step.samples)
-        rounds = self._rounds(microbatches, leaves)
-        self.begin([each for together in rounds for each in together], step, leaves * self._leaves.count)
+        count = min(self._numerics.microbatches, step.samples)
+        rounds = self._rounds(microbatches, count)
+        leaves = count * self._leaves.count
+        self.begin([each for together in rounds for each in together], step, leaves)
         for together in rounds:
             if len(together) > 1:
                 self._at_once(together, step, observed)
@@ -144,28 +127,19 @@ class DataParallelEngine:
                 with self.forward(microbatch, step), self._weights_guarded():
                     loss = self._loss_of(microbatch, observed)
                 self.backward(microbatch, loss)
-        return self.end()._replace(of_task=observed.total(self._world, self._now.leaves))
+        return self.end()._replace(of_task=observed.total(self._world, leaves))
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
-        """Start a step of `leaves` micro-batches, of which this rank computes these: `forward`, then `backward`.
-
-        `counts` numbers are added up beside the losses.
-        """
-        # Of a single micro-batch on a single process there is nothing to add, and to leave that out saves 78 us of a
-        # step: a fifth of a tiny MLP's (0.37 ms), 2 % of one of 512 wide, nothing of a ViT's.
-        alone = leaves == 1 and self._alone and not self._running.size and microbatches[0].note is None
-        self._now = _Turn(step, leaves, len(microbatches), alone, counts)
-        if counts != self._room:
-            self._room = counts
-            self._no_counts = self._no_counts.new_zeros(counts)
-            self._no_statistics = self._no_statistics.new_empty(1 + counts + self._running.size)
+        """See Phased."""
+        self._step = step
+        self._totals.begin(microbatches, step, leaves, counts)
         self._gradients.begin(leaves, microbatches)
         if self._step_sums is not None:
             self._step_sums.begin(leaves, [each.index for each in microbatches if not each.dummy])
 
     @contextmanager
     def forward(self, microbatch: MicroBatch, step: Step) -> Iterator[None]:
-        """Enter what a micro-batch's forward and loss are computed in: its random numbers, precision, BatchNorm."""
+        """See Phased."""
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
@@ -175,34 +149,21 @@ class DataParallelEngine:
     def backward(
         self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
-        """Compute the gradient of a micro-batch's loss, and add what it gives to the step's sums.
-
-        The loss is a sum, or the `mean` over what the micro-batch weighs. `counts` are the numbers of the micro-batch
-        that are added up beside its loss: float64, as many as `begin` was told.
-        """
+        """See Phased."""
         weight = microbatch.weight if mean else 1
-        self._count(microbatch, loss, weight, counts)
+        self._totals.add(microbatch, loss, weight, counts)
         self._gradients.before_backward(microbatch)
-        self._backward([loss], self._now.step, weight)
+        self._backward([loss], self._step, weight)
         self._gradients.after_backward(microbatch)
 
     def end(self) -> Sums:
-        """Finish a step: leave the canonical gradient behind."""
-        now = self._now
-        counts = None
-        if now.alone:
-            self._loss = now.own_losses[0]
-        else:
-            total = (now.total or self._send())()  # a rank without a micro-batch has sent nothing yet
-            # A copy of the loss, which is kept until the next report: a view of it would keep all statistics.
-            self._loss = total[0].clone() if self._running.size else total[0]
-            counts = total[1 : 1 + now.counts] if now.counts else None
-            self._observed = total[1 + now.counts :] / now.step.samples
+        """See Phased."""
+        sums = self._totals.end()
         if self._step_sums is not None:
             self._step_sums.check()
         self._gradients.finish()
         self._layout.collect()
-        return Sums(self._loss, now.step.weight, now.own_losses, counts=counts)
+        return sums
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
@@ -220,13 +181,13 @@ class DataParallelEngine:
         return self._layout.witnessed() if isinstance(self._layout, CutsGradients) else []
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """As `forward`, of a dummy beside the step: see Auditable."""
+        """See Phased."""
         self._before = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
-        """As `backward`, of that dummy: nothing of it is left, but what its `note` has seen."""
-        self._show(microbatch, loss)
+        """See Phased."""
+        self._totals.show(microbatch, loss)
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, microbatch.weight if mean else 1)
         self._gradients.after_backward(microbatch)
@@ -240,9 +201,9 @@ class DataParallelEngine:
         return {name: self._layout.as_shard(name, gradient(tensor)) for name, tensor in self._layout.trained}
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
-        """See Engine; with `only` the optimizer's groups of these numbers are moved, and the others left alone."""
-        update = self._updates.update(lr, max_norm, self._loss, self._now.step.weight, only)
-        self._running.settle(update.applied, self._observed)
+        """See Phased."""
+        update = self._updates.update(lr, max_norm, self._totals.loss, self._step.weight, only)
+        self._running.settle(update.applied, self._totals.observed)
         if self._ema is not None and update.applied:
             self._ema.update()
         if self._low_rank is not None:
@@ -252,21 +213,21 @@ class DataParallelEngine:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups of this rank's optimizer, whose settings may be changed before an update."""
+        """See Phased."""
         return self._updates.optimizer.param_groups
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are sent in low rank, and what that leaves of them is kept for the next step."""
+        """See Phased."""
         return self._low_rank is not None
 
     @property
     def kept_buffers(self) -> list[Tensor]:
-        """The buffers that are kept alike on all ranks: BatchNorm's."""
+        """See Phased: BatchNorm's."""
         return self._running.buffers
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return what the model computes with in the place of its parameters, and of which of them it is gathered."""
+        """See Phased."""
         return self._layout.gathered_shards() if isinstance(self._layout, GathersWeights) else {}
 
     @contextmanager
@@ -278,7 +239,7 @@ class DataParallelEngine:
 
     @contextmanager
     def own_evaluation(self) -> Iterator[None]:
-        """Enter evaluation by a loop of the user's own, which calls the model itself."""
+        """See Phased."""
         with self.evaluation(), self._autocast:
             yield
 
@@ -328,45 +289,14 @@ class DataParallelEngine:
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
         given = self._numerics.prepare_outputs(outputs)
-        loss = self._task.loss(given, microbatch.batch)
+        loss = self._problem.task.loss(given, microbatch.batch)
         if observed.wanted and self._first and not microbatch.dummy:
             with torch.no_grad():
-                observed.add(microbatch.index, self._task.sums(given, microbatch.batch))
+                observed.add(microbatch.index, self._problem.task.sums(given, microbatch.batch))
         return loss
 
     def _around_forward(self) -> AbstractContextManager[None]:
         return around_forward(self._autocast, self._model, self._world.device, self._numerics.offload_activations)
-
-    def _show(self, microbatch: MicroBatch, loss: Tensor) -> None:
-        if microbatch.note is not None:
-            microbatch.note("loss", loss)
-            microbatch.note("BatchNorm statistics", self._running.observations(microbatch.samples))
-
-    def _count(
-        self, microbatch: MicroBatch, loss: Tensor | None, weight: int = 1, counts: Tensor | None = None
-    ) -> None:
-        """Add what a forward gave to the step's sums, and send them after the last one of this rank.
-
-        The loss is the sum of the micro-batch divided by `weight`.
-        """
-        now = self._now
-        now.left -= 1
-        if loss is not None:
-            self._show(microbatch, loss)
-        if loss is not None and not microbatch.dummy:
-            if weight == 1:
-                loss = loss.detach()
-            elif weight:
-                loss = loss.detach().double() * weight
-            else:
-                loss = loss.detach().new_zeros(())  # the mean of nothing is 0 / 0, and counts for nothing
-            now.own_losses.append(loss)
-            now.alone = now.alone and counts is None
-            if not now.alone:
-                beside = [self._no_counts if counts is None else counts] if now.counts else []
-                now.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples, *beside))
-        if not now.left and not now.alone:
-            now.total = self._send()
 
     def _rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
         """Return what is computed one after the other, each of it with all forwards that are under way together."""
@@ -382,7 +312,7 @@ class DataParallelEngine:
                 [partial(self._forward_together, each, step, observed) for each in microbatches], apart.use
             )
         for microbatch, loss in zip(microbatches, losses, strict=True):
-            self._count(microbatch, loss)
+            self._totals.add(microbatch, loss)
         self._backward([loss for loss in losses if loss is not None], step)
         apart.check()
         for number, microbatch in enumerate(microbatches):
@@ -403,10 +333,6 @@ class DataParallelEngine:
             # What autograd.backward ends with; before it that looks for 9 us into seeds which fit.
             how = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(losses), seeds, False, False, (), **how)
-
-    def _send(self) -> Callable[[], Tensor]:
-        pieces = self._now.statistics.pieces()
-        return self._stream.submit(partial(self._canonical, pieces, self._now.leaves, self._no_statistics))
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:

@@ -71,16 +71,16 @@ class DeepSpeedEngine:
             raise UsageError(
                 f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
             )
+        model.train()  # a train() of the user's own may return nothing
+        self._running = RunningStatistics(model)  # within what is computed again in the backward
         if numerics.recompute:
             recompute(model, numerics.recompute)
-        self._autocast = autocast(numerics.precision, world.device)
+        self._autocast = autocast(numerics.recipe.precision, world.device)
         # Within the model, since DeepSpeed takes it to be of fp32 and leaves a precision that was entered around it.
-        inner = autocast(numerics.precision, world.device)
+        inner = autocast(numerics.recipe.precision, world.device)
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
         self._model = model
-        model.train()  # a train() of the user's own may return nothing
-        self._running = RunningStatistics(model)
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
         self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)
@@ -227,7 +227,7 @@ class DeepSpeedEngine:
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))
-        self._scaler.update(self._numerics.static_scale)
+        self._scaler.update(self._numerics.recipe.loss_scale.static)
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code, its_exchanges():

@@ -1,6 +1,6 @@
 """The contract between the loop and a strategy: three verbs, and the state they work on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -121,3 +121,61 @@ class Auditable(Engine, Protocol):
 
         None where no rank has the whole gradient, or each keeps it.
         """
+
+
+@runtime_checkable
+class Phased(Auditable, Protocol):
+    """An engine whose steps a loop of the user's own computes, phase by phase, and whose model that calls itself.
+
+    A step is `begin`; for each micro-batch `forward`, entered while its outputs and its loss are computed, and then
+    `backward`; `end`; and `update`. A micro-batch beside the step, as Auditable.repeat computes it, has a forward and a
+    backward of its own.
+    """
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of this rank's optimizer, whose settings may be changed before an update."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are sent in low rank, and what that leaves of them is kept for the next step."""
+
+    @property
+    def kept_buffers(self) -> list[Tensor]:
+        """The buffers that are kept alike on all ranks."""
+
+    def gathered_shards(self) -> dict[Tensor, Tensor]:
+        """Return what the model computes with in the place of its parameters, and of which of them it is gathered."""
+
+    def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
+        """Start a step of `leaves` micro-batches, of which this rank computes these.
+
+        `counts` numbers are added up beside the losses.
+        """
+
+    def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
+        """Enter what a micro-batch's outputs and loss are computed in: its random numbers, precision, BatchNorm."""
+
+    def backward(
+        self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
+    ) -> None:
+        """Compute the gradient of a micro-batch's loss, and add what it gives to the step's sums.
+
+        The loss is a sum, or the `mean` over what the micro-batch weighs. `counts` are the numbers of the micro-batch
+        that are added up beside its loss: float64, as many as `begin` was told.
+        """
+
+    def end(self) -> Sums:
+        """Leave the canonical gradient of the step behind."""
+
+    def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
+        """As `forward`, of a dummy beside the step."""
+
+    def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
+        """As `backward`, of that dummy: nothing of it is left, but what its `note` has seen."""
+
+    def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
+        """See Engine; with `only` the optimizer's groups of these numbers are moved, and the others left alone."""
+
+    def own_evaluation(self) -> AbstractContextManager[None]:
+        """Enter evaluation by the loop, which calls the model itself."""

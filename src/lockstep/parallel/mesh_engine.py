@@ -34,7 +34,7 @@ def mesh_engine(
     Gradients that are exchanged in buckets are so in buckets of about `bucket_mib` MiB. For `keep_gathered` and
     `offload` see layouts/sharded.py. With `sequence_parallel` ranks along tensor share sequences where no layer is cut.
     """
-    bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.sequence_chunks
+    bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
     over, make_leaves = mesh, leaves_of
     # What an axis needs is imported where it is asked for: torch's fully_shard takes a second, and 45 MiB of each rank.

@@ -1,4 +1,4 @@
-"""What an engine is given: the part of a recipe that it computes by, and how its optimizer is made."""
+"""What an engine is given: the recipe that it computes by, and how its optimizer is made."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.batch import Inputs, map_tensors
-from lockstep.core.precision import Precision
+from lockstep.core.engine_recipe import EngineRecipe
+from lockstep.core.order import part
 from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
@@ -22,35 +23,60 @@ MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 
 @dataclass(frozen=True)
 class Numerics:
-    """The part of a recipe that an engine computes by, and of the placement what changes its forward, not the bits."""
+    """The recipe that an engine computes by, and the part of the placement that changes its forward, not the bits."""
 
-    microbatches: int
-    seed: int = 0
-    precision: Precision = "fp32"
-    initial_scale: float = 65536.0
-    growth_interval: int = 2000
-    static_scale: float | None = None  # of the loss, in place of one that moves
-    skip_nonfinite: bool = False
-    ema_decay: float | None = None
-    channels_last: bool = False
-    compile: bool = False
-    sync_batchnorm: bool = False  # BatchNorm is over all micro-batches of a step
+    recipe: EngineRecipe
     offload_activations: bool = False
     recompute: int = 0  # every so many blocks, for the strategies that have none of their own
-    clip_norm: float | None = None  # which `update` is given too
-    samples: int = 1  # of the largest micro-batch
-    sequence_chunks: int = 1  # into which each sequence is cut
     guarded: bool = True  # whether a buffer that a forward moves is refused
+    averages: bool = True  # the weights, if the recipe says so
+    peers: int = 1  # engines that share the micro-batches of a step and nothing else, each with a seed of its own
+    peer: int = 0  # the number of this one
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches of a whole step of this engine."""
+        return len(part(self.recipe.microbatches, self.peers, self.peer))
+
+    @property
+    def largest_microbatch(self) -> int:
+        """The samples of the largest micro-batch."""
+        return -(-self.recipe.batch // self.recipe.microbatches)
+
+    @property
+    def seed(self) -> int:
+        """The seed of this engine."""
+        return self.recipe.seed + self.peer
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """Whether a step whose gradient is not finite moves nothing."""
+        return self.recipe.nonfinite == "skip"
+
+    @property
+    def ema_decay(self) -> float | None:
+        """The decay of the average of the weights, None if there is none."""
+        return self.recipe.ema.decay if self.averages and self.recipe.ema else None
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether the model and its inputs are in that memory format."""
+        return self.recipe.memory_format == "channels_last"
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether BatchNorm is over all micro-batches of a step."""
+        return self.recipe.batchnorm == "sync"
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that all of the model computes in, None where no single one was asked for."""
-        return computing_dtype(self.precision)
+        return computing_dtype(self.recipe.precision)
 
     @property
     def stored(self) -> torch.dtype | None:
         """The dtype that weights are trained in, None where it is that which the model has."""
-        return stored_dtype(self.precision)
+        return stored_dtype(self.recipe.precision)
 
     @property
     def copied(self) -> torch.dtype | None:
@@ -63,12 +89,12 @@ class Numerics:
             widen_batchnorm(model)
         if self.stored is not None:
             store_in(model, self.stored)
-        if self.compile:
+        if self.recipe.compile:
             compile_blocks(model, device)
 
     def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return what scales the loss; it does nothing where the precision needs none."""
-        return loss_scaler(self.precision, device, self.initial_scale, self.growth_interval, self.static_scale)
+        return loss_scaler(self.recipe.precision, self.recipe.loss_scale, device)
 
     def prepare_inputs(self, inputs: Inputs) -> Inputs:
         """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""

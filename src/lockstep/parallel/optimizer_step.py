@@ -39,7 +39,7 @@ class Updates:
         self._narrow = any(narrow(tensor) for tensor in self._trained)  # whether the recipe or the model says so
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = numerics.loss_scaler(device)
-        self._static_scale = numerics.static_scale
+        self._static_scale = numerics.recipe.loss_scale.static
         self._scales = self._scaler.is_enabled()
 
     def scale(self, seed: Tensor) -> Tensor:

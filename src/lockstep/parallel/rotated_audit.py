@@ -89,7 +89,7 @@ class RotatedAudit:
         if distance not in self._rotated:
             world = self.world.rotated(self.schedule.mesh, distance, self._log)
             # Nothing is averaged twice.
-            self._rotated[distance] = world, self.start(world, replace(self.numerics, ema_decay=None))
+            self._rotated[distance] = world, self.start(world, replace(self.numerics, averages=False))
         return self._rotated[distance]
 
     def _again(self, distance: int, step: Step) -> Played:

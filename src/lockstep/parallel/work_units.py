@@ -10,7 +10,7 @@ from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.tasks.base import MicroBatch, MicroBatches, Task
+from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 class WorkUnits(Protocol):
@@ -37,17 +37,17 @@ class WorkUnits(Protocol):
         """Return what the model's forward takes in evaluation, which is of whole samples, for the task's `inputs`."""
 
 
-# Given the task, the model, the number of chunks of a sequence, and what runs forwards together.
-MakeWorkUnits = Callable[[Task, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
+# Given the problem, the model, the number of chunks of a sequence, and what runs forwards together.
+MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
 
 
 @final
 class WholeMicroBatches:
     """Micro-batches that are leaves themselves."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.count = 1
-        self._task = task
+        self._problem = problem
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
@@ -55,7 +55,7 @@ class WholeMicroBatches:
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
         """See WorkUnits."""
-        return self._task.inputs(leaf.batch)
+        return self._problem.task.inputs(leaf.batch)
 
     def around(self) -> AbstractContextManager[object]:
         """See WorkUnits."""

@@ -30,6 +30,9 @@ from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Prepared, open_unplaced
 from lockstep.setup.resolved import Resolved
 from lockstep.training.digests import StepDigests
+from lockstep.training.loop import take_step
+from lockstep.training.progress import Progress
+from lockstep.training.turn import Turn
 
 TIMED: Final = 5  # steps, of whose times the median is taken
 # Steps whose memory is looked at, of which the most counts: where peers are pretended, how long the exchanges of each
@@ -113,7 +116,7 @@ def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvou
 
 def _prepared(resolved: Resolved, ready: Setup | None) -> Prepared:
     """Return what is to be started; a spawned process, without `ready`, opens the recipe itself."""
-    return Prepared(resolved, ready or open_unplaced(resolved.loaded)[1])
+    return Prepared(resolved, ready or open_unplaced(resolved.loaded))
 
 
 def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
@@ -122,10 +125,7 @@ def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., No
     step, microbatches = next(iter(loader.training(0)))
 
     def do(digests: StepDigests | None = None) -> None:
-        engine.forward_backward(microbatches, step)
-        if digests is not None:
-            digests.add(1)
-        engine.update(0.0, prepared.recipe.clip_norm)
+        take_step(engine, prepared.recipe, Turn(step, microbatches, Progress(), digests), lr=0.0)
 
     return engine, do
 

@@ -105,7 +105,7 @@ def made_ready(loaded: Loaded) -> Setup:
     A mistake in the recipe raises UsageError.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    _, ready = open_unplaced(loaded)
+    ready = open_unplaced(loaded)
     import_for_all()
     return ready
 

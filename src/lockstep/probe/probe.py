@@ -32,15 +32,17 @@ from lockstep.device.fake_rank_env import as_rank
 from lockstep.device.precision import autocast
 from lockstep.errors import OwnCodeError, TrainingError
 from lockstep.models.initialise import initialise
+from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import computing_in
 from lockstep.probe.findings import LossFact, ProbeResult, RandomSample, findings
-from lockstep.probe.state import CACHE, Globals, ModelState, digest, streams, weights
+from lockstep.probe.state import CACHE, Globals, ModelState, streams, weights
 from lockstep.probe.traits import ModelTraits
 from lockstep.probe.witness import CLOCK, RANK, record_reads
 from lockstep.reporting.verification import CodeFinding
 from lockstep.setup import user_code
-from lockstep.setup.build import Setup, numerics_of
+from lockstep.setup.build import Setup
 from lockstep.tasks.base import MicroBatch
+from lockstep.training.checkpoint.tensorfile import digest
 
 _SAMPLES: Final = 8  # fetched twice, of each part
 _FEW: Final = 4  # the same, and of a micro-batch, for a quick look
@@ -168,7 +170,8 @@ class _Probe:
         self._ready = ready
         self._world = World(ALONE, device)
         self._look = look
-        self._numerics = replace(numerics_of(ready.recipe), precision=look.precision, guarded=False)
+        recipe = ready.recipe.model_copy(update={"precision": look.precision})
+        self._numerics = Numerics(recipe, guarded=False)
         self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:

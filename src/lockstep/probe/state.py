@@ -1,6 +1,5 @@
 """What a forward pass may leave behind, as texts that differ where it does: in a model, in generators, in globals."""
 
-import hashlib
 import random as python_random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
-from lockstep.training.checkpoint import tensorfile
+from lockstep.training.checkpoint.tensorfile import digest
 
 CACHE: Final = "cache of"  # what a cached function is shown as
 SPECTRAL_NORM: Final = "spectral_norm"  # in place of the class of a module whose buffers are those of torch's
@@ -25,16 +24,6 @@ _DEPTH: Final = 4  # of containers and objects in attributes
 _BRIEF: Final = 24  # characters of a value that is shown
 _ITEMS: Final = 1_000  # of a container that are looked at; its length always is
 _BYTES: Final = 16 << 20  # of a tensor or an array in a global; a larger one is a data set
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of dtypes, shapes and bytes, and the number of bytes; device and memory format do not matter."""
-    found, size = hashlib.sha256(), 0
-    for tensor in tensors:
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensorfile.raw(tensor))
-        size += tensor.numel() * tensor.element_size()
-    return f"{found.hexdigest()[:32]}:{size}"
 
 
 @final

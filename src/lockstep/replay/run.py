@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
+from lockstep.common.user_source import source_changes
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, read_run_recipe
@@ -42,13 +43,16 @@ from lockstep.runs import digest_file
 from lockstep.setup.build import open_recipe_data
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Prepared, prepare
-from lockstep.setup.resume import evaluation_state, resume_state, signing_key
-from lockstep.setup.user_source import source_changes
+from lockstep.setup.resume import evaluation_state, resume_state
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
+from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import NEVER, Interval, Progress, train, turns
+from lockstep.training.loop import train, turns
 from lockstep.training.observer import Examined, LayerNorms
+from lockstep.training.plan import NEVER, Interval
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
 _COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
@@ -242,7 +246,7 @@ class _Steps:
         ready = prepared.ready
         self._models: list[nn.Module] = []  # those that are built, of which the last one computes
         self._task = ObservedTask(ready.task)
-        problem = replace(ready.problem, task=self._task, build_model=self._keep(ready.problem.build_model))
+        problem = replace(ready.problem, optional_task=self._task, build_model=self._keep(ready.problem.build_model))
         self._ready = replace(ready, problem=problem, blank=self._keep(ready.blank))
         self._engine: Engine
         self._loader: Loader
@@ -263,8 +267,8 @@ class _Steps:
         self._resume()
         self._digests.add_weights(self._opened.start, self._engine.state().model)
         plan = replace(self._ready.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
-        following = turns(self._world, self._batches, plan, self._progress, save=lambda _: [], digests=self._digests)
-        for _ in train(self, plan, following):
+        reports = StepReports(self._world, plan, self._progress, self._digests)
+        for _ in train(self, reports, turns(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()
@@ -315,7 +319,7 @@ class _Steps:
         path = self._opened.checkpoint
         if path is None:
             return
-        snapshot = store.load(path, key=signing_key(self._opened.loaded.config.run)).snapshot
+        snapshot = store.load(path, key=signing_key(self._opened.loaded.config.run.key_file)).snapshot
         check = evaluation_state if self._request.changes else resume_state
         state = check(path, snapshot, self._ready)
         self._engine.load(engine_state(snapshot))

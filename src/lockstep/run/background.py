@@ -36,7 +36,7 @@ from lockstep.errors import (
 from lockstep.reporting.sink import Sink
 from lockstep.run.evaluation import EvalRequest, evaluate_here
 from lockstep.run.training import train_here
-from lockstep.runs.completed import completed
+from lockstep.setup.completed import completed
 from lockstep.training.events import Evaluated, Event
 
 _STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events say which

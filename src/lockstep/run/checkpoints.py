@@ -7,15 +7,16 @@ from typing import Any, final
 from torch import Tensor
 
 from lockstep.common.schemas import SCHEMA
+from lockstep.common.user_source import source_changes
 from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
-from lockstep.setup.resume import feedback_lost, signing_key
-from lockstep.setup.user_source import source_changes
+from lockstep.setup.resume import feedback_lost
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.saver import Saver
+from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.events import Saved
 
 
@@ -47,7 +48,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         assert self.rank.folder is not None
-        folder, run, key = self.rank.folder / store.FOLDER, self.run, signing_key(self.run)
+        folder, run, key = self.rank.folder / store.FOLDER, self.run, signing_key(self.run.key_file)
         self._saver = Saver(self.rank.world, folder, run.keep, run.save_async, self.buffers, key)
         self._saved_at = -1
         self.weights = ""  # the SHA-256 of the last one's

@@ -15,6 +15,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
 from lockstep.config.placement import Placement
+from lockstep.config.recipe import TRAINING_KEYS
 from lockstep.config.recorded import CONFIG
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
@@ -30,19 +31,15 @@ from lockstep.runs.folder import say
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Placed, Prepared, check, place
-from lockstep.setup.resume import checkpoint_recipe, signing_key
+from lockstep.setup.resume import checkpoint_recipe
 from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
 from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.events import Evaluated
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
-# Beginnings of keys that are read where a run is trained, and nowhere else.
-_OF_TRAINING: Final = (
-    *("run.", "recipe.seed", "recipe.epochs", "recipe.steps", "recipe.last_batch", "recipe.optimizer"),
-    *("recipe.schedule", "recipe.mix", "recipe.clip_norm", "recipe.loss_scale", "recipe.nonfinite", "recipe.start"),
-    "recipe.data.augment",
-)
+_OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # beginnings of keys
 
 
 @dataclass(frozen=True)
@@ -128,7 +125,7 @@ def open_checkpoint(
     loaded = load_text(text, label, found.path.name, request.overrides, shares_steps=False)
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
-    key = signing_key(loaded.config.run)
+    key = signing_key(loaded.config.run.key_file)
     if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
         signed = store.load(found.path, key=key)
         if signed.snapshot.state != found.snapshot.state:

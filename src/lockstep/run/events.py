@@ -7,31 +7,31 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.world import World
-from lockstep.common.hashing import hash_seed
 from lockstep.config import plan as planning
-from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
 from lockstep.parallel.engine import Engine
 from lockstep.run.rank import Rank
+from lockstep.run.start_event import loop_start_event
 from lockstep.setup.build import Setup, evaluation_batch
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.prepare import Prepared
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, figures_of
 from lockstep.training.events import Evaluated, Started
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
-def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path | None) -> Started:
+def start_event(prepared: Prepared, rank: Rank, resumed_from: Path | None) -> Started:
     """Return the first event of a run of a recipe. All ranks call it."""
-    recipe, task, data = resolved.recipe, ready.task, ready.data
+    recipe, ready = prepared.recipe, prepared.ready
+    task, data = ready.task, ready.data
     loop = loop_start_event(
         rank,
         ready.steps,
         resumed_from,
         microbatches=recipe.microbatches,
-        strategy=resolved.strategy_name,
+        strategy=prepared.resolved.strategy_name,
         parameters=ready.summary.parameters,
         base_lr=planning.base_rate(recipe),
     )
@@ -45,40 +45,6 @@ def start_event(resolved: Resolved, ready: Setup, rank: Rank, resumed_from: Path
         fractions=list(task.fractions),
         flops_per_sample=ready.summary.flops,
         peak_flops_per_s=_peak_flops_per_s(rank.world, recipe.precision),
-    )
-
-
-def loop_start_event(
-    rank: Rank,
-    steps: Steps,
-    resumed_from: Path | None,
-    *,
-    microbatches: int,
-    strategy: str,
-    parameters: int,
-    base_lr: float,
-) -> Started:
-    """Return the first event of a loop, its steps alone."""
-    world, progress = rank.world, rank.progress
-    return Started(
-        **progress.at,
-        steps=steps.total,
-        epochs=steps.total_samples / steps.samples_per_epoch,
-        steps_per_epoch=steps.per_epoch,
-        train_samples=steps.length,
-        validation_samples=0,
-        batch=steps.batch,
-        microbatches=microbatches,
-        processes=world.size,
-        strategy=strategy,
-        device=str(world.device),
-        parameters=parameters,
-        base_lr=base_lr,
-        resumed_from=str(resumed_from) if resumed_from else None,
-        again=max(0, rank.last_step() - progress.step),
-        backend=world.backend if world.size > 1 else "",
-        sharing=world.sharing,
-        hash_seed=hash_seed(),
     )
 
 

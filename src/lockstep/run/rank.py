@@ -27,7 +27,7 @@ from lockstep.runs import digest_file
 from lockstep.runs import folder as run_folder
 from lockstep.training.digests import StepDigests
 from lockstep.training.events import Corrupted, Done, Event, Stopped
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
 @final

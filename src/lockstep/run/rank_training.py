@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TextIO
 
 from lockstep.comm.world import World
+from lockstep.common.user_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
-from lockstep.config.load import comparable
+from lockstep.config.load import comparable, to_yaml
 from lockstep.config.write import leaves
 from lockstep.core.order import Step
 from lockstep.data.loader import Loader
@@ -33,15 +34,16 @@ from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
 from lockstep.setup.data_facts import model_facts
 from lockstep.setup.engine import start_engine
-from lockstep.setup.external_engine import engine_files
 from lockstep.setup.first_weights import weights_record
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resume import continuation_state
-from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import Interval, Plan, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import Interval
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 
 _SEEDED: Final = (
     "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "
@@ -64,34 +66,33 @@ class RankTraining:
     also: Sink | None
 
     def __post_init__(self) -> None:
-        resolved, ready, world = self.prepared.resolved, self.prepared.ready, self.world
-        self.resolved, self.ready = resolved, ready
+        prepared, ready, world = self.prepared, self.prepared.ready, self.world
         self.clock = Clock(world.device, "setting up", split="training")
-        numerics = machine.numerics(world.device, compiled=resolved.recipe.compile)
+        numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
-        self.grading = Grading(world, self.clock) if is_predicted(resolved) else None
+        self.grading = Grading(world, self.clock) if is_predicted(prepared.resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
         # Before memory is pinned and loader processes start.
-        self.cores = bind(world, resolved.recipe.threads) if resolved.placement.affinity == "auto" else []
+        self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
             self.streams[1].write(f"cores {cores}\n")
         self.engine: Engine
         self.loader: Loader
         build = ready.problem.build_model
         problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
-        prepared = replace(self.prepared, ready=replace(ready, problem=problem))
-        self.engine, self.loader = start_engine(prepared, world, resumes=self.resumed is not None)
-        self.checkpoints = Checkpoints(self.rank, resolved.run, self.engine, self._origin, ready.summary.buffers)
+        agreeing = replace(prepared, ready=replace(ready, problem=problem))
+        self.engine, self.loader = start_engine(agreeing, world, resumes=self.resumed is not None)
+        self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._origin, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
         """Train, write what happens to the sinks, and return the exit code."""
+        ready = self.prepared.ready
         if self.resumed is not None:
             self.checkpoints.resume(self.resumed)
             self.resumed = None  # frees the snapshot
-        elif self.ready.first is not None and self.ready.first.optimizer:
-            self.engine.load(continuation_state(self.ready, self.engine.state()))
-        traits, every = self.resolved.strategy.traits, self.resolved.run.digest_every
-        self.rank.keep_digests(self.engine, traits.exactness, every)
+        elif ready.first is not None and ready.first.optimizer:
+            self.engine.load(continuation_state(ready, self.engine.state()))
+        self.rank.keep_digests(self.engine, self.prepared.strategy.traits.exactness, self.prepared.run.digest_every)
         code = EXIT_DONE
         with self._sinks() as self.rank.sinks:
             try:
@@ -111,25 +112,29 @@ class RankTraining:
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         rank, checkpoints = self.rank, self.checkpoints
-        start = start_event(self.resolved, self.ready, rank, self.start.checkpoint)
+        start = start_event(self.prepared, rank, self.start.checkpoint)
         with nullcontext() if self.grading is None else self.grading.left_out():
             yield start  # at which sinks import what they need
         for finding in self.look():
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
-        plan = self._plan()
+        run, ready = self.prepared.run, self.prepared.ready
+        evaluates = ready.data.validation is not None
+        plan = ready.plan(
+            log=Interval(steps=run.log_every),
+            save=Interval(run.save_every.steps, run.save_every.epochs),
+            evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
+        )
+        reports = StepReports(self.world, plan, rank.progress, rank.digests)
         following = turns(
-            self.world,
             self._batches,
-            plan,
-            rank.progress,
+            reports,
             save=lambda _: checkpoints.save(),
             evaluate=self._evaluate,
             stop=stop,
-            digests=rank.digests,
             preempted=rank.preempted,
         )
-        for event in train(self.engine, plan, following):
+        for event in train(self.engine, reports, following):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()
             yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.poll()
@@ -154,19 +159,10 @@ class RankTraining:
                 return
             yield batch
 
-    def _plan(self) -> Plan:
-        run = self.resolved.run
-        validates = self.ready.data.validation is not None
-        return self.ready.plan(
-            log=Interval(steps=run.log_every),
-            save=Interval(run.save_every.steps, run.save_every.epochs),
-            evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if validates else None,
-        )
-
     def _evaluate(self, progress: Progress) -> Evaluated:
         with self.rank.during("evaluating"):
-            keep = self._keep if progress.step == self.ready.steps.total else None
-            return evaluation_event(self.engine, self.world, self.ready, self.loader, progress, keep)
+            keep = self._keep if progress.step == self.prepared.ready.steps.total else None
+            return evaluation_event(self.engine, self.world, self.prepared.ready, self.loader, progress, keep)
 
     def _keep(self, report: Report) -> None:
         """Write what the task reports of the last evaluation, on rank 0."""
@@ -175,12 +171,12 @@ class RankTraining:
 
     def _origin(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of what decided its numbers."""
-        recipe = comparable(values(self.resolved.recipe))
-        return {"recipe": recipe, "data": model_facts(self.ready)}
+        recipe = comparable(values(self.prepared.recipe))
+        return {"recipe": recipe, "data": model_facts(self.prepared.ready)}
 
     def _report_unreadable(self) -> Iterator[Skipped]:
         """Report the files that some rank could not read since the last report. All ranks call it."""
-        for number, file in enumerate(self.ready.data.files or ()):
+        for number, file in enumerate(self.prepared.ready.data.files or ()):
             met, reported = self.loader.unreadable[number], self.reported[number]
             of_all = self.world.told_by_all(sorted(met - reported))
             new = sorted({each for of_rank in of_all for each in of_rank} - reported)
@@ -191,7 +187,7 @@ class RankTraining:
 
     def _done(self) -> Done:
         spent, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
-        predicted, measured = self.resolved.run.predicted, {} if self.grading is None else self.grading.measured()
+        predicted, measured = self.prepared.run.predicted, {} if self.grading is None else self.grading.measured()
         ranks = self.world.told_by_all([spent, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
         return Done(
@@ -216,22 +212,14 @@ class RankTraining:
             yield added
             return
         folder = self.start.folder
-        recipe, run = self.resolved.recipe, self.resolved.run
+        prepared = self.prepared
+        recipe, run = prepared.recipe, prepared.run
         decided = {format_key(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, decided, rule, folder, self.streams) as found:
             exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
-            source = sources(self.prepared) | source_digests(sinks.own_paths(run))
-            first = weights_record(recipe, self.ready.first, self.ready.taken)
-            run_folder.record_config(folder, self.resolved.loaded, engine_files(self.resolved))
+            source = prepared.sources | source_digests(sinks.own_paths(run))
+            first = weights_record(recipe, prepared.ready.first, prepared.ready.taken)
+            run_folder.record_config(folder, to_yaml(prepared.loaded), prepared.resolved.engine_files)
             run_folder.record_environment(folder, source, self.cores, exchange, first)
             yield [*found, *added]
-
-
-def sources(prepared: Prepared) -> dict[str, str]:
-    """Return the hashes of the user's own source files: of what the recipe names, and of a strategy of their own.
-
-    A checkpoint has but those of the recipe: the strategy may be another one after a resume.
-    """
-    name = prepared.resolved.strategy_name
-    return {**prepared.ready.source, **source_digests([name] if ":" in name else [])}

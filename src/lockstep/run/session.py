@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -20,9 +19,8 @@ from lockstep.common.version import __version__
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable
 from lockstep.config.placement import Placement
-from lockstep.config.recipe import Recipe
 from lockstep.core.devices import resolve_backend
-from lockstep.core.precision import Precision
+from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.device import machine
 from lockstep.device.env_flags import check_switches
 from lockstep.device.memory import keep_freed_memory
@@ -31,20 +29,6 @@ from lockstep.ranks import flight
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How a rank computes: its number of threads, its precision, and whether the model is compiled."""
-
-    threads: int
-    precision: Precision
-    compiled: bool = False
-
-    @classmethod
-    def of_recipe(cls, recipe: Recipe) -> "Compute":
-        """Return how a recipe computes."""
-        return cls(recipe.threads, recipe.precision, recipe.compile)
 
 
 @final
@@ -69,7 +53,7 @@ class Session:
 
 @contextmanager
 def open_rank(
-    rendezvous: Rendezvous, placement: Placement, compute: Compute, facts: Mapping[str, Any]
+    rendezvous: Rendezvous, placement: Placement, recipe: EngineRecipe, facts: Mapping[str, Any]
 ) -> Iterator[Session]:
     """Open this rank, which has joined the others. All ranks call it, and leave it together.
 
@@ -79,9 +63,9 @@ def open_rank(
     `facts`, ready for JSON, the placement and the installed versions must be equal on all ranks, else RanksDifferError
     is raised on all of them. An environment variable that would change the bits on a GPU raises UsageError.
     """
-    device = prepare_device(placement, rendezvous.info, compute)
+    device = prepare_device(placement, rendezvous.info, recipe)
     with _stall_detector(rendezvous, placement, device):
-        rendezvous.compare({**facts, **_placement_facts(placement, device, compute.compiled)})
+        rendezvous.compare({**facts, **_placement_facts(placement, device, compiled=recipe.compile)})
         yield Session(rendezvous, placement, device)
 
 
@@ -92,21 +76,21 @@ def open_recipe_rank(
     """Open this rank for a recipe, which must be equal on all ranks, as `open_rank` does."""
     recipe = loaded.config.recipe
     compared = {"recipe": comparable(values(recipe)), **(facts or {})}
-    with open_rank(rendezvous, loaded.config.placement, Compute.of_recipe(recipe), compared) as session:
+    with open_rank(rendezvous, loaded.config.placement, recipe, compared) as session:
         yield session
 
 
-def prepare_device(placement: Placement, info: RankInfo, compute: Compute) -> torch.device:
+def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -> torch.device:
     """Return the device of a rank; its kernels, threads and memory are set from here on for the whole process."""
     device = choose_device(placement.device, info, placement.backend)
-    fix_kernels(compute.threads, compute.precision, device)
+    fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     if device.type == "cuda":
-        check_switches(compute.precision)
+        check_switches(recipe.precision)
     return device
 
 
-def _placement_facts(placement: Placement, device: torch.device, compiled: bool) -> dict[str, Any]:
+def _placement_facts(placement: Placement, device: torch.device, *, compiled: bool) -> dict[str, Any]:
     """Return the parts of the placement, and the installed versions, that must be equal on all ranks."""
     return {
         "placement.strategy": values(placement)["strategy"],

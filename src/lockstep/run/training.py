@@ -28,18 +28,21 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import StopRequest
 from lockstep.reporting.sink import Sink
 from lockstep.run.checkpoints import Resumed
-from lockstep.run.rank_training import RankTraining, sources
+from lockstep.run.rank_training import RankTraining
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, on_ranks
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
+from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.prepare import Placed, Prepared, check, place, prepare
 from lockstep.setup.resolved import Resolved
-from lockstep.setup.resume import check_beginning, read_alike, signing_key
+from lockstep.setup.resume import check_beginning
 from lockstep.setup.resume import resume_state as checked_state
+from lockstep.training.checkpoint.read_alike import read_alike
+from lockstep.training.checkpoint.signing import signing_key
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:
@@ -54,7 +57,7 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     prepared = prepare(loaded)
     resolved = prepared.resolved
     warn(prepared)
-    claim = run_folder.claim(prepared.loaded)
+    claim = recipe_folder.claim(prepared.loaded)
     with claim.hold():
         for note in claim.notes:
             run_folder.say(note)
@@ -145,7 +148,7 @@ def run_rank(
         where = f"{where}  host {rendezvous.rank_log.host}  device {session.device}\n"
         terminal.write(where)  # at once: ranks share the terminal
         terminal.flush()
-        claim = partial(run_folder.claim, loaded)
+        claim = partial(recipe_folder.claim, loaded)
         agreed = start or held.enter_context(run_folder.hold_run_folder(rendezvous, claim))
         if agreed.done:
             terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
@@ -159,10 +162,10 @@ def run_rank(
         else:
             prepared = placed
         if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
-            rendezvous.compare(setup_facts(prepared.ready) | {"your source files": sources(prepared)})
+            rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if agreed.checkpoint:
-            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run))
+            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run.key_file))
             state = checked_state(agreed.checkpoint, snapshot, prepared.ready)
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:

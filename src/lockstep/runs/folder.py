@@ -17,7 +17,6 @@ runs/<recipe>-<model>-<time>/
 
 import json
 import os
-import re
 import socket
 import sys
 import time
@@ -30,18 +29,13 @@ from typing import Any, Final
 
 from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
-from lockstep.config import load as loading
-from lockstep.config.load import Loaded
 from lockstep.config.recorded import CONFIG
-from lockstep.config.recipe import Recipe
 from lockstep.device import machine
 from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.runs.completed import completion_notice
 from lockstep.runs.digest_file import DIGESTS
-from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences, signing_key
 from lockstep.runs.runs import JOB, JOB_SCRIPT, RESULT
 from lockstep.runs.worker_context import WORKER_CONTEXT
 from lockstep.tasks.base import Report
@@ -59,7 +53,6 @@ _OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt
 _OF_START: Final = (CONFIG, ENVIRONMENT, _HANDED_OVER)
 _FILES: Final = (*_OF_START, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_OF_SINKS)
 _LONGEST_REASON: Final = 500
-_LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
 
 
 @dataclass(frozen=True)
@@ -138,19 +131,6 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
         yield RunStart(Path(folder), Path(path) if path else None, done)
 
 
-def claim(loaded: Loaded) -> Claim:
-    """Lock the run folder that `loaded` asks for and decide where the run begins.
-
-    A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
-    """
-    run = loaded.config.run
-    key = signing_key(run)
-    # Before a folder is made.
-    other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
-    folder = Path(run.dir) if run.dir else fresh(loaded)
-    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, other, key))
-
-
 def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
     """Lock `folder`, made if missing; then `done` says whether all is done, and `begin` where the run begins.
 
@@ -180,14 +160,19 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
         if os.path.lexists(folder / CONFIG):
             raise UsageError(f"{folder}: holds a run of a recipe, which its loop did not make; choose another dir")
         newest = store.newest(folder / store.FOLDER, key)
-        return (None, []) if newest is None else (newest.path, _warnings(newest))
+        return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
     return claim_folder(folder, str, begin)
 
 
-def record_config(folder: Path, loaded: Loaded, engine_files: Mapping[str, str]) -> None:
-    """Write config.yaml and, by their names, the files that another framework's engine was given."""
-    _write(folder / CONFIG, loading.to_yaml(loaded))
+def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
+    """Return a line for the user for each newer checkpoint that is damaged."""
+    return [f"warning: {problem}" for problem in checkpoint.problems]
+
+
+def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
+    """Write the text of config.yaml and, by their names, the files that another framework's engine was given."""
+    _write(folder / CONFIG, config)
     (folder / _HANDED_OVER).unlink(missing_ok=True)  # of a start under another strategy
     for name, text in engine_files.items():
         _write(folder / name, text)
@@ -279,67 +264,11 @@ def _write(path: Path, text: str) -> None:
         durable.replace(path, text.encode())
 
 
-def fresh(loaded: Loaded) -> Path:
-    """Return a folder that is not there yet, for a run that begins now; it has the names of recipe and model.
-
-    What the model's name begins with is not said twice: digits and digits_convnet make digits-convnet.
-    """
-    model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
-    rest = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
-    name = f"{loaded.name}-{rest}" if rest else loaded.name
-    name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
-    return fresh_folder(name)
-
-
 def fresh_folder(name: str) -> Path:
     """Return a folder of this name and the time that is not there yet; beside one of the same second, with a number."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
-
-
-def _beginning(
-    loaded: Loaded, folder: Path, other: store.FoundCheckpoint | None, key: bytes | None
-) -> tuple[Path | None, list[str]]:
-    resume = loaded.config.run.resume
-    holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
-    if holds_run and resume != "auto":
-        raise UsageError(
-            f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
-            f"or run.resume=auto to go on with it"
-        )
-    if other is not None:
-        check_recipe(other.path, checkpoint_recipe(other.path, other.snapshot), loaded.config.recipe)
-        return other.path, _warnings(other)
-    if not holds_run:
-        return None, []
-    if not os.path.lexists(folder / CONFIG):
-        raise UsageError(
-            f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
-        )
-    recipe = _read_recipe(folder / CONFIG)
-    newest = store.newest(folder / store.FOLDER, key)
-    if newest is None:  # nothing is lost if it begins again with another recipe, such as one that mends its failure
-        changed = recipe_differences(recipe, loaded.config.recipe)
-        again = f"{folder}: the run in it saved no checkpoint; beginning again"
-        return None, [f"{again}{' with another recipe:' if changed else ''}", *changed]
-    check_recipe(folder, recipe, loaded.config.recipe)
-    # It may have been copied here from another run: its hashes would not show it.
-    check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
-    return newest.path, _warnings(newest)
-
-
-def _warnings(found: store.FoundCheckpoint) -> list[str]:
-    return [f"warning: {problem}" for problem in found.problems]
-
-
-def _read_recipe(config: Path) -> Recipe:
-    try:
-        return loading.read_run_recipe(config)
-    except ConfigError as error:
-        raise UsageError(
-            f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"
-        ) from error
 
 
 def _refuse_foreign(folder: Path) -> None:

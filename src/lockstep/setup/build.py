@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.comm.named_sums import over_ranks
 from lockstep.comm.world import World
+from lockstep.common.user_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
@@ -32,21 +34,19 @@ from lockstep.models.finetuning import Tuning, build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
-from lockstep.setup.chunking import check_loss, check_sequences, chunk_layouts, in_chunks
+from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
 from lockstep.setup.first_weights import First
 from lockstep.setup.optimizing import optimizer, special_settings, with_each
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
-from lockstep.setup.user_source import source_digests
 from lockstep.tasks.base import Build, Problem, Task
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import with_metrics
-from lockstep.training.loop import Interval, Plan
+from lockstep.training.plan import Interval, Plan
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Setup:
             monitor=task.monitor,
             figures=task.figures,
             weighs=not task.counts_samples,
-            clip_norm=recipe.clip_norm,
+            recipe=recipe,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=log,
             evaluate=evaluate,
@@ -107,34 +107,17 @@ class Setup:
         change = transforms_of(recipe, self.data, device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
-            self.data, self.steps, recipe.microbatches, change, device, recipe.seed, data_rank, workers, beside, weigh
+            data=self.data,
+            steps=self.steps,
+            microbatches=recipe.microbatches,
+            transforms=change,
+            device=device,
+            seed=recipe.seed,
+            data_rank=data_rank,
+            workers=workers,
+            extra=beside,
+            weigh=weigh,
         )
-
-
-def numerics_of(recipe: Recipe, offload_activations: bool = False, recompute: int = 0) -> Numerics:
-    """Return what an engine computes by; each `recompute`-th block of the model computes its activations again."""
-    return Numerics(
-        microbatches=recipe.microbatches,
-        seed=recipe.seed,
-        precision=recipe.precision,
-        initial_scale=recipe.loss_scale.initial,
-        growth_interval=recipe.loss_scale.growth_interval,
-        static_scale=recipe.loss_scale.static,
-        skip_nonfinite=recipe.nonfinite == "skip",
-        ema_decay=recipe.ema.decay if recipe.ema else None,
-        channels_last=recipe.memory_format == "channels_last",
-        compile=recipe.compile,
-        sync_batchnorm=recipe.batchnorm == "sync",
-        offload_activations=offload_activations,
-        recompute=recompute,
-        clip_norm=recipe.clip_norm,
-        samples=-(-recipe.batch // recipe.microbatches),
-        sequence_chunks=recipe.model.sequence_chunks,
-    )
-
-
-def over_ranks(world: World, number: int) -> int:
-    return int(world.add_(torch.tensor(number)))
 
 
 def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
@@ -179,7 +162,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         data=data,
         problem=Problem(
             task,
-            partial(initialise, in_chunks(models.first, recipe.model), recipe.seed),
+            partial(initialise, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
             f"model {recipe.model.name}",
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
@@ -212,7 +195,12 @@ def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
     plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
     uncut = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
-    return _Models(plain, uncut, in_chunks(uncut, recipe.model), partial(build_finetuned, pretrained, tuning, first))
+    return _Models(
+        plain=plain,
+        uncut=uncut,
+        cut=partial(build_in_chunks, uncut, recipe.model),
+        first=partial(build_finetuned, pretrained, tuning, first),
+    )
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:

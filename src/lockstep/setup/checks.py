@@ -14,7 +14,6 @@ from lockstep.parallel.optimizer_trials import check_rows
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import examples
-from lockstep.setup.external_engine import numerics_for
 from lockstep.setup.optimizing import optimizer, with_each
 from lockstep.setup.resolved import Resolved
 from lockstep.setup.strategy import check_strategy
@@ -53,7 +52,7 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
         check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
     if isinstance(strategy, ExternalEngine):
-        strategy.check_recipe(numerics_for(resolved), optimizer(recipe))
+        strategy.check_recipe(resolved.numerics, optimizer(recipe))
 
 
 def _check_compile(resolved: Resolved) -> None:
@@ -151,7 +150,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
                     check_rows(make, resolved.strategy_name, dtype)
     if isinstance(strategy, ExternalEngine):
         for make in with_each(ready.recipe, ready.special)[1:]:
-            strategy.check_recipe(numerics_for(resolved), make)
+            strategy.check_recipe(resolved.numerics, make)
         strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
         whole = ready.recipe.compile

@@ -43,14 +43,11 @@ def chunk_layouts(build: Build, asked: ModelConfig) -> Mapping[str, Chunked]:
     return {} if asked.chunks == 1 else cut(on_meta(build), asked.chunks, asked.plan, asked.name)
 
 
-def in_chunks(build: Build, asked: ModelConfig) -> Build:
-    """Return what builds the model in chunks; with one chunk, `build`."""
-    return build if asked.chunks == 1 else partial(_build_in_chunks, build, asked)
-
-
-def _build_in_chunks(build: Build, asked: ModelConfig) -> nn.Module:
+def build_in_chunks(build: Build, asked: ModelConfig) -> nn.Module:
+    """Build the model, and cut it into chunks if the recipe asks for several."""
     model = build()
-    cut(model, asked.chunks, asked.plan, asked.name)
+    if asked.chunks > 1:
+        cut(model, asked.chunks, asked.plan, asked.name)
     return model
 
 

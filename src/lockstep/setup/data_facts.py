@@ -1,19 +1,13 @@
 """Facts about a dataset: ranks compare them before a run, and checkpoints keep them for resuming and inference."""
 
-import hashlib
 from collections.abc import Mapping
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from lockstep.core.batch import tensors_of
-from lockstep.data.base import Split
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import UsageError
 from lockstep.setup.build import Setup
 from lockstep.tasks.batches import targets_if_any
-from lockstep.training.checkpoint import tensorfile
+from lockstep.training.sample_digest import digest_ends
 
 _CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
 
@@ -33,22 +27,9 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
         "data": {
             "number of samples": [len(split) for split in splits],
             **data.facts,
-            "samples": [digest_ends(split, targets_only=own) for split in splits],
+            "samples": [digest_ends(split, targets_if_any) if own else digest_ends(split) for split in splits],
         },
     }
-
-
-def digest_ends(split: Split, targets_only: bool = False) -> str:
-    """Return a digest of the first and the last sample of a split, or of what they are to be predicted as."""
-    try:
-        # A batch of its own for each: a collate of equally long samples cannot stack two of other lengths.
-        batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
-    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
-        return "unreadable"
-    samples = [tensors_of(targets_if_any(batch) if targets_only else batch) for batch in batches]
-    # Tensor by tensor, as both samples stacked would be: digests in checkpoints stay comparable.
-    tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
-    return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:

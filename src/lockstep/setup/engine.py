@@ -15,7 +15,6 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.setup.build import Setup
-from lockstep.setup.external_engine import numerics_for
 from lockstep.setup.prepare import Prepared
 from lockstep.strategies.base import CutsModel
 
@@ -29,7 +28,7 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
     problem = ready.problem
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
-    numerics = replace(numerics_for(prepared.resolved), guarded=ready.guarded)
+    numerics = replace(prepared.resolved.numerics, guarded=ready.guarded)
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)
@@ -37,7 +36,7 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
         return _with_canonical_state(start(world, numerics), ready), ready.loader(world, own, placement.workers)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
     # Where a rank cannot repeat one micro-batch of another by itself, all ranks do whole steps again in other places.
-    if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.sequence_chunks > 1:
+    if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, own, placement.workers)
         moved = cast(Callable[[World, Numerics], Rotates], start)
         audited: Engine = RotatedAudit(moved, world, numerics, schedule, loader.microbatch)

@@ -6,6 +6,7 @@ Every command that computes with a recipe comes through here, so all of them ref
 from dataclasses import dataclass
 from typing import final
 
+from lockstep.common.user_source import source_digests
 from lockstep.config.blame import with_places
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
@@ -57,6 +58,15 @@ class Prepared:
         """How many share it."""
         return self.resolved.processes
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The hashes of the user's own source files: those that the recipe names, and those of a strategy of their own.
+
+        A checkpoint has only those of the recipe: the strategy may be another one after a resume.
+        """
+        name = self.resolved.strategy_name
+        return {**self.ready.source, **source_digests([name] if ":" in name else [])}
+
 
 @final
 @dataclass(frozen=True)
@@ -106,8 +116,7 @@ def open_recipe(loaded: Loaded, first: First | None, *, training: bool = True) -
     return ready
 
 
-def open_unplaced(loaded: Loaded) -> tuple[Loaded, Setup]:
-    """Do the same with the first weights that a configuration names, whatever its placement; return both."""
+def open_unplaced(loaded: Loaded) -> Setup:
+    """Do the same with the first weights that a configuration names, whatever its placement."""
     with with_places(loaded):
-        loaded, first = load_first_weights(loaded)
-        return loaded, open_recipe(loaded, first)
+        return open_recipe(*load_first_weights(loaded))

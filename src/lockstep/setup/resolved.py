@@ -1,5 +1,6 @@
 """A configuration on a number of processes: what it means there is worked out once, and handed on whole."""
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ from lockstep.config.run import RunConfig
 from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING, check_cuda
 from lockstep.errors import UsageError
-from lockstep.setup.strategy import find_strategy
-from lockstep.strategies.base import Strategy
+from lockstep.parallel.numerics import Numerics
+from lockstep.setup.strategy import find_strategy, recompute_interval
+from lockstep.strategies.base import ExternalEngine, Strategy
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,18 @@ class Resolved:
     def run(self) -> RunConfig:
         """What is kept."""
         return self.loaded.config.run
+
+    @property
+    def numerics(self) -> Numerics:
+        """The settings of an engine."""
+        interval = recompute_interval(self.placement, self.strategy)
+        return Numerics(self.recipe, self.placement.offload_activations, interval)
+
+    @property
+    def engine_files(self) -> dict[str, str]:
+        """The configuration files of another framework's engine, such as DeepSpeed's JSON, by name."""
+        files = self.strategy.files(self.numerics) if isinstance(self.strategy, ExternalEngine) else {}
+        return {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
 
 
 def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:

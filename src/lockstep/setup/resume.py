@@ -8,7 +8,6 @@ trained tensor holds follows from nothing but training; against changes there is
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -22,7 +21,6 @@ from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG
-from lockstep.config.run import RunConfig
 from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import loss_scaler
@@ -32,28 +30,13 @@ from lockstep.parallel.engine import State
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.optimizer_state import optimizer_state
 from lockstep.parallel.optimizer_step import keep_ratios
-from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.setup.build import Setup
 from lockstep.setup.data_facts import check_facts
-from lockstep.training.checkpoint import saved_state, store
+from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
-from lockstep.training.checkpoint.signing import read_key
 from lockstep.training.checkpoint.store import Snapshot
 
 _SHOWN: Final = 8  # problems of a checkpoint
-
-
-def signing_key(run: RunConfig) -> bytes | None:
-    """Return the key that the run's checkpoints are signed with, if it names one."""
-    return read_key(Path(run.key_file)) if run.key_file is not None else None
-
-
-def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
-    """Read the checkpoint that the run goes on from. All ranks call it."""
-    manifest = store.manifest(path, key)
-    # Where hosts have run folders of their own, another run's may lie at the same place.
-    rendezvous.compare({str(path): asdict(manifest)})
-    return manifest, store.read(path, key)
 
 
 def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
@@ -278,8 +261,7 @@ def _count_problems(
 def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
     recipe, found = ready.recipe, state.engine.loss_scale
     scale = recipe.loss_scale
-    of_recipe = (scale.initial, scale.growth_interval, scale.static)
-    expected = loss_scaler(recipe.precision, torch.device("cpu"), *of_recipe).state_dict()
+    expected = loss_scaler(recipe.precision, scale, torch.device("cpu")).state_dict()
     yield from _differing("loss scale", {*found}, {*expected})
     if found.keys() != expected.keys() or not expected:
         return

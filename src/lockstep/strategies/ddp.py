@@ -71,6 +71,6 @@ class Strategy:
         if self.compress == "powersgd" and world.size > 1:
             make_layout = low_rank(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)
         else:
-            sent, chunks = _SENT.get(self.compress), numerics.sequence_chunks
+            sent, chunks = _SENT.get(self.compress), numerics.recipe.model.sequence_chunks
             make_layout = replicated(world, mesh, bucket_bytes, sent, chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

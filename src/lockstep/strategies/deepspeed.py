@@ -69,12 +69,13 @@ class Strategy:
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
         """See ExternalEngine."""
-        if numerics.precision not in _PRECISIONS:
+        precision = numerics.recipe.precision
+        if precision not in _PRECISIONS:
             raise UsageError(
-                f"strategy deepspeed: recipe.precision {numerics.precision} keeps copies of the weights that DeepSpeed "
+                f"strategy deepspeed: recipe.precision {precision} keeps copies of the weights that DeepSpeed "
                 f"does not know; use {', '.join(_PRECISIONS)}, or another strategy"
             )
-        if numerics.compile:
+        if numerics.recipe.compile:
             raise UsageError(
                 "strategy deepspeed: recipe.compile is not offered with it; set it to false, or use zero1, zero2, zero3"
             )
@@ -113,9 +114,9 @@ class Strategy:
             place = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
             zero |= {"offload_optimizer": place} | ({"offload_param": place} if self.stage == 3 else {})
         return {
-            "train_micro_batch_size_per_gpu": numerics.samples,
+            "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
             "gradient_accumulation_steps": 1,  # where a step ends is said to the engine
-            "gradient_clipping": numerics.clip_norm or 0.0,
+            "gradient_clipping": numerics.recipe.clip_norm or 0.0,
             "zero_allow_untested_optimizer": True,  # the recipe's, of torch
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,

@@ -42,6 +42,6 @@ class Strategy:
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine."""
         mesh = self.mesh(world.size)
-        bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.sequence_chunks
+        bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
         make_layout = rows(world, mesh, bucket_bytes, offload=self.offload, chunks=chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from lockstep.core.batch import Batch, Inputs
+from lockstep.errors import UsageError
 
 Build = Callable[[], nn.Module]  # of a model
 Note = Callable[[str, Tensor], None]  # what something is, and its value
@@ -119,9 +120,21 @@ class Problem:
 
     `build_model` builds it on the CPU, with the same weights in every process. `name` is what errors call it, such as
     `model my.nets:net`. `example` has the inputs of two samples, on the meta device, where they are known.
+
+    A loop of the user's own has no task: it computes outputs and losses itself, and drives the phases of an engine.
     """
 
-    task: Task
+    optional_task: Task | None
     build_model: Build
     name: str = "model"
     example: Inputs | None = None
+
+    @property
+    def task(self) -> Task:
+        """The task; UsageError in a loop of the user's own."""
+        if self.optional_task is None:
+            raise UsageError(
+                f"{self.name}: a loop of your own has no task, and the engine of this strategy asks for one; use "
+                f"another strategy, or a recipe"
+            )
+        return self.optional_task

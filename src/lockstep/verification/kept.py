@@ -10,8 +10,9 @@ from typing import Any, Final, Self, final
 import numpy as np
 from torch import Generator, Tensor, nn
 
-from lockstep.probe.state import Globals, ModelState, change_of, digest
+from lockstep.probe.state import Globals, ModelState, change_of
 from lockstep.setup.user_code import is_carried, own_frames, own_modules, place_of_attribute
+from lockstep.training.checkpoint.tensorfile import digest
 
 _OF_MODEL: Final = " of the model"
 _MODE: Final = "the mode of "

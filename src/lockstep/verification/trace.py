@@ -58,7 +58,7 @@ def text(value: object) -> str:
 
 
 def size_of(digest: str) -> int:
-    """Return the number of bytes of what a digest was made of (probe/state.py)."""
+    """Return the number of bytes of what a digest was made of (training/checkpoint/tensorfile.py)."""
     return int(digest.partition(":")[2])
 
 

@@ -29,7 +29,6 @@ from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.probe.probe import facts_of
-from lockstep.probe.state import digest
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
@@ -40,9 +39,13 @@ from lockstep.setup.prepare import Prepared, open_unplaced
 from lockstep.setup.resolved import Resolved
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
+from lockstep.training.checkpoint.tensorfile import digest
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import NEVER, Interval, Progress, train, turns
+from lockstep.training.loop import train, turns
+from lockstep.training.plan import NEVER, Interval
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, Trace, Wanted
 
@@ -69,8 +72,7 @@ class TraceJob:
 
 def open_cases(loaded: Loaded) -> Setup:
     """Open the data and check everything as training does, but for the placement."""
-    _, ready = open_unplaced(loaded)
-    return replace(ready, guarded=False)  # what differs is to be found, and named
+    return replace(open_unplaced(loaded), guarded=False)  # what differs is to be found, and named
 
 
 def with_validation(ready: Setup, count: int) -> Setup:
@@ -148,7 +150,8 @@ class _TracedRun:
         save = Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER
         plan = self._ready.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
-        for _ in train(self, plan, turns(self._world, self._batches, plan, self._progress, save=self._save)):
+        reports = StepReports(self._world, plan, self._progress)
+        for _ in train(self, reports, turns(self._batches, reports, save=self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()

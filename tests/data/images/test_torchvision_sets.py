@@ -214,7 +214,7 @@ print(len(torchvision_set("cifar10", str(root), True).train))
 """
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 def test_of_two_processes_one_downloads_and_the_other_waits(tmp_path: Path) -> None:
     root, go = tmp_path / "data", tmp_path / "go"
     go.mkdir()

@@ -55,7 +55,7 @@ def _on_rank(world: World) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.quick), 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("several ranks"))])
 def test_it_does_not_matter_which_process_has_a_seat(size: int) -> None:
     results, gradients = _exchanged(Exchange(CHUNKS), range(CHUNKS))
     answers = worlds.run(size, _on_rank)

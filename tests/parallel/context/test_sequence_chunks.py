@@ -82,7 +82,7 @@ PLACED: dict[str, list[Placed]] = {
 }
 
 
-# What is in the gate with another case: a model in chunks is the same to strategies that put no axis through chunks.
+# What another case has: a model in chunks is the same to strategies that put no axis through chunks.
 ELSEWHERE = [
     ("gpt", ("ddp", 3, ())),
     ("gpt", ("zero1", 2, ())),
@@ -91,14 +91,14 @@ ELSEWHERE = [
     ("in chunks of both kinds", ("tensor", 4, (("replicate", 2),))),
     ("llama in chunks of both kinds", ("mesh", 8, (("replicate", 2), ("tensor", 2), ("context", 2)))),
 ]
-BEYOND = pytest.mark.extended("the gate has this case on others, and these ranks with another case")
+BEYOND = pytest.mark.slow("this case is on other ranks, and these ranks have another case")
 AT_ONCE = [("gpt", ("context", 2, ())), ("gpt", ("mesh", 4, (("pipe", 2), ("context", 2))))]
 
 
 def _marks(name: str, placed: Placed) -> tuple[pytest.MarkDecorator, ...]:
     if (name, placed) in ELSEWHERE:
         return (BEYOND,)
-    return (pytest.mark.quick,) if (name, placed) in AT_ONCE else ()
+    return () if (name, placed) in AT_ONCE else (pytest.mark.slow("several ranks"),)
 
 
 @pytest.mark.imports(sequences.TRANSFORMERS)
@@ -111,6 +111,7 @@ def test_any_recipe_has_the_bits_of_one_process(name: str, placed: Placed) -> No
     assert_same_bits(CASES[name], placed, sequences.whole_trace)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_run_goes_on_elsewhere() -> None:
     case = Case()
@@ -121,6 +122,7 @@ def test_a_run_goes_on_elsewhere() -> None:
     _goes_on(case, state, [("zero1", 2, ()), ("context", 2, ()), sharded, piped])
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_run_in_chunks_of_both_kinds_goes_on_elsewhere() -> None:
     case = CASES["sequence-parallel"]
@@ -149,6 +151,7 @@ def _gradients(world: World, model: str, chunks: int, features: int) -> dict[str
     return {"loss": sums.loss, **training.gradients()}
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("model", "chunks", "features"), [*((name, 4, 1) for name in sequences.MODELS), ("rotary", 2, 2), ("llama", 2, 2)]

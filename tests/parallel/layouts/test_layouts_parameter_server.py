@@ -51,6 +51,7 @@ def held(world, case):
     return sum(each.tensor.numel() for each in kept), sum(each.shape.numel() for each in kept)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_rank_0_alone_has_the_optimizers_state() -> None:
     (server, whole), *workers = worlds.run(3, held, Case(strategy="parameter_server", optimizer="adamw"))
@@ -66,6 +67,7 @@ class Scaled(toys.Plain):
         self.scale = torch.nn.Parameter(torch.tensor(1.0))
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_parameter_without_dims_is_refused() -> None:
     with pytest.raises(worlds.WorldError, match=r"parameter scale has no dims; give it shape \(1,\), or use ddp"):

@@ -5,6 +5,8 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 from toys import CLASSES, Case
 
+pytestmark = pytest.mark.slow("several ranks")
+
 
 class Wide(nn.Module):
     """Parameters of more than 64 KiB, some of whose rows no even cut divides, beside small ones."""

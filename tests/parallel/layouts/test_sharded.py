@@ -17,7 +17,7 @@ from toys import Case, Trace
 from lockstep.comm.fsdp import Sharded
 from lockstep.comm.world import World
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 PLACED: list[Placed] = [
     ("ddp", 2, ()),
     ("zero1", 2, ()),

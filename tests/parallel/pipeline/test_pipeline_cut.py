@@ -36,9 +36,9 @@ def costs(model: nn.Module, cut: PipelineCut, shape: tuple[int, ...]) -> list[tu
     ("name", "size", "classes", "worst"),
     [
         ("resnet18", 32, 1, 0.45),
-        pytest.param("vit_tiny_patch16_224", 224, 1, 0.3, marks=pytest.mark.thorough),
-        pytest.param("efficientnet_b0", 64, 1, 0.4, marks=pytest.mark.thorough),
-        pytest.param("regnetx_002", 64, 1, 0.4, marks=pytest.mark.thorough),
+        pytest.param("vit_tiny_patch16_224", 224, 1, 0.3, marks=pytest.mark.slow("large models")),
+        pytest.param("efficientnet_b0", 64, 1, 0.4, marks=pytest.mark.slow("large models")),
+        pytest.param("regnetx_002", 64, 1, 0.4, marks=pytest.mark.slow("large models")),
     ],
 )
 def test_shipped_models_are_cut_into_four_stages_of_like_cost(name: str, size: int, classes: int, worst: float) -> None:

@@ -16,7 +16,7 @@ from lockstep.comm.world import World
 from lockstep.parallel.engine import State
 from lockstep.parallel.groups import GroupSettings
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 SAID = ("step", "scalars", "names")  # by every rank
 SIZES = {"mlp": (1, 2, 3, 4), "skipping": (2, 4), "vit": (3,)}
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -94,7 +94,7 @@ def sizes(schedule: str, model: str) -> list[int]:
     return [*SIZES[model][turn:], *SIZES[model][:turn]]
 
 
-BEYOND = pytest.mark.extended("each schedule meets each model, and each model each of its sizes, in the gate")
+BEYOND = pytest.mark.slow("the schedule meets this model on another size")
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def went_on(world: World, held: str, tensors: Mapping[str, Tensor], scalars: Map
     return {name: tensor.detach() for name, tensor in trained}
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("held", ["ac bd", "bd ac", "a bcd"])
 def test_groups_that_only_some_ranks_have_keep_their_numbers(held: str) -> None:

@@ -12,7 +12,7 @@ from toys import Case
 from lockstep.comm.world import World
 from lockstep.parallel.layouts.base import gather_whole
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CASE = Case(model=cut_models.Net, chunks=4, plan=cut_models.PLAN, optimizer="adamw", ema=True, samples=(6,))
 
 

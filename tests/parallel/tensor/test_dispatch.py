@@ -34,7 +34,7 @@ PLACED = {
 
 @pytest.mark.worlds
 @pytest.mark.parametrize(
-    "name", [pytest.param("sgd", marks=pytest.mark.quick), *(name for name in PLACED if name != "sgd")]
+    "name", [pytest.param(name, marks=() if name == "sgd" else pytest.mark.slow("several ranks")) for name in PLACED]
 )
 def test_the_bits_are_those_of_one_process(name: str) -> None:
     assert_same_bits(CASES[name], ("expert", PLACED[name], ()))
@@ -59,6 +59,7 @@ class Frozen(cut_models.Net):
 
 
 # Of five micro-batches two replicas of two ranks have three and two; of three samples the second has one, or none.
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", ["sgd", "five micro-batches", "clipped, averaged", "fp16, skipping"])
 def test_replicas_of_the_experts_keep_the_bits(name: str) -> None:
@@ -67,6 +68,7 @@ def test_replicas_of_the_experts_keep_the_bits(name: str) -> None:
     assert_same_bits(case, (strategy, 4, ((option, 2),)))
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("model", [Twice, Frozen])
 def test_models_that_call_their_experts_otherwise(model: Any) -> None:
@@ -76,6 +78,7 @@ def test_models_that_call_their_experts_otherwise(model: Any) -> None:
         assert_same_bits(case, (strategy, 2, ()))
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     "ways", [(("expert", 4, ()), ("zero3", 3, ())), (("tensor", 2, ()), ("expert", 4, (("replicate", 2),)))]
@@ -104,6 +107,7 @@ def test_processes_are_shared_out_by_replicas() -> None:
         Strategy(replicate=3).check(4, 4)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_rank_holds_its_experts_alone() -> None:
     for sizes in worlds.run(2, sizes_of, replace(NET, strategy="expert")):

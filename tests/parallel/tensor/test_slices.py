@@ -46,7 +46,6 @@ MESHES = [
     ("mesh", 8, (("replicate", 2), ("shard", 2), ("tensor", 2))),
 ]
 PLACED = [
-    *(pytest.param("sgd", placed, marks=pytest.mark.quick) for placed in SLICED),
     *pairs([name for name in CASES if name not in ("sgd", "one micro-batch")], SLICED),
     ("one micro-batch", SLICED[0]),
     *pairs(["clipped, averaged", "bf16-compute"], OTHERWISE),
@@ -55,11 +54,19 @@ PLACED = [
 
 
 @pytest.mark.worlds
+@pytest.mark.parametrize("placed", SLICED, ids=str)
+def test_plain_sgd_has_the_bits_of_one_process(placed: tuple[str, int, Any]) -> None:
+    assert_same_bits(CASES["sgd"], placed)
+
+
+@pytest.mark.slow("several ranks")
+@pytest.mark.worlds
 @pytest.mark.parametrize(("name", "placed"), PLACED)
 def test_any_recipe_has_the_bits_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
     assert_same_bits(CASES[name], placed)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(
     ("schedule", "beside"),
@@ -83,6 +90,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("name", "ways"), pairs(["lamb", "fp16, skipping", "bf16-compute"], WAYS))
 def test_going_on_elsewhere_gives_the_same_bits(name: str, ways: list[Any]) -> None:
@@ -97,6 +105,7 @@ def _observed(world: World, case: Case) -> dict[str, list[float]]:
     return {name: each.tolist() for name, each in sums.items()}
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("placed", [SLICED[0], *MESHES[:2]])
 def test_what_all_slices_know_is_counted_once(placed: tuple[str, int, Any]) -> None:
@@ -116,6 +125,7 @@ def sizes_of(world: World, case: Case) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_rank_holds_its_chunks_alone() -> None:
     for sizes in worlds.run(2, sizes_of, replace(NET, strategy="tensor")):

@@ -112,6 +112,7 @@ def _calls(world: World, case: Case) -> dict[str, list[int]]:
     return seen
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_rank_computes_its_own_chunks_alone_outside_of_what_is_cut() -> None:
     case = Case("many heads", features=2, microbatches=1, strategy="tensor")

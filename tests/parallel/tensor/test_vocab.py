@@ -116,12 +116,14 @@ PLACED = [
 ]
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("name", "placed"), pairs([*CASES], PLACED))
 def test_the_bits_are_those_of_one_process(name: str, placed: tuple[str, int, Any]) -> None:
     assert_same_bits(CASES[name], placed)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_going_on_elsewhere_gives_the_same_bits(name: str) -> None:
@@ -129,6 +131,7 @@ def test_going_on_elsewhere_gives_the_same_bits(name: str) -> None:
     assert_resumed_bits(CASES[name], ("tensor", 4, ()), then, at=2)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_a_rank_has_the_rows_of_its_chunks_alone() -> None:
     for sizes, rows in zip(worlds.run(2, sizes_of, replace(NET, strategy="tensor")), (4, 2), strict=True):

@@ -19,7 +19,7 @@ from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.checkpoint.saver import Saver
 from lockstep.training.checkpoint.store import Snapshot
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
 def alone() -> World:
@@ -97,6 +97,7 @@ def saves(world: World, folder: Path, background: bool) -> tuple[list[int], floa
     return [event.step for event in told], total
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_save_together_beside_their_training(tmp_path: Path, size: int) -> None:
@@ -135,6 +136,7 @@ def saved_slowly(world: World, folder: Path, slow: int, cut: bool, background: b
         saver.close()
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 @pytest.mark.parametrize(("slow", "cut", "background"), [(0, False, False), (0, False, True), (1, True, False)])
 def test_a_save_may_take_longer_than_an_exchange(tmp_path: Path, slow: int, cut: bool, background: bool) -> None:
@@ -154,6 +156,7 @@ def refused(world: World, folder: Path, names: list[str], odd: int, buffers: fro
     return str(error.value)
 
 
+@pytest.mark.slow("several ranks")
 @pytest.mark.worlds
 def test_ranks_that_disagree_save_nothing_and_the_odd_one_is_named(tmp_path: Path) -> None:
     first, *others = worlds.run(3, refused, tmp_path, ["b"], 0, frozenset("b"))

@@ -15,7 +15,7 @@ from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, shards, store
 from lockstep.training.checkpoint.store import Snapshot
 
-pytestmark = pytest.mark.worlds
+pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def whole() -> Snapshot:

@@ -360,7 +360,7 @@ def test_a_full_disk_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, cal
     assert names(tmp_path) == ["best", "latest", "step-00000001", "step-00000002"]
 
 
-@pytest.mark.commands
+@pytest.mark.slow("starts a Python of its own")
 def test_killed_while_saving(tmp_path: Path) -> None:
     """kill -9 at 12 random moments: the newest checkpoint is whole and not older than the last report."""
     program = Path(__file__).with_name("killed_saver.py")

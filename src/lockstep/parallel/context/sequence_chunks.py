@@ -24,7 +24,7 @@ from lockstep.parallel.context.attention import KEY, SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.work_units import WholeMicroBatches, WorkUnits
-from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Task
+from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Problem, Task
 
 POSITIONS: Final = "position_ids"  # what models call the argument, as transformers does
 
@@ -94,14 +94,17 @@ def argument_names(model: nn.Module) -> Sequence[str]:
     return [*inspect.signature(model.forward).parameters]
 
 
-def leaves_of(task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative) -> WorkUnits:
+def leaves_of(
+    problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
+) -> WorkUnits:
     """Return the leaves of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
     if chunks == 1:
-        return WholeMicroBatches(task)
+        return WholeMicroBatches(problem)
     rank, ranks = mesh.coordinate(world.rank).context, mesh.context
     carrier = world.carrier(mesh, "context", side_stream=False) if ranks > 1 else None
     exchange = Exchange(chunks, rank, ranks, carrier)
-    return SequenceChunks(sequence_task(task), argument_names(model), part(chunks, ranks, rank), exchange, together)
+    own = part(chunks, ranks, rank)
+    return SequenceChunks(sequence_task(problem.task), argument_names(model), own, exchange, together)
 
 
 def sequence_task(task: Task) -> CutsSequences:

@@ -87,9 +87,11 @@ class PipelineEngine:
         self._model.train()  # of the user's own it may return nothing
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
-        self._leaves = leaves_of(problem.task, self._model, numerics.sequence_chunks, world, place.mesh, self._together)
+        self._leaves = leaves_of(
+            problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._together
+        )
         # While the model is whole: what needs all of its tensors, or code that runs without other ranks.
-        cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.compile)
+        cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
         cut_model = CutModel(self._model, cut, place, world.device)
         self._outputs = cut_model.outputs
         self._names = self._name_state(make_optimizer)
@@ -109,7 +111,7 @@ class PipelineEngine:
         self._ema = average_of(self._layout.own_state(), numerics.ema_decay)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
-        self._autocast = autocast(numerics.precision, world.device)
+        self._autocast = autocast(numerics.recipe.precision, world.device)
         self._offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._links = Links(world, place, self._ties)
@@ -137,7 +139,8 @@ class PipelineEngine:
     def _stage(self, names: Collection[str], number: int) -> Stage:
         borrowed = [tie.tensor for tie in self._ties.of_borrower(number)]
         part = part_of(self._model, names)
-        return Stage(part, self._together, self._pipe.recompute, borrowed, self._numerics.guarded)
+        numerics = self._numerics
+        return Stage(part, self._together, self._pipe.recompute, borrowed, numerics.guarded, numerics.recipe.compile)
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""

@@ -101,9 +101,10 @@ class Stage:
     recompute: bool = False
     borrowed: Sequence[Tensor] = ()
     guarded: InitVar[bool] = True
+    compiled: InitVar[bool] = False
 
-    def __post_init__(self, part: nn.Module, guarded: bool) -> None:
-        self.running = RunningStatistics(part)
+    def __post_init__(self, part: nn.Module, guarded: bool, compiled: bool) -> None:
+        self.running = RunningStatistics(part, counted=not compiled)
         self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observations = torch.empty(0)  # by the last step, for each sample

@@ -50,14 +50,14 @@ from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
 from lockstep.parallel.tensor.slices import CutLayer, cut_layers
 from lockstep.parallel.work_units import WorkUnits
-from lockstep.tasks.base import MicroBatch, MicroBatches, Task
+from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 _KEY: Final = "placement.strategy.sequence_parallel"
 _NEXT: Final = "its next region, or its end"
 
 
 def sequence_parallel_leaves(
-    slices: Mesh, task: Task, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
+    slices: Mesh, problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
 ) -> WorkUnits:
     """Return the leaves of this rank, where `mesh` is that of `slices`, spread (core/mesh.py).
 
@@ -67,7 +67,7 @@ def sequence_parallel_leaves(
     carrier = world.carrier(slices, "context", side_stream=False) if slices.context > 1 else None
     local = part(chunks, slices.context, at.context)
     exchange = Exchange(chunks, at.context, slices.context, carrier)
-    sequences = SequenceChunks(sequence_task(task), argument_names(model), local, exchange, together)
+    sequences = SequenceChunks(sequence_task(problem.task), argument_names(model), local, exchange, together)
     across = world.canonical(slices, "tensor", side_stream=False)
     along = world.carrier(slices, "tensor", side_stream=False)
     spread = Spread(len(local), at.tensor, slices.tensor, across, along, together, world.generators())

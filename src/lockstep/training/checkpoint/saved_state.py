@@ -12,7 +12,7 @@ from lockstep.core.order import Steps
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Task
 from lockstep.training.checkpoint import store
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 _STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 _SHOWN: Final = 5  # problems of one file

@@ -20,7 +20,7 @@ from lockstep.training.agreement import Disagreement, disagreement
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.checkpoint.store import Snapshot
 from lockstep.training.events import Saved
-from lockstep.training.loop import Progress
+from lockstep.training.progress import Progress
 
 
 @final

@@ -15,6 +15,11 @@ _HOW: Final = "make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _PURPOSE: Final = b"lockstep checkpoint manifest\n"  # what else is signed by the same key is no manifest
 
 
+def signing_key(file: str | None) -> bytes | None:
+    """Return the key that a run's checkpoints are signed with, if it names a file with one (run.key_file)."""
+    return read_key(Path(file)) if file is not None else None
+
+
 def read_key(path: Path) -> bytes:
     """Return the key that a file holds. UsageError where others may read or write it, or it is no key."""
     with os_error_as(UsageError, f"run.key_file {path}: cannot be read"):

@@ -5,8 +5,9 @@ weights), and hashes nothing. The format is a length, a JSON header and the raw 
 the library reads it. Every platform torch is built for is little-endian, and so is the format.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -97,3 +98,13 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{name}: safetensors has no dtype for {tensor.dtype}")
     return _DTYPES[tensor.dtype]
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of dtypes, shapes and bytes, and the number of bytes; device and memory format do not matter."""
+    found, size = hashlib.sha256(), 0
+    for tensor in tensors:
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(raw(tensor))
+        size += tensor.numel() * tensor.element_size()
+    return f"{found.hexdigest()[:32]}:{size}"

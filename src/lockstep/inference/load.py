@@ -48,12 +48,23 @@ def load(
         made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
     made.eval()  # calls train(), which of the user's own may return nothing
     if recipe is not None and recipe.model.chunks > 1:
-        _check_chunks(found.path, made, recipe)
+        _check_chunks(found.path, made, recipe, trust)
     return made
 
 
-def _check_chunks(path: Path, model: nn.Module, recipe: Recipe) -> None:
-    """Compare the model with its chunks on samples of the run's data, which is not downloaded."""
+def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> None:
+    """Compare the model with its chunks on samples of the run's data, which is not downloaded.
+
+    To get samples, the code that the recipe names for data and task must run. Without `trust` it doesn't, and a warning
+    says that the model wasn't compared.
+    """
+    if not trust and (paths := import_paths(recipe)):
+        warnings.warn(
+            f"{path}: trained in {recipe.model.chunks} chunks, and not compared with the whole model, since the recipe "
+            f"names code for its samples: {', '.join(paths.values())}; pass trust=True if you trust its author",
+            stacklevel=3,
+        )
+        return
     data = recipe.data.model_copy(update={"download": False})
     try:
         opened = open_recipe_data(recipe.model_copy(update={"data": data}))

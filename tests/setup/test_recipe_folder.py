@@ -1,4 +1,4 @@
-"""Names of run folders, and which of them hold a run that is already done."""
+"""Names of recipes' run folders, and which of them hold a run that goes on or is already done."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,12 @@ import torch
 from lockstep.config.load import Loaded, load, load_text, to_yaml
 from lockstep.errors import UsageError
 from lockstep.runs import folder as run_folder
-from lockstep.runs.completed import completed, completion_notice
+from lockstep.setup import recipe_folder
+from lockstep.setup.completed import completed, completion_notice
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done
+
+pytestmark = pytest.mark.slow("runs whole commands")
 
 DONE = {
     "event": "done",
@@ -40,7 +43,7 @@ DONE = {
 @pytest.mark.usefixtures("here")
 def test_a_run_is_named_after_recipe_and_model(recipe: str, model: str, name: str) -> None:
     text = f"recipe: {{model: '{model}', data: digits, batch: 8, epochs: 1, optimizer: {{lr: 1}}}}"
-    folder = run_folder.fresh(load_text(text, "r.yaml", recipe))
+    folder = recipe_folder.fresh(load_text(text, "r.yaml", recipe))
     assert folder.parent == Path("runs")
     assert folder.name.rpartition("-")[0].rpartition("-")[0] == name
     folder.mkdir(parents=True)
@@ -88,37 +91,12 @@ def test_another_recipe_and_another_wish_are_not_done(tmp_path: Path) -> None:
     assert not completion_notice(load("digits", [f"run.dir={tmp_path}"]))
 
 
-def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for step in (1, 2):
-        snapshot = store.Snapshot({"w": torch.ones(1)}, {}, None, {"step": step})
-        store.save(folder / "checkpoints", step, snapshot, keep=9, best=False)
-    manifest = folder / "checkpoints/step-00000002/manifest.json"
-    manifest.unlink()
-    manifest.symlink_to("manifest.json")
-    claim = run_folder.claim_own(folder, None)
-    claim.lock.release()
-    assert claim.checkpoint == folder / "checkpoints/step-00000001"
-    assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, where a file is expected"]
-    manifest.unlink()
-    manifest.symlink_to("/etc/hostname")
-    with pytest.raises(UsageError, match="a link that leads out of the run folder, to /etc/hostname"):
-        run_folder.claim_own(folder, None)
-
-
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(UsageError, match=r"events\.jsonl: not a file, as a run writes it; move it away, or choose"):
-        run_folder.claim_own(tmp_path, None)
-
-
 def test_a_run_of_another_kind_in_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(
         UsageError, match=r"holds a run without config\.yaml, such as a loop of your own; choose another"
     ):
-        run_folder.claim(load("digits", [f"run.dir={tmp_path}"]))
+        recipe_folder.claim(load("digits", [f"run.dir={tmp_path}"]))
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UsageError, match="holds a run of a recipe, which its loop did not make; choose another dir"):
         run_folder.claim_own(tmp_path, None)
@@ -138,14 +116,14 @@ def test_a_refused_start_keeps_the_reason_of_the_failure_before_it(tmp_path: Pat
     with pytest.raises(
         UsageError, match=r"holds a run of another recipe.*\ndata\.on_error: raise in the run, skip now"
     ):
-        run_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
+        recipe_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
     assert json.loads((tmp_path / "result.json").read_text()) == failed
 
 
 def test_a_run_that_saved_nothing_takes_the_remedy_that_its_failure_names(tmp_path: Path) -> None:
     run(tmp_path, {"event": "started"})
     _failed(tmp_path, "0.jpg: cannot be read; set recipe.data.on_error=skip")
-    claim = run_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
+    claim = recipe_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
     claim.lock.release()
     assert claim.notes == [
         f"{tmp_path}: the run in it saved no checkpoint; beginning again with another recipe:",
@@ -163,11 +141,11 @@ def _break_the_contract(folder: Path) -> None:
 def test_a_mistake_after_the_claim_gives_the_last_result_back_and_an_error_of_the_run_does_not(tmp_path: Path) -> None:
     loaded = run(tmp_path, {"event": "started"})
     failed = _failed(tmp_path, "loss is nan")
-    claim = run_folder.claim(loaded)
+    claim = recipe_folder.claim(loaded)
     with pytest.raises(UsageError, match="nowhere"), claim.hold():
         raise UsageError("data set nowhere: not there")
     assert json.loads((tmp_path / "result.json").read_text()) == failed
-    claim = run_folder.claim(loaded)
+    claim = recipe_folder.claim(loaded)
     with pytest.raises(UsageError, match="left without"), claim.hold():
         _break_the_contract(tmp_path)
     assert json.loads((tmp_path / "result.json").read_text())["reason"] == "step 1: left without step.update"

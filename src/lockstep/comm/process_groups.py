@@ -1,0 +1,91 @@
+"""The process groups of a world in torch.distributed, and the carriers of tensors in them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Literal, Self, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.carrier import Carrier, direct, renumbered
+from lockstep.comm.message_log import MessageLog
+from lockstep.comm.peer_errors import translate_peer_errors
+
+
+@final
+@dataclass(eq=False)
+class ProcessGroups:
+    """Two groups of all ranks of a world, and the groups of its parts, which are made once for each use.
+
+    This thread uses `main`, and a side stream `side`: they may exchange at the same time. New groups have the
+    `backends` if the process group of this process is another's, which stays as it is.
+    """
+
+    main: dist.ProcessGroup
+    side: dist.ProcessGroup
+    timeout: timedelta | None = None
+    carry: Callable[[dist.ProcessGroup], Carrier] = direct
+    backend: Literal["nccl", "gloo"] = "gloo"
+    backends: str | None = None
+    numbers: Sequence[int] = ()  # of the ranks in torch, if they are not those of the world
+    log: MessageLog | None = None  # of the messages of all ranks and of parts, but not of those `among`
+    _parts: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
+
+    def new(self, ranks: Sequence[int]) -> Any:
+        """Make a group of these ranks. All ranks of the world call it."""
+        return dist.new_group([self.number(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
+
+    def part(self, parts: list[list[int]], ranks: list[int], side_stream: bool) -> dist.ProcessGroup:
+        """Return the group of `ranks`, this rank's part among `parts`, for a side stream or for this thread."""
+        if len(parts) == 1:
+            return self.side if side_stream else self.main
+        key = side_stream, str(parts)
+        if key not in self._parts:
+            self._parts[key] = self._make(parts, ranks)
+        return self._parts[key]
+
+    def among(self, parts: list[list[int]], ranks: list[int]) -> Self:
+        """Return the groups of `ranks`, this rank's part among `parts`, as a world of their own. All ranks call it."""
+        group = self._make(parts, ranks)
+        return replace(self, main=group, side=group, numbers=self._order(ranks), log=None)
+
+    def _make(self, parts: list[list[int]], own: list[int]) -> dist.ProcessGroup:
+        """Make a group of each part, as all ranks must, and return this rank's."""
+        groups = [self.new(ranks) for ranks in parts]
+        group = groups[parts.index(own)]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def number(self, rank: int) -> int:
+        """Return the number that torch knows a rank by."""
+        return self.numbers[rank] if self.numbers else rank
+
+    def carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
+        """Return the carrier of tensors in the group of `ranks`, numbered as in the world."""
+        carrier = self.carry(group)
+        if order := self._order(ranks):
+            carrier = renumbered(carrier, order)
+        return carrier if self.log is None else self.log.watch(carrier, label, ranks)
+
+    def _order(self, ranks: Sequence[int]) -> list[int]:
+        """Return the number of each of `ranks` in torch's group of them, if that is not its number in the world."""
+        numbers = [self.numbers[rank] for rank in ranks] if self.numbers else []
+        places = {number: place for place, number in enumerate(sorted(numbers))}
+        return [places[number] for number in numbers]
+
+    def add_(self, tensor: Tensor) -> Tensor:
+        """Add a tensor over the ranks, in place."""
+        with translate_peer_errors():
+            dist.all_reduce(tensor, group=self.main)
+        return tensor
+
+    def close(self) -> None:
+        """Leave torch's process group, or the groups that were made beside another's, unless a script has left all."""
+        if not dist.is_initialized():
+            return
+        if self.backends is None:
+            dist.destroy_process_group()
+            return
+        for group in (self.main, self.side, *self._parts.values()):
+            dist.destroy_process_group(group)

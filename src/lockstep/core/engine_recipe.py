@@ -1,0 +1,119 @@
+"""The keys of a recipe that an engine computes by: any object with these attributes will do, first of all the recipe.
+
+They have the names and meanings of config/recipe.py. `PlainRecipe` is for engines without a configuration.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from lockstep.core.precision import Precision
+
+Nonfinite = Literal["stop", "skip"]
+MemoryFormat = Literal["contiguous", "channels_last"]
+BatchNorm = Literal["local", "sync", "frozen"]
+
+
+class LossScale(Protocol):
+    """The section `loss_scale`."""
+
+    @property
+    def initial(self) -> float: ...
+    @property
+    def growth_interval(self) -> int: ...
+    @property
+    def static(self) -> float | None: ...
+
+
+class Ema(Protocol):
+    """The section `ema`."""
+
+    @property
+    def decay(self) -> float: ...
+
+
+class SequenceChunks(Protocol):
+    """The part of the section `model` that is not of the model alone."""
+
+    @property
+    def sequence_chunks(self) -> int: ...
+
+
+class EngineRecipe(Protocol):
+    """A recipe, as an engine and the training loop read it."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def loss_scale(self) -> LossScale: ...
+    @property
+    def nonfinite(self) -> Nonfinite: ...
+    @property
+    def clip_norm(self) -> float | None: ...
+    @property
+    def ema(self) -> Ema | None: ...
+    @property
+    def memory_format(self) -> MemoryFormat: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def batchnorm(self) -> BatchNorm: ...
+    @property
+    def model(self) -> SequenceChunks: ...
+
+
+@dataclass(frozen=True)
+class PlainLossScale:
+    """A LossScale with the defaults of a recipe."""
+
+    initial: float = 65536.0
+    growth_interval: int = 2000
+    static: float | None = None
+
+
+@dataclass(frozen=True)
+class PlainEma:
+    """An Ema."""
+
+    decay: float
+
+
+@dataclass(frozen=True)
+class PlainSequenceChunks:
+    """SequenceChunks with the default of a recipe."""
+
+    sequence_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class PlainRecipe:
+    """An EngineRecipe with the defaults of a recipe."""
+
+    microbatches: int
+    batch: int = 1
+    seed: int = 0
+    threads: int = 1
+    precision: Precision = "fp32"
+    loss_scale: LossScale = PlainLossScale()
+    nonfinite: Nonfinite = "stop"
+    clip_norm: float | None = None
+    ema: Ema | None = None
+    memory_format: MemoryFormat = "contiguous"
+    compile: bool = False
+    batchnorm: BatchNorm = "local"
+    model: SequenceChunks = PlainSequenceChunks()
+
+
+def against_nonfinite(recipe: EngineRecipe | None) -> str:
+    """Return the advice for a loss that is not finite: for a recipe, or for a loop of your own if there is none."""
+    if recipe is None:
+        return "lower the learning rate, or clip with step.update(clip=...)"
+    clip = "" if recipe.clip_norm else "set recipe.clip_norm, "
+    return f"lower the learning rate, {clip}or skip such steps with recipe.nonfinite=skip"

@@ -1,0 +1,45 @@
+"""The random numbers of a loop of the user's own: what its generators are seeded for, wherever a script may draw."""
+
+from typing import Final, final
+
+from lockstep.comm.world import World
+from lockstep.core import random
+from lockstep.data.items import seed_python_and_numpy
+
+# Places of a step that generators are seeded for.
+_HEAD: Final = 0
+_AFTER_MICROBATCHES: Final = 1
+_MICROBATCH: Final = 2
+_AFTER_LOOP: Final = 3
+
+
+@final
+class StepDraws:
+    """The seeds of a step, by its number from 0."""
+
+    def __init__(self, world: World, seed: int, number: int) -> None:
+        self._world = world
+        self._key = random.key(random.OWN_LOOP, seed, number)
+
+    def seed_head(self) -> None:
+        """Seed all generators before the step."""
+        seed_all(self._world, random.extend_key(self._key, _HEAD))
+
+    def seed_microbatch(self, index: int) -> None:
+        """Seed Python's and NumPy's generators for a micro-batch; the engine seeds those of torch."""
+        seed_python_and_numpy(random.extend_key(self._key, _MICROBATCH, index))
+
+    def seed_after_microbatches(self) -> None:
+        """Seed all generators after the last micro-batch, since ranks have drawn for other ones."""
+        seed_all(self._world, random.extend_key(self._key, _AFTER_MICROBATCHES))
+
+
+def seed_all(world: World, key: int) -> None:
+    """Seed what a loop draws from: Python's and NumPy's generators, torch's and that of the device."""
+    seed_python_and_numpy(key)
+    world.seed(key)
+
+
+def seed_after_loop(world: World, seed: int, steps: int) -> None:
+    """Seed all generators after a loop up to step `steps`: a resumed script skips it, and draws the same after it."""
+    seed_all(world, random.extend_key(random.key(random.OWN_LOOP, seed, steps), _AFTER_LOOP))

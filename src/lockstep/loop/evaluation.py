@@ -1,0 +1,86 @@
+"""Evaluation in a loop of the user's own: the passes over `run.each`, and what `run.sum` adds up of them."""
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from lockstep.common.own_code import calling, refusal
+from lockstep.core import random
+from lockstep.core.batch import Batch
+from lockstep.data.loader import Loader
+from lockstep.loop.draws import seed_all
+from lockstep.loop.meeting import Meeting
+from lockstep.loop.model import Gate, modes_kept
+from lockstep.loop.placed import Placed
+from lockstep.loop.sums import Pass, sum_values
+from lockstep.run.rank import Rank
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class Evaluation:
+    """The passes over datasets in which the model is evaluated; the last one is what `run.sum` is given values of."""
+
+    def __init__(self, rank: Rank, gate: Gate, meeting: Meeting, seed: int) -> None:
+        self._rank = rank
+        self._gate = gate
+        self._meeting = meeting
+        self._seed = seed
+        self._pass = Pass()
+        self._warned = False
+        self.default_batch = 0  # samples at a time, unless asked for otherwise
+
+    @property
+    def computing(self) -> int:
+        """0 where neither a micro-batch nor a batch of a pass is under way; another number for each of the latter."""
+        return self._gate.open and 1 + len(self._pass.numbers)
+
+    def batch_size(self, batch: int | None) -> int:
+        """Return the number of samples at a time: as asked for, else that of the largest micro-batch."""
+        samples = batch or self.default_batch
+        if not samples:
+            raise refusal("run.each: no batch, and no run.steps before it that has one", "give batch=")
+        return samples
+
+    def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
+        """Yield this rank's batches of so many samples, while the model evaluates without gradients."""
+        self._meeting.refuse_within_batch("run.each")  # their ends would leave gradients off where they overlap
+        self.end_pass()
+        current = self._pass = Pass(loader.validation_batches(samples))
+        gate, guard, world = self._gate, placed.guard, self._rank.world
+        draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
+        try:
+            placed.audit.kept.forget()
+            with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
+                guard.mark(moved=True)  # averaged weights are in the places of the trained ones
+                for number, each, _ in loader.validation(samples):
+                    current.numbers.append(number)
+                    gate.exchanged = False
+                    seed_all(world, random.extend_key(draws, number or 0))
+                    gate.open = True
+                    guard.mark(modes=True)
+                    yield each
+                    guard.check(modes=True, frozen=True)
+                    gate.end_batch()
+                    gate.open = False
+                current.whole = True
+        finally:
+            if not current.whole:
+                self._meeting.note_left(calling() or "run.each")
+            gate.open = False
+            seed_all(world, draws)  # ranks had other batches
+            guard.mark(moved=True)
+
+    def sum(self, values: Any) -> Any:
+        """Add values of the last pass over its batches and all ranks; see `Run.sum`."""
+        # Values may be a generator that makes the pass.
+        return sum_values(self._rank.world, values, lambda: self._pass)
+
+    def end_pass(self) -> None:
+        """Warn, once, of a pass of which nothing was added up over several ranks."""
+        if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
+            self._warned = True
+            self._rank.warn(
+                "run.each: no run.sum added up what came of its batches: each rank has had a part of them, and what "
+                "rank 0 prints or keeps is that of its own; give run.sum one value for each batch"
+            )

@@ -1,0 +1,48 @@
+"""The figures of `run.log`, and whether all ranks have logged the same."""
+
+from collections.abc import Mapping
+from typing import final
+
+from torch import Tensor
+
+from lockstep.common.own_code import refusal
+from lockstep.common.reserved_metrics import OF_ALL, first_taken
+from lockstep.run.rank import Rank
+from lockstep.training.events import Logged
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class LoggedFigures:
+    """The last value of each figure that a script has logged."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._values: dict[str, str] = {}  # in full
+        self._compared = False
+
+    def log(self, figures: Mapping[str, float | Tensor]) -> None:
+        """Write figures of the last step; see `Run.log`."""
+        try:
+            plain = {name: float(value) for name, value in figures.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise refusal(f"run.log: {error}", "give numbers, or tensors of one number each") from None
+        if taken := first_taken(plain, OF_ALL):
+            raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
+        self._rank.world.say(plain)
+        self._values.update({name: repr(value) for name, value in plain.items()})
+        self._rank.write(Logged(**self._rank.progress.at, figures=plain))
+
+    def compare(self) -> None:
+        """Warn of figures that were logged with other values on other ranks, the first time there are any."""
+        world = self._rank.world
+        if not world.figures_differ or self._compared:
+            return
+        self._compared = True
+        first, *others = world.told_by_all(self._values)
+        if names := [name for name in first if any(each.get(name, first[name]) != first[name] for each in others)]:
+            self._rank.warn(
+                f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up "
+                "of its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
+            )

@@ -1,0 +1,80 @@
+"""The forward of a micro-batch, which a loop of the user's own computes between two calls of ours."""
+
+from contextlib import AbstractContextManager
+from typing import final
+
+from torch import Tensor
+
+from lockstep.common.own_code import refusal
+from lockstep.core.batch import tensors_of
+from lockstep.core.order import Step
+from lockstep.loop.examination import Examination
+from lockstep.loop.model import Gate, StrayModuleCheck
+from lockstep.loop.placed import Placed
+from lockstep.tasks.base import MicroBatch
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class Forward:
+    """What the user's code computes a micro-batch in: the engine's context, the open gate, and what looks on.
+
+    An `examination` looks into the step, where a replay asks for that.
+    """
+
+    def __init__(self, step: Step, placed: Placed, gate: Gate, examination: Examination | None) -> None:
+        self.microbatch: MicroBatch | None = None  # the one whose backward is still missing
+        self._step = step
+        self._placed = placed
+        self._gate = gate
+        self._examination = examination
+        self._context: AbstractContextManager[None] | None = None
+        self._stray_check: StrayModuleCheck | None = None
+        self._versions: dict[int, list[int]] = {}  # of the tensors of each micro-batch, when it was first gone through
+
+    def enter(
+        self, microbatch: MicroBatch, stray_check: StrayModuleCheck | None, *, beside: bool, first: bool, iteration: int
+    ) -> None:
+        """Begin a micro-batch of an iteration over the step: one `beside` it, for an audit, or the `first` of it."""
+        number, engine = self._step.number + 1, self._placed.engine
+        if self._examination is not None and not beside:
+            self._examination.enter(microbatch, iteration)
+        self.microbatch, self._stray_check = microbatch, stray_check
+        forward = engine.forward_beside if beside else engine.forward
+        self._context = forward(microbatch, self._step)
+        self._context.__enter__()
+        self._gate.open = True
+        if first:
+            self._placed.modes.check(number)
+        self._placed.guard.mark(modes=first)
+        # An earlier iteration over the step may have changed the tensors in place.
+        versions = [each._version for each in tensors_of(microbatch.batch) if not each.is_inference()]
+        if self._versions.setdefault(id(microbatch), versions) != versions:
+            raise refusal(
+                f"step {number}: an earlier pass changed its batch in place, and this one would get what it left",
+                "make new tensors, such as x = x + noise in place of x += noise",
+            )
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise UsageError if the loss depends on a parameter that is not the placed model's."""
+        if self._stray_check is not None:
+            self._stray_check.check_leaves(self._step.number + 1, loss)
+        if self._examination is not None:
+            self._examination.note_loss(loss)
+
+    def leave(self, *, early: bool = False) -> None:
+        """Leave the forward, if one is under way: its precision, and what looks at it.
+
+        If that is `early`, because of an error, what it has left behind is not looked at.
+        """
+        context, self._context, self._gate.open = self._context, None, False
+        self._gate.returned.clear()
+        if self._stray_check is not None:
+            self._stray_check.close()
+        if context is not None and early:
+            context.__exit__(GeneratorExit, GeneratorExit(), None)
+        elif context is not None:
+            context.__exit__(None, None, None)
+        if self._examination is not None and early:
+            self._examination.leave()

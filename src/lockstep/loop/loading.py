@@ -1,0 +1,38 @@
+"""The loader of a loop of the user's own."""
+
+from functools import partial
+
+from lockstep.core.audit_schedule import AuditSchedule
+from lockstep.core.order import Steps
+from lockstep.core.sample_order import SampleOrder
+from lockstep.data.base import DataSet, NoTransforms
+from lockstep.data.items import Items
+from lockstep.data.loader import Loader, Weigh
+from lockstep.loop.placed import Placed
+
+
+def make_loader(
+    placed: Placed,
+    items: Items,
+    steps: Steps,
+    microbatches: int = 1,
+    *,
+    weigh: Weigh | None = None,
+    audits: AuditSchedule | None = None,
+    order: SampleOrder | None = None,
+) -> Loader:
+    """Return this rank's loader of `items`, cut into `steps` of so many micro-batches."""
+    world, settings = placed.world, placed.settings
+    return Loader(
+        DataSet(items, items),
+        steps,
+        microbatches,
+        NoTransforms(),
+        world.device,
+        settings.seed,
+        placed.chosen.mesh(world.size).data_rank(world.rank),
+        settings.placement.workers,
+        None if audits is None else partial(audits.assignment, world.rank),
+        weigh,
+        order and order.of,
+    )

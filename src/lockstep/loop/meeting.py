@@ -1,0 +1,61 @@
+"""Whether all ranks of a loop of the user's own make the same calls of the run, between two steps."""
+
+from typing import Final, final
+
+from lockstep.comm.world import World
+from lockstep.common.own_code import refusal
+from lockstep.loop.model import AlikeCalls, Gate
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+# Where ranks may be between two steps, as messages name it; the first is where `turns` has them.
+_PLACES: Final = (
+    "the loop over run.steps",
+    "run.place",
+    "run.steps",
+    "run.each",
+    "run.sum",
+    "run.save",
+    "run.fingerprint",
+    "the end of the run",
+)
+
+
+@final
+class Meeting:
+    """The calls that ranks make together, and the loops over `run.each` that they leave together."""
+
+    def __init__(self, world: World, gate: Gate) -> None:
+        self._world = world
+        self._gate = gate
+        self._left_at = ""  # the line that left a loop over `run.each` early, until the other ranks are asked
+
+    def meet(self, call: str) -> None:
+        """Wait for all ranks to come to this call; UsageError if one is somewhere else instead."""
+        self.compare_left()
+        met = self._world.meet(_PLACES.index(call))
+        if met is not None:
+            place, rank = met
+            raise refusal(
+                f"{call}: rank {rank} is at {_PLACES[place]} instead",
+                "let all ranks make the same calls of run, and leave a loop after the same step: rank 0 alone writes "
+                "and prints",
+            )
+
+    def note_left(self, where: str) -> None:
+        """Note the line that left a loop over `run.each` before its last batch."""
+        self._left_at = where
+
+    def compare_left(self) -> None:
+        """Raise UsageError if this rank left a loop over `run.each` early, and others that it exchanges with did not.
+
+        Call it at the next call of ours, and not when the loop is left: an error of the script leaves it, too.
+        """
+        where, self._left_at = self._left_at, ""
+        if where and self._gate.alike is not None:
+            self._gate.alike.call(AlikeCalls.LEFT, "", where)
+
+    def refuse_within_batch(self, call: str) -> None:
+        """Raise UsageError for a call within a batch of `run.each`."""
+        if self._gate.open:
+            raise refusal(f"{call}: within a batch of run.each", "call it after that, or put all in one dataset")

@@ -1,0 +1,174 @@
+"""The steps of a run whose loop is the user's own, one after the other: what is checked before and after each."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import final
+
+from torch import nn
+
+from lockstep.common.own_code import refusal
+from lockstep.loop.evaluation import Evaluation
+from lockstep.loop.examination import Examination
+from lockstep.loop.figures import LoggedFigures
+from lockstep.loop.loss_check import LossCheck
+from lockstep.loop.meeting import Meeting
+from lockstep.loop.member import Member
+from lockstep.loop.model import Gate, StrayModuleCheck
+from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
+from lockstep.loop.placed import Placed
+from lockstep.loop.plan import OwnPlan
+from lockstep.loop.state import ScriptState, state_digests
+from lockstep.loop.step import Step
+from lockstep.loop.step_sums import StepSums
+from lockstep.parallel.audited import Part
+from lockstep.training.reports import StepReports
+from lockstep.training.turn import Turn
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class StepSequence:
+    """The step under way, and what is carried from each step to the next, through all loops over `run.steps`."""
+
+    def __init__(
+        self,
+        member: Member,
+        gate: Gate,
+        meeting: Meeting,
+        figures: LoggedFigures,
+        evaluation: Evaluation,
+        state: ScriptState,
+    ) -> None:
+        self._rank = member.rank
+        self._observe = member.observe
+        self._gate = gate
+        self._meeting = meeting
+        self._figures = figures
+        self._evaluation = evaluation
+        self._state = state
+        self._step: Step | None = None
+        self._turn: Turn | None = None  # of that step
+        self._reports: StepReports | None = None  # of the loop under way
+        self._losses: list[LossCheck] = []  # of the first update of each step, of the second ...
+        self._modules_checked = 0  # updates of a step
+        self._sums = StepSums(self._rank.world)  # of the step under way
+        self._has_loops = False
+
+    def begin_loop(self) -> bool:
+        """Note that a loop begins; return whether it is the first of the run."""
+        had, self._has_loops = self._has_loops, True
+        return not had
+
+    def begin(
+        self,
+        placed: Placed,
+        plan: OwnPlan,
+        turn: Turn,
+        reports: StepReports,
+        audit: Callable[[], Iterator[Part]] | None,
+        examination: Examination | None,
+    ) -> Step:
+        """Return the next step, for the user's loop to do."""
+        self._rank.phase = "training"
+        self._reports = reports
+        placed.modes.restore()
+        self._figures.compare()
+        self._evaluation.end_pass()
+        self._turn = turn
+        self._state.forget_save()
+        self._step = Step(
+            turn,
+            self._gate,
+            min(plan.microbatches, turn.step.samples),
+            placed,
+            _make_stray_check=partial(self._make_stray_check, placed, plan, turn),
+            _losses=self._loss_check,
+            _sums=self._sums,
+            _audit=audit,
+            _examination=examination,
+        )
+        placed.guard.mark()
+        return self._step
+
+    def end(self, placed: Placed) -> None:
+        """Check, when the loop asks for the next step, that this one was done."""
+        assert self._step is not None
+        assert self._turn is not None
+        self._meeting.compare_left()
+        placed.guard.check(whole=False)
+        if not self._step.updated:
+            raise self._step._unfinished()
+        if placed.scheduler is not None:
+            placed.scheduler.check_saved(self._step.number)
+        self._state.check_saved(self._step.number)
+        placed.modes.end_step()
+        self._step = None
+        if self._observe is not None:
+            assert self._turn.sums is not None
+            digests = {**placed.digests(), **state_digests(self._state.tensors())}
+            self._observe(self._turn.step.number + 1, float(self._turn.sums.loss), digests)
+
+    def refuse_within_step(self, call: str) -> None:
+        """Raise UsageError for a call within a step that is not updated."""
+        if self._step is not None and not self._step.updated:
+            raise refusal(f"{call}: within step {self._step.number}", "call it after step.update")
+
+    def report(self) -> None:
+        """Write the events of the last step, once it is done, unless that was done. All ranks call it."""
+        if self._turn is not None and self._reports is not None:
+            for event in self._reports.report(self._turn):
+                self._rank.write(event)
+
+    def report_complete(self) -> None:
+        """Do the same, unless the step can be gone through again: then it is reported after that."""
+        if self._step is not None and not self._step._repeatable:
+            self.report()
+
+    def report_saved(self) -> None:
+        """Report the step that is about to be saved; TrainingError if a loss was not finite. All ranks call it."""
+        if self._step is None:
+            return
+        self._step._saved = True
+        if self._step.updated and self._reports is not None:
+            self.report()
+            self._reports.check()  # of steps that are not reported, too
+
+    def leave_unfinished(self) -> Exception | None:
+        """Leave a step that is not updated; return the error that it is, None if there is no such step."""
+        if self._step is None or self._step.updated:
+            return None
+        self._step._leave(early=True)
+        return self._step._unfinished()
+
+    def abandon(self) -> None:
+        """Leave the step under way, which need not be done."""
+        if self._step is not None:
+            self._step._leave(early=True)
+            self._step = None
+
+    def _loss_check(self, phase: int) -> LossCheck:
+        """Return what looks at the losses of that update of a step, from 0."""
+        if phase == len(self._losses):
+            self._losses.append(LossCheck(self._rank.world.size, self._rank.warn))
+        return self._losses[phase]
+
+    def _make_stray_check(self, placed: Placed, plan: OwnPlan, turn: Turn, phase: int) -> StrayModuleCheck | None:
+        """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
+        looked, self._modules_checked = self._modules_checked > phase, max(self._modules_checked, phase + 1)
+        if looked:
+            return None
+        if placed.came_evaluating:
+            _check_mode(placed.model)
+        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, plan.too_few)
+
+
+def _check_mode(model: nn.Module) -> None:
+    """Raise UsageError if a model that came to `run.place` in evaluation mode is in it still, and depends on it."""
+    if is_evaluating(model) and (layer := mode_dependent_layer(model)):
+        raise refusal(
+            f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, and {layer}, "
+            "computes something else in training",
+            "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "
+            "run.place and model.eval() after it",
+        )

@@ -1,0 +1,97 @@
+"""A loop of the user's own over the micro-batches of a step, and how far it has come.
+
+A step that is audited (parallel/audited.py) gives the loop further micro-batches, which count for nothing: first the
+one that this rank repeats, and where the ranks do not agree some to find out who is wrong. So it is finished when the
+loop over micro-batches ends, and not by the update.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import final
+
+from lockstep.common.own_code import refusal
+from lockstep.loop.placed import Placed
+from lockstep.loop.step_sums import ROOM
+from lockstep.parallel.audited import Part
+from lockstep.parallel.engine import Sums
+from lockstep.tasks.base import MicroBatch
+from lockstep.training.turn import Turn
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+class StepPass:
+    """One iteration over this rank's micro-batches of a step, of as many as it has updates.
+
+    The step has `leaves` micro-batches on all ranks together. `audit` gives what is computed of an audited one.
+    """
+
+    def __init__(
+        self, turn: Turn, placed: Placed, leaves: int, audit: Callable[[], Iterator[Part]] | None = None
+    ) -> None:
+        self._turn = turn
+        self._engine, self._guard = placed.engine, placed.guard
+        self._leaves = leaves
+        self._audit = audit
+        self._part = Part(turn.microbatches)
+        self.number = 0  # iterations that ended with an update
+        self.begun = False
+        self.done = 0  # backwards
+        self.left_at = ""  # the line of the loop, once it was left too early
+
+    @property
+    def audited(self) -> bool:
+        """Whether the step is audited."""
+        return self._audit is not None
+
+    @property
+    def beside(self) -> bool:
+        """Whether the micro-batch at hand is one beside the step."""
+        return self._part.beside
+
+    @property
+    def expected(self) -> int:
+        """The number of micro-batches, without those that an audit adds."""
+        return len(self._turn.microbatches)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the loop has computed all of it."""
+        return self.begun and self.done >= self.expected and (self._audit is None or self._part.sums is not None)
+
+    def microbatches(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches that the loop must compute, and finish the step if it is audited."""
+        for part in [self._part] if self._audit is None else self._audit():
+            self._part = part
+            if not part.beside:
+                self._engine.begin(part.microbatches, self._turn.step, self._leaves, ROOM)
+            if self.done:
+                self._guard.withhold()
+            yield from part.microbatches
+            if self._audit is not None:
+                self._guard.check(whole=False, modes=True)
+                self._guard.give_back()  # an audit looks at the gradients
+                part.sums = None if part.beside else self._engine.end()
+        if self._audit is not None:
+            self._guard.withhold()
+            self._guard.mark()
+
+    def sums(self) -> Sums:
+        """Return the sums of the step, which is finished."""
+        return self._part.sums or self._engine.end()
+
+    def start_over(self) -> None:
+        """Make ready for the next iteration, after an update of some groups of the optimizer."""
+        self.number += 1
+        self.begun, self.done, self._part = False, 0, Part(self._turn.microbatches)
+
+    def unfinished(self) -> Exception:
+        """Return the error for a step that was left before its update."""
+        number = self._turn.step.number + 1
+        if not self.complete:
+            return refusal(
+                f"step {number}: left after {self.done} of its {self.expected} micro-batches",
+                "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
+                self.left_at,
+            )
+        return refusal(f"step {number}: left without step.update", "call step.update once for each step")

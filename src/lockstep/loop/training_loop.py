@@ -1,0 +1,202 @@
+"""A loop over `run.steps`: it gives out steps, reports them, and saves after the last one or as a signal asks."""
+
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import NoReturn, final
+
+import torch
+
+from lockstep.common.own_code import refusal
+from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.loop.checkpoints import LoopCheckpoints
+from lockstep.loop.dataset_check import DatasetFault
+from lockstep.loop.draws import seed_after_loop
+from lockstep.loop.examination import Examination
+from lockstep.loop.loading import make_loader
+from lockstep.loop.member import Member
+from lockstep.loop.placed import Placed
+from lockstep.loop.plan import OwnPlan
+from lockstep.loop.sequence import StepSequence
+from lockstep.loop.step import Step
+from lockstep.loop.verify_hint import verify_hint
+from lockstep.ranks.signals import StopRequest
+from lockstep.run.rank import Rank
+from lockstep.run.start_event import loop_start_event
+from lockstep.training.checkpoint import store
+from lockstep.training.events import Done, Saved, Started, Stopped, Warned
+from lockstep.training.loop import Batches, turns
+from lockstep.training.progress import Progress
+from lockstep.training.reports import StepReports
+from lockstep.training.turn import Turn
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+@final
+@dataclass(eq=False)
+class TrainingLoop:
+    """The steps of `plan` that are left. `close` ends the run, which a signal and the last step of a replay do.
+
+    `faults` are what was found of the dataset, to be warned of.
+    """
+
+    member: Member
+    placed: Placed
+    plan: OwnPlan
+    sequence: StepSequence
+    checkpoints: LoopCheckpoints | None
+    faults: Sequence[DatasetFault]
+    close: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        placed, plan = self.placed, self.plan
+        self._rank, self._world = self.member.rank, self.member.rank.world
+        self._audits = placed.audit_schedule(plan.microbatches)
+        self._loader = make_loader(
+            placed,
+            plan.items,
+            plan.steps,
+            plan.microbatches,
+            weigh=plan.weigh(self._world),
+            audits=self._audits,
+            order=plan.order,
+        )
+
+    def steps(self) -> Generator[Step]:
+        """Yield the steps; what is between two of them is the user's loop's."""
+        rank, progress, total = self._rank, self._rank.progress, self.plan.steps.total
+        hint = self._verify_hint()
+        rank.write(self._start_event())
+        if hint:
+            print(hint)
+        for fault in self.faults:
+            rank.write(Warned(**progress.at, culprit=fault.culprit, text=fault.text))
+        if progress.step >= total:
+            if progress.step == total:
+                self.placed.modes.restore()
+            return self._finish()
+        loop_plan = self.plan.loop_plan(self.member.settings.run.log_every)
+        stop = StopRequest()
+        if self.member.replay is not None:  # which goes on to its last step, to look into it
+            loop_plan = replace(loop_plan, stop_on_nonfinite=False)
+        reports = StepReports(self._world, loop_plan, progress, rank.digests)
+        try:
+            following = turns(self._until_last(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
+            for each in following:
+                if isinstance(each, Turn):
+                    yield self._begin(each, reports)
+                    self.sequence.end(self.placed)
+                    continue
+                rank.write(each)
+                if isinstance(each, Stopped):
+                    stop.release()
+                    self.member.stop(each.reason, self.close)
+        finally:
+            stop.release()
+        if self.member.replay is not None:
+            self._end_replay()
+        return self._finish()
+
+    def _begin(self, turn: Turn, reports: StepReports) -> Step:
+        audit = None
+        if self._audits is not None and self._audits.due(turn.step):
+            parts = self.placed.audit.parts
+            audit = partial(parts, self._audits, self._loader.microbatch, turn.microbatches, turn.step)
+        examination = self._examination(turn)
+        refuse_autocast(f"step {turn.step.number + 1}")
+        if turn.step.first == 0:
+            self.placed.check_structure()
+            self._compare_orders(turn.step.epoch)
+        return self.sequence.begin(self.placed, self.plan, turn, reports, audit, examination)
+
+    def _compare_orders(self, epoch: int) -> None:
+        """Raise UsageError if ranks go through an epoch in different orders. All ranks call it."""
+        order = self.plan.order
+        if self._world.size == 1 or not order.is_function:
+            return
+        try:
+            self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
+        except UsageError as error:
+            differ, _, _ = str(error).rpartition("; ")
+            raise refusal(
+                differ, "let order= follow from the epoch and a seed alone, as lockstep.orders does"
+            ) from None
+
+    def _save_last(self, progress: Progress) -> list[Saved]:
+        return [] if self.checkpoints is None else self.checkpoints.save_last(progress)
+
+    def _finish(self) -> None:
+        finish(self._rank, self.placed, self.checkpoints)
+        seed_after_loop(self._world, self.member.settings.seed, self.plan.steps.total)
+
+    def _start_event(self) -> Started:
+        return loop_start_event(
+            self._rank,
+            self.plan.steps,
+            self.member.checkpoint,
+            microbatches=self.plan.microbatches,
+            strategy=self.placed.name,
+            parameters=sum(each.numel() for each in self.placed.model.parameters()),
+            base_lr=self.placed.rate,
+        )
+
+    def _verify_hint(self) -> str:
+        """Return how to verify the loop, on rank 0 of its first run; not if verify or a replay runs it."""
+        member, first = self.member, self.sequence.begin_loop()
+        if self._world.rank or not first or member.checkpoint is not None or member.observe is not None:
+            return ""
+        return "" if member.replay else verify_hint(self._world.size, self._rank.folder, sys.argv)
+
+    def _until_last(self) -> Batches:
+        """Return what gives the steps: of a replay those until its last one."""
+        loader, replay = self._loader, self.member.replay
+        if replay is None:
+            return loader.training
+        return lambda first: islice(loader.training(first), replay.last - first)
+
+    def _examination(self, turn: Turn) -> Examination | None:
+        """Return what looks into a step: the last one of a replay that asks for it."""
+        replay, folder = self.member.replay, self._rank.folder
+        if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:
+            return None
+        digests = self._rank.digests
+
+        def report() -> None:
+            self.sequence.report()
+            if digests is not None:
+                digests.collect()
+
+        if digests is not None:  # of the steps before it, which may be the last to be done
+            digests.collect()
+        return Examination(folder, self._world, self.placed, self._loader.samples(turn.step), report)
+
+    def _end_replay(self) -> NoReturn:
+        """End the script: what follows the last step of a replay is not wanted."""
+        if self._rank.digests is not None:
+            self._rank.digests.collect()
+        self.close()
+        raise SystemExit(EXIT_DONE)
+
+
+def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> None:
+    """Wait for the last save, and write the event that a loop is done. All ranks call it."""
+    for saved in checkpoints.wait() if checkpoints else []:
+        rank.write(saved)
+    sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
+    skipped, audited = rank.progress.skipped_steps, placed.audit.audited
+    at = rank.progress.at
+    rank.write(Done(**at, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=rank.seconds))
+
+
+def refuse_autocast(where: str) -> None:
+    """Raise UsageError if autocast is on for any device: it keeps casts of the weights until its block ends."""
+    if torch._C._is_any_autocast_enabled():
+        raise refusal(
+            f"{where}: torch.autocast is on around the steps, and would compute with weights that it cast before the "
+            f"last update",
+            'drop it and set the precision of the run: lockstep.join(precision="bf16"); autocast within a micro-batch '
+            "is fine",
+        )

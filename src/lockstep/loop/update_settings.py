@@ -1,0 +1,67 @@
+"""What `step.update` is given: the rate, the norm to clip to, and the groups of the optimizer that move."""
+
+import math
+from typing import NamedTuple
+
+from lockstep.common.own_code import refusal
+from lockstep.loop.placed import Placed
+
+__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+
+
+class UpdateSettings(NamedTuple):
+    """The settings of an update; `groups` are the numbers of those that move, None for all.
+
+    `shown` is the rate that is reported: where a scheduler sets the rates, each group takes its own at `rate` 1.
+    """
+
+    rate: float
+    shown: float
+    clip: float | None
+    groups: frozenset[int] | None
+
+
+def update_settings(
+    step: int, placed: Placed, lr: float | None, clip: float | None, of: str | None, *, audited: bool
+) -> UpdateSettings:
+    """Return the settings of an update of the step, which may be `audited`; UsageError for those that cannot be."""
+    scheduler = placed.scheduler
+    if scheduler is not None and lr is not None:
+        raise refusal(f"step {step}: a rate besides that of the scheduler", "give one of the two")
+    rate = placed.rate if lr is None else _rate(step, lr)
+    shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
+    groups = None if of is None else _groups_of(step, placed, of, audited)
+    return UpdateSettings(rate, shown, None if clip is None else _clip(step, clip), groups)
+
+
+def _clip(step: int, value: object) -> float:
+    number = _number(value)
+    if not number > 0:  # the weights would not move, or would go uphill
+        raise refusal(f"step {step}: clip is {value!r}", "give a norm above 0, or leave it out")
+    return number
+
+
+def _rate(step: int, value: object) -> float:
+    number = _number(value)
+    if not 0 <= number < math.inf:
+        raise refusal(f"step {step}: lr is {value!r}", "give a finite rate from 0")
+    return number
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # of a tensor with several values
+        return math.nan
+
+
+def _groups_of(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
+    """Return the numbers of the groups of that name."""
+    reasons = {
+        "in a step that is audited": audited,
+        "while the weights are averaged (ema)": placed.numerics.ema_decay is not None,
+        "where gradients are compressed, which keeps a part of those of other groups": placed.engine.compresses,
+    }
+    if what := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise refusal(f"step {step}: an update of some groups {what}", "leave one of the two out")
+    return placed.groups.named(of)

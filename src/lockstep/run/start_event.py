@@ -1,0 +1,42 @@
+"""The first event of a run, from its steps and where they are done."""
+
+from pathlib import Path
+
+from lockstep.common.hashing import hash_seed
+from lockstep.core.order import Steps
+from lockstep.run.rank import Rank
+from lockstep.training.events import Started
+
+
+def loop_start_event(
+    rank: Rank,
+    steps: Steps,
+    resumed_from: Path | None,
+    *,
+    microbatches: int,
+    strategy: str,
+    parameters: int,
+    base_lr: float,
+) -> Started:
+    """Return the first event of a loop, its steps alone."""
+    world, progress = rank.world, rank.progress
+    return Started(
+        **progress.at,
+        steps=steps.total,
+        epochs=steps.total_samples / steps.samples_per_epoch,
+        steps_per_epoch=steps.per_epoch,
+        train_samples=steps.length,
+        validation_samples=0,
+        batch=steps.batch,
+        microbatches=microbatches,
+        processes=world.size,
+        strategy=strategy,
+        device=str(world.device),
+        parameters=parameters,
+        base_lr=base_lr,
+        resumed_from=str(resumed_from) if resumed_from else None,
+        again=max(0, rank.last_step() - progress.step),
+        backend=world.backend if world.size > 1 else "",
+        sharing=world.sharing,
+        hash_seed=hash_seed(),
+    )

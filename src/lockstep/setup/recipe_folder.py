@@ -1,0 +1,83 @@
+"""The run folder of a recipe: its name, and whether the run in it goes on."""
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from lockstep.config.load import Loaded, read_run_recipe
+from lockstep.config.recipe import Recipe
+from lockstep.config.recorded import CONFIG
+from lockstep.errors import ConfigError, UsageError
+from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_folder, fresh_folder
+from lockstep.setup.completed import completion_notice
+from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.signing import signing_key
+
+_LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
+
+
+def claim(loaded: Loaded) -> Claim:
+    """Lock the run folder that `loaded` asks for and decide where the run begins.
+
+    A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
+    """
+    run = loaded.config.run
+    key = signing_key(run.key_file)
+    # Before a folder is made.
+    other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
+    folder = Path(run.dir) if run.dir else fresh(loaded)
+    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, other, key))
+
+
+def fresh(loaded: Loaded) -> Path:
+    """Return a folder that is not there yet, for a run that begins now; it has the names of recipe and model.
+
+    What the model's name begins with is not said twice: digits and digits_convnet make digits-convnet.
+    """
+    model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
+    rest = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
+    name = f"{loaded.name}-{rest}" if rest else loaded.name
+    name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
+    return fresh_folder(name)
+
+
+def _beginning(
+    loaded: Loaded, folder: Path, other: store.FoundCheckpoint | None, key: bytes | None
+) -> tuple[Path | None, list[str]]:
+    resume = loaded.config.run.resume
+    holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
+    if holds_run and resume != "auto":
+        raise UsageError(
+            f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
+            f"or run.resume=auto to go on with it"
+        )
+    if other is not None:
+        check_recipe(other.path, checkpoint_recipe(other.path, other.snapshot), loaded.config.recipe)
+        return other.path, checkpoint_warnings(other)
+    if not holds_run:
+        return None, []
+    if not os.path.lexists(folder / CONFIG):
+        raise UsageError(
+            f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
+        )
+    recipe = _read_recipe(folder / CONFIG)
+    newest = store.newest(folder / store.FOLDER, key)
+    if newest is None:  # nothing is lost if it begins again with another recipe, such as one that mends its failure
+        changed = recipe_differences(recipe, loaded.config.recipe)
+        again = f"{folder}: the run in it saved no checkpoint; beginning again"
+        return None, [f"{again}{' with another recipe:' if changed else ''}", *changed]
+    check_recipe(folder, recipe, loaded.config.recipe)
+    # It may have been copied here from another run: its hashes would not show it.
+    check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
+    return newest.path, checkpoint_warnings(newest)
+
+
+def _read_recipe(config: Path) -> Recipe:
+    try:
+        return read_run_recipe(config)
+    except ConfigError as error:
+        raise UsageError(
+            f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"
+        ) from error

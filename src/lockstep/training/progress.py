@@ -1,0 +1,48 @@
+"""How far a run has come, and which of its evaluations was the best."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.core.order import Step
+from lockstep.tasks.base import Monitor
+from lockstep.training.events import Evaluated
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what its checkpoint keeps besides the engine's state."""
+
+    step: int = 0  # updates done
+    epoch: int = 0
+    samples: int = 0  # seen
+    skipped_steps: int = 0
+    figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    best: dict[str, float] = field(default_factory=dict)  # of the best one
+    best_loss: float = math.inf
+    best_at: int = -1  # the step it was made after
+
+    def advance(self, step: Step, applied: bool) -> None:
+        """Count `step` as done."""
+        self.step = step.number + 1
+        self.epoch = step.epoch
+        self.samples = step.samples_seen + step.samples
+        self.skipped_steps += not applied
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """How far the run is, as each event says it."""
+        return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
+
+    def judge(self, evaluated: Evaluated, monitor: Monitor) -> None:
+        """Note an evaluation, and whether it is the best so far: by the monitored figure, then by its loss."""
+        self.figures = evaluated.figures
+        if _rank(evaluated.figures, evaluated.loss, monitor) > _rank(self.best, self.best_loss, monitor):
+            self.best, self.best_loss, self.best_at = evaluated.figures, evaluated.loss, self.step
+
+
+def _rank(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
+    """Return what is the larger, the better an evaluation is; one that has not been made is the worst."""
+    value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
+    goodness = value if monitor.higher else -value
+    return -math.inf if math.isnan(goodness) else goodness, -loss

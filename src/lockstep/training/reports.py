@@ -1,0 +1,82 @@
+"""What a training loop reports of its steps: their losses, which it checks, and its speed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+
+from lockstep.comm.world import World
+from lockstep.core.engine_recipe import against_nonfinite
+from lockstep.core.order import Step
+from lockstep.device.meter import Meter
+from lockstep.parallel.engine import Sums
+from lockstep.tasks.base import LOSS
+from lockstep.training.digests import StepDigests
+from lockstep.training.events import Stepped
+from lockstep.training.plan import Plan
+from lockstep.training.progress import Progress
+from lockstep.training.turn import Turn
+from lockstep.training.watch import NonFiniteCheck
+
+
+@final
+class StepReports:
+    """The reports of a loop that follows `plan`, from `progress` on. All ranks call each method alike."""
+
+    def __init__(self, world: World, plan: Plan, progress: Progress, digests: StepDigests | None = None) -> None:
+        self.world = world
+        self.plan = plan
+        self.progress = progress
+        self.digests = digests
+        self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, against_nonfinite(plan.recipe), digests)
+        self._meter = Meter(world.device)
+        self._last = -1  # the number of the step reported last; the step itself would keep its batch in memory
+
+    def report(self, turn: Turn) -> Sequence[Stepped]:
+        """Count a step that is done, and return its report if the plan asks for one; a second call returns nothing."""
+        if turn.step.number == self._last:
+            return ()
+        self._last = turn.step.number
+        assert turn.sums is not None
+        assert turn.update is not None
+        self._losses.add(turn.step, turn.lr, turn.sums)
+        self._meter.add(turn.step.samples, turn.sums.weight)
+        if not self.plan.reports(turn.step):
+            return ()
+        if self.digests is not None:
+            self.digests.collect(waits=True)
+        loss = self.check()
+        samples_per_s, weight_per_s = self._meter.read()
+        stepped = Stepped(
+            **self.progress.at,
+            loss=loss,
+            lr=turn.lr,
+            norm=None if turn.update.norm is None else float(turn.update.norm),
+            loss_scale=turn.update.loss_scale,
+            skipped_steps=self.progress.skipped_steps,
+            samples_per_s=samples_per_s,
+            weight_per_s=weight_per_s if self.plan.weighs else None,
+            peak_bytes=self._meter.peak_bytes(),
+            figures=self._figures(turn.step, turn.sums),
+        )
+        return [stepped]
+
+    def check(self) -> float:
+        """Return the loss of the last step; TrainingError if a loss so far is not finite."""
+        return self._losses.check()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Check the losses, and leave the block out of the speed."""
+        self.check()
+        yield
+        self._meter.restart()
+
+    def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
+        """Return the task's figures of a step, as the model was before it; its loss is reported with them."""
+        if self.plan.figures is None:
+            return {}
+        counts = {"weight": torch.tensor(sums.weight), "samples": torch.tensor(step.samples)}
+        figures = self.plan.figures({"loss": sums.total.double().cpu(), **counts, **sums.of_task})
+        return {name: figure for name, figure in figures.items() if name != LOSS.name}

@@ -1,0 +1,35 @@
+"""A run folder is claimed only if its files are a run's own, and the newest checkpoint that is whole is taken."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.runs import folder as run_folder
+from lockstep.training.checkpoint import store
+
+
+def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (1, 2):
+        snapshot = store.Snapshot({"w": torch.ones(1)}, {}, None, {"step": step})
+        store.save(folder / "checkpoints", step, snapshot, keep=9, best=False)
+    manifest = folder / "checkpoints/step-00000002/manifest.json"
+    manifest.unlink()
+    manifest.symlink_to("manifest.json")
+    claim = run_folder.claim_own(folder, None)
+    claim.lock.release()
+    assert claim.checkpoint == folder / "checkpoints/step-00000001"
+    assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, where a file is expected"]
+    manifest.unlink()
+    manifest.symlink_to("/etc/hostname")
+    with pytest.raises(UsageError, match="a link that leads out of the run folder, to /etc/hostname"):
+        run_folder.claim_own(folder, None)
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"events\.jsonl: not a file, as a run writes it; move it away, or choose"):
+        run_folder.claim_own(tmp_path, None)
