@@ -120,16 +120,16 @@ def changed_since(commit: str, root: Path = ROOT) -> list[str]:
 
 
 def base(since: str | None, passed: Path, root: Path = ROOT) -> str | None:
-    """Return the commit to compare with, or None if there is none: no history, or no repository.
+    """Return the commit to compare with, or None if there is none.
 
-    It is where `since` and HEAD have parted; or the newest commit before HEAD that is in `passed`, a file with a
-    commit in each line; or the parent of HEAD.
+    With `since`, it is the commit where `since` and HEAD have parted. Otherwise it is the newest commit before HEAD that is
+    in `passed`, a file with one commit per line. A push can have many commits, so the parent of HEAD would be too near.
     """
     if since is not None:
         return _git(root, "merge-base", since, "HEAD").strip()
     before = _tried(root, "rev-list", "--first-parent", "--skip=1", "HEAD").split()
     known = set(passed.read_text(encoding="utf-8").split()) if passed.exists() else set()
-    return next((commit for commit in before if commit in known), before[0] if before else None)
+    return next((commit for commit in before if commit in known), None)
 
 
 def commit_of(root: Path = ROOT) -> str:
