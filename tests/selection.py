@@ -122,8 +122,9 @@ def changed_since(commit: str, root: Path = ROOT) -> list[str]:
 def base(since: str | None, passed: Path, root: Path = ROOT) -> str | None:
     """Return the commit to compare with, or None if there is none.
 
-    With `since`, it is the commit where `since` and HEAD have parted. Otherwise it is the newest commit before HEAD that is
-    in `passed`, a file with one commit per line. A push can have many commits, so the parent of HEAD would be too near.
+    With `since`, it is the commit where `since` and HEAD have parted. Otherwise it is the newest commit before HEAD
+    that is in `passed`, a file with one commit per line. A push can have many commits, so the parent of HEAD would be
+    too near.
     """
     if since is not None:
         return _git(root, "merge-base", since, "HEAD").strip()
