@@ -19,7 +19,7 @@ import torch
 from benchmarks import loop
 from lockstep.core import random
 from lockstep.data.loader import Loader
-from lockstep.loop import draws
+from lockstep.loop import seeding
 from lockstep.loop.forward import Forward
 from lockstep.loop.guard import Guard
 from lockstep.loop.loss_check import LossCheck
@@ -30,7 +30,7 @@ from lockstep.training import loop as training_loop
 STEPS, TURNS = 200, 20
 
 _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
-    ("Python's and NumPy's generators, three times", draws, "seed_python_and_numpy"),
+    ("Python's and NumPy's generators, three times", seeding, "seed_python_and_numpy"),
     ("guards: is all as the last call of ours left it?", Guard, "check"),
     ("guards: note how all is, and the user's line", Guard, "mark"),
     ("guards: what stands in the places of gradients", Guard, "withhold"),

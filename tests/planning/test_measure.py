@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.comm.pretended import pretended_world
+from lockstep.comm.simulated_peers import pretended_world
 from lockstep.config.load import load
 from lockstep.planning import measure as measuring
 from lockstep.planning.measure import measure

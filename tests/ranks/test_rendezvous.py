@@ -423,7 +423,7 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
         time.sleep(4 * QUICK.silent_s)
         return "silent" if rendezvous.info.rank == 1 else "waited"
 
-    monkeypatch.setattr("lockstep.ranks.liveness.state", lambda _: seen)
+    monkeypatch.setattr("lockstep.ranks.process_state.state", lambda _: seen)
     first, silent, _ = beating(infos, work, lost_after_s=0.4 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1

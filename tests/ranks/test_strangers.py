@@ -304,7 +304,7 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
             return ended.wait(60)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.ranks.liveness.state", lambda _: "unknown")
+        patch.setattr("lockstep.ranks.process_state.state", lambda _: "unknown")
         assert started(work) == [True, True]
 
 

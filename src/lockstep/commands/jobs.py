@@ -23,7 +23,7 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     which they do; below it stands why a run failed.
     """
     from lockstep.jobs.reader import read_runs
-    from lockstep.reporting.overview import for_json, overview
+    from lockstep.reporting.jobs_table import for_json, overview
 
     if not folders and not Path(_RUNS).exists():
         click.echo("[]" if as_json else f"no runs yet: there is no folder {_RUNS}, where they go; name another, if so")

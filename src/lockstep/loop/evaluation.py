@@ -7,10 +7,10 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
-from lockstep.loop.draws import seed_all
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.model import Gate, modes_kept
 from lockstep.loop.placed import Placed
+from lockstep.loop.seeding import seed_all
 from lockstep.loop.sums import Pass, sum_values
 from lockstep.run.rank import Rank
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lockstep.common.own_code import calling, refusal
 from lockstep.core.batch import Batch
-from lockstep.loop.draws import StepDraws
 from lockstep.loop.examination import Examination
 from lockstep.loop.forward import Forward
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import Placed
+from lockstep.loop.seeding import StepDraws
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
 from lockstep.loop.update_settings import update_settings

@@ -13,12 +13,12 @@ from lockstep.common.own_code import refusal
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import DatasetFault
-from lockstep.loop.draws import seed_after_loop
 from lockstep.loop.examination import Examination
 from lockstep.loop.loading import make_loader
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
 from lockstep.loop.plan import OwnPlan
+from lockstep.loop.seeding import seed_after_loop
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.step import Step
 from lockstep.loop.verify_hint import verify_hint

@@ -1,7 +1,7 @@
-"""What a rank of a placement takes: its real engine does a few steps of the recipe, in a process of its own.
+"""Measures the memory and time of a rank: its real engine takes a few steps of the recipe, in a separate process.
 
-Where its peers can be pretended (comm/pretended.py) that process is alone, whatever the number of ranks; else all of
-them run on this machine.
+If the strategy works with simulated peers (comm/simulated_peers.py), a single process is enough for any number of ranks.
+Otherwise all ranks run on this machine.
 """
 
 import gc
@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from lockstep.comm.pretended import Traffic, pretended_world
+from lockstep.comm.simulated_peers import Traffic, pretended_world
 from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE

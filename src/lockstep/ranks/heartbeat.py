@@ -19,7 +19,7 @@ from typing import Any, Final, Self, final
 from lockstep.common.rank import ranks_in_words
 from lockstep.common.text import printable_line
 from lockstep.errors import Cause
-from lockstep.ranks import liveness, oom
+from lockstep.ranks import oom, process_state
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, fields, whole
 from lockstep.ranks.rank_log import log_name
@@ -112,7 +112,7 @@ class Heartbeat:
     def _beat(self) -> None:
         """Send the next beat, read those of the others, and look whether a rank failed."""
         assert self._rendezvous.store is not None
-        process = liveness.identity()
+        process = process_state.identity()
         with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
             store = self._rendezvous.store.clone()  # who waits for an answer in one connection keeps the others from it
             while not self._over.is_set():
@@ -157,7 +157,7 @@ class Heartbeat:
     def _lost_ranks(self, looks: int) -> list[int]:
         """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
-        seen = {rank: liveness.state(self._last(rank).process) for rank in silent}
+        seen = {rank: process_state.state(self._last(rank).process) for rank in silent}
         enough = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
 
@@ -169,7 +169,7 @@ class Heartbeat:
         """Return the failure of ranks that are lost."""
         rank = lost[0]
         last = self._last(rank)
-        gone = liveness.state(last.process) == "gone"
+        gone = process_state.state(last.process) == "gone"
         near = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
         status = f", last {last.status}" if last.status else ""

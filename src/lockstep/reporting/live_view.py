@@ -8,7 +8,7 @@ from rich.cells import set_cell_size
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lockstep.reporting.overview import ago
+from lockstep.reporting.jobs_table import ago
 from lockstep.reporting.run_view import STYLES, RunView, clock, eta, figures, headline, join, latest, line, place
 from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
 from lockstep.reporting.text_curve import text_curve

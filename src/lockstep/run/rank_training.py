@@ -28,7 +28,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
 from lockstep.run.events import evaluation_event, start_event
-from lockstep.run.grading import Grading, is_predicted
+from lockstep.run.plan_accuracy import Grading, is_predicted
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart

@@ -8,7 +8,7 @@ import pytest
 from event_examples import evaluated, started, stepped
 from view_examples import logged
 
-from lockstep.reporting.overview import ago, cells, overview
+from lockstep.reporting.jobs_table import ago, cells, overview
 from lockstep.reporting.run_log import history
 from lockstep.reporting.run_view import RunView
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.pretended import pretended_world
+from lockstep.comm.simulated_peers import pretended_world
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
 

@@ -10,7 +10,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
-from lockstep.run.grading import Grading, is_predicted
+from lockstep.run.plan_accuracy import Grading, is_predicted
 from lockstep.setup.resolved import resolve
 
 MIB: Final = 2**20
