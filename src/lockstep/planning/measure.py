@@ -1,6 +1,6 @@
 """Measures the memory and time of a rank: its real engine takes a few steps of the recipe, in a separate process.
 
-If the strategy works with simulated peers (comm/simulated_peers.py), a single process is enough for any number of ranks.
+If the strategy works with simulated peers (comm/simulated_peers.py), one process is enough for any number of ranks.
 Otherwise all ranks run on this machine.
 """
 
