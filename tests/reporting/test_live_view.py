@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped
 from rich.console import Console
 from view_examples import GOING, viewed
@@ -81,7 +82,8 @@ def test_in_a_pipe_each_line_is_written_once() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-def test_in_a_terminal_the_view_is_drawn_in_one_place_and_cleared() -> None:
+def test_in_a_terminal_the_view_is_drawn_in_one_place_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # the tests' own may be dumb, as in an editor's shell
     stream = io.StringIO()
     view = LiveView(stream, terminal=True)
     view.show([viewed(*GOING)], 165.0)
