@@ -1,1 +1,1 @@
-"""Where samples come from: one function for each source."""
+"""Sources of samples, with one function per source."""

@@ -1,4 +1,4 @@
-"""What a dataset is to Lockstep: two splits, each of which fetches a batch by sample numbers."""
+"""The interface of a dataset: a training and a validation split, each of which fetches a batch by sample indices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from lockstep.core.batch import Batch
 class Split(Protocol):
     """The training or the validation part of a dataset.
 
-    `in_memory`: fetching costs no decoding, so that no loader process is worth its start.
+    `in_memory`: Whether fetching takes no decoding. If True, the loader starts no loader processes.
     """
 
     in_memory: bool
@@ -22,24 +22,29 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
-        """Return the samples `indices` as one batch on the CPU: any tensors, with the samples along dim 0.
+        """Return the samples at `indices` as one batch on the CPU: any tensors, with the samples along dim 0.
 
-        With `draw` given, whatever is random is a function of (draw, index); None asks for no augmentation. A sample
-        that cannot be read raises TrainingError that names its file, or, where the recipe says skip, comes as zeros
-        that count as nothing (see `DataSet.skipped`).
+        If `draw` is set, all randomness must be a function of (draw, index). If it is None, samples must not be
+        augmented. If a sample can't be read, raises TrainingError with the name of its file. With `on_error: skip` in
+        the recipe, the sample is returned as zeros instead, which don't count (see `DataSet.skipped`).
         """
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Both splits and what task and model must know of them; without a validation split nothing is evaluated.
+    """Both splits of a dataset, and the facts about it that tasks and models need.
 
-    `facts` are ready for JSON, such as `shape`, that of a sample as the model sees it, and those that a task asks for
-    (tasks/find.py); a checkpoint keeps them. `files` give the file of a training and of a validation sample by its
-    number, for data of which samples may be skipped, and `skipped` says which of a batch were: bool of shape [n].
-    `name` says by what a person finds a training sample that has no file of its own: its row, how its text begins.
-    `warnings` are lines on what is legal, and probably not meant. `question` is the text of an error where the data can
-    be read in two ways: what the recipe of a new run must say. A saved run resumes as it began.
+    - `validation`: If None, nothing is evaluated.
+    - `facts`: Must be serializable as JSON. Contains for example `shape`, the shape of a sample as the model sees it,
+      and the facts that a task needs (tasks/find.py). Saved in checkpoints.
+    - `files`: Functions that return the file of a training sample and of a validation sample by index, for datasets
+      whose samples can be skipped.
+    - `skipped`: Returns which samples of a batch were skipped, as bool of shape [n].
+    - `name`: Returns a description by which a user recognizes a training sample that has no file, such as its row or
+      the beginning of its text.
+    - `warnings`: One line for each setting that is valid but probably not intended.
+    - `question`: If the data can be interpreted in two ways, an error message that tells the user which option to set.
+      Only new runs fail with it. A saved run resumes with its interpretation.
     """
 
     train: Split
@@ -52,34 +57,34 @@ class DataSet:
     question: str = ""
 
     def name_of(self, number: int) -> str:
-        """Return what a training sample is called: its number, and by what a person finds it."""
+        """Return the display name of a training sample: its index, and its file or description if it has one."""
         name = self.name if self.files is None else self.files[0]
         return f"sample {number}" if name is None else f"sample {number} {name(number)}"
 
 
 class Request(NamedTuple):
-    """Samples to fetch; `draw` is the key of their random numbers, None for none."""
+    """A request for samples. `draw` is the key of their random numbers, or None for no randomness."""
 
     indices: NDArray[np.int64]
     draw: int | None
 
 
 class DeviceTransforms(Protocol):
-    """What is done to a fetched batch before the model sees it, on its device."""
+    """Transforms of a fetched batch, which run on its device before the model sees the batch."""
 
     def prepare(self, fetched: Batch, request: Request) -> Batch:
-        """Return what travels to the device of a fetched batch of training."""
+        """Return the tensors to copy to the device for a fetched training batch."""
 
     def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
-        """Transform micro-batch `index` of update `step`."""
+        """Transform micro-batch `index` of update `step`, once the prepared tensors are on the device."""
 
     def for_evaluation(self, arrived: Batch) -> Batch:
-        """Transform a batch of evaluation, of which what was fetched has arrived."""
+        """Transform an evaluation batch. `arrived` is the fetched batch on the device."""
 
 
 @final
 class NoTransforms:
-    """Does nothing."""
+    """A no-op."""
 
     def prepare(self, fetched: Batch, request: Request) -> Batch:
         """See DeviceTransforms."""

@@ -1,4 +1,4 @@
-"""Samples of any structure to a batch of tensors: by a function of the user's own, else leaf by leaf."""
+"""Collates samples of any structure into a batch of tensors, with a custom collate function or leaf by leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from lockstep.errors import UsageError
 
 
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
-    """Return samples of one structure as a batch of it, each leaf stacked along a new dim 0.
+    """Return samples of the same structure as a batch of that structure, with each leaf stacked along a new dim 0.
 
-    A leaf is what data/images/leaves.py takes, or a list of numbers. `numbers` are the samples' in the dataset
-    `label`. Raises UsageError that says which sample has what.
+    A leaf is a value that data/images/leaves.py accepts, or a list of numbers. `numbers` are the indices of the samples
+    in the dataset `label`. Raises UsageError with the indices of the samples that differ.
     """
     trees = [_tensors(f"{label} sample {number}", each) for number, each in zip(numbers, samples, strict=True)]
     leaves = [dict(with_paths(each)) for each in trees]
@@ -35,7 +35,10 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
 
 
 def check_batch(label: str, answer: Any, samples: int) -> Batch:
-    """Return the batch that the user's code made, of so many samples; mappings of other kinds become dicts."""
+    """Return the batch that user code made of `samples` samples. Converts other mappings to dicts.
+
+    Raises UsageError if a leaf is not a tensor or doesn't have the samples along dim 0.
+    """
     batch = _plain(answer)
     if not tensors_of(batch):
         raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {type_name(answer)}")
@@ -51,7 +54,7 @@ def check_batch(label: str, answer: Any, samples: int) -> Batch:
 
 
 def _tensors(label: str, sample: Any) -> Batch:
-    """Return a sample with tensors as its leaves."""
+    """Return a sample with its leaves converted to tensors."""
 
     def leaf(path: str, value: Any) -> Tensor:
         try:
@@ -60,7 +63,7 @@ def _tensors(label: str, sample: Any) -> Batch:
             where = _name(path, sample)
             raise UsageError(f"{label}: its {where} is {error}, or name a function in recipe.data.collate") from error
         is_scalar_count = found.ndim == 0 and not found.is_floating_point() and found.dtype != torch.bool
-        return found.long() if is_scalar_count else found  # a target that is a number comes in any width
+        return found.long() if is_scalar_count else found  # a scalar target may have any integer dtype
 
     return map_with_paths(leaf, _plain(sample))
 
@@ -77,7 +80,10 @@ def _stack(label: str, what: str, tensors: list[Tensor], numbers: Sequence[int])
 
 
 def _plain(value: Any, inner: bool = False) -> Any:
-    """Return a structure of dicts, lists and tuples; lists of numbers inside it are leaves, as arrays."""
+    """Return the value as dicts, lists and tuples.
+
+    Lists of numbers inside the structure become arrays, which are leaves.
+    """
     if isinstance(value, Mapping):
         return {key: _plain(each, True) for key, each in value.items()}
     if isinstance(value, list) and inner and _is_array(value):
@@ -88,14 +94,14 @@ def _plain(value: Any, inner: bool = False) -> Any:
 
 
 def _is_array(values: list[Any]) -> bool:
-    """Say whether a list holds numbers, or lists of them of one length."""
+    """Return whether a list contains only numbers, or only lists of numbers of the same length."""
     if all(isinstance(each, list) for each in values):
         return len({len(each) for each in values}) == 1 and all(map(_is_array, values))
     return all(isinstance(each, int | float) for each in values)
 
 
 def _name(path: str, sample: Any) -> str:
-    """Return what people call a leaf: the two of a pair have names."""
+    """Return the display name of a leaf: input or target for the two leaves of a pair, otherwise its path."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 

@@ -1,8 +1,8 @@
-"""Samples on their way to the device: from pinned memory, on a side stream, while the device computes.
+"""Copies samples to the device from pinned memory, on a side stream, while the device computes.
 
-What has arrived belongs to the side stream in the eyes of torch's allocator, so `record_stream` keeps its memory from
-being given out again before the computing stream is done with it. The pinned memory needs no such care: torch's
-allocator of pinned memory marks a block with each copy that reads it, and gives it out again when those are over.
+In torch's caching allocator, the copied tensors belong to the side stream. `record_stream` prevents their memory from
+being reused before the computing stream is done with it. The pinned memory doesn't need this: torch's allocator for
+pinned memory records each copy that reads a block, and only reuses the block after these copies have completed.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,16 @@ import torch
 from lockstep.core.batch import Batch, like, tensors_of
 
 T = TypeVar("T")
-Arrival = Callable[[], Batch]  # gives what was sent, for whatever the caller's stream computes after it
+Arrival = Callable[[], Batch]  # returns the copied batch, for use on the caller's current stream
 
 
 @final
 class Copies:
-    """Brings tensors of the CPU to the device that computes: its stream waits for a copy, this process does not.
+    """Copies CPU tensors to the device. The computing stream waits for a copy, but this process doesn't.
 
-    `steps_ahead` is how many steps before its use a copy is started: the steps of a process that waits for its device
-    in every step, as with fp16, would start with a copy otherwise. On the CPU tensors are where they are used.
+    `steps_ahead` is the number of steps by which a copy starts before its batch is used. Without it, a process that
+    waits for the device in every step, as with fp16, would begin each step with a copy. On the CPU, tensors are used in
+    place.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +32,13 @@ class Copies:
         self.steps_ahead = int(on_gpu)
 
     def start(self, batch: Batch) -> Arrival:
-        """Start copying, and return what to call where the copies are used. It is called once, and never waits."""
+        """Start copying, and return a function that returns the copies.
+
+        Call it once, when you need them. It never blocks.
+        """
         if self._stream is None:
             return lambda: batch
-        # A copy from memory that is not pinned would wait for all that its stream has to do.
+        # A copy from memory that isn't pinned would block until the side stream is idle.
         pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors_of(batch)]
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
@@ -51,7 +55,10 @@ class Copies:
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield `items`, each when the `count` after it have been made. An error is raised where its item would stand."""
+    """Yield `items`, each after the next `count` items have been made.
+
+    If making an item fails, the items before it are yielded first.
+    """
     made: list[T] = []
     try:
         for item in items:

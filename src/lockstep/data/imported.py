@@ -1,4 +1,4 @@
-"""Datasets from a function of the user's own: any map-style datasets, or a whole DataSet."""
+"""Datasets from a user-defined function, which returns map-style datasets or a complete DataSet."""
 
 import inspect
 import json
@@ -21,11 +21,13 @@ from lockstep.tasks.facts import NAMES, find_class_names, of_targets, skipping
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
-    """Call `package.module:function` with `options` and return what it gives as a DataSet.
+    """Call `package.module:function` with `options` and return its result as a DataSet.
 
-    It gives a DataSet, or (train, validation), where validation may be None, of samples by number: any structure of
-    values that data/images/leaves.py takes, or, with a `collate` (an import path, or an attribute of the training set)
-    anything at all. The option NAMES of tasks/facts.py is Lockstep's: the function sees it only if it takes it.
+    The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
+    Samples can be any structure of values that data/images/leaves.py accepts. With a `collate` (an import path, or an
+    attribute of the training set), they can be anything. The option NAMES of tasks/facts.py is reserved by Lockstep,
+    and is only passed to the function if the function accepts it. Raises UsageError if the result is invalid or the
+    options don't fit.
     """
     label = f"data set {path}"
     made = _call(label, import_object(path, "data set"), options)
@@ -38,15 +40,15 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
 
 
 def collate_of(path: str | None) -> Collate | None:
-    """Return the function that an import path names, None without one."""
+    """Return the function at an import path, or None if no path is set."""
     collate: Collate | None = None if path is None else import_callable(path, "collate", "a function of samples")
     return collate
 
 
 def wrap_map_style(label: str, train: Any, validation: Any, given: Any, collate: Collate | None) -> DataSet:
-    """Return map-style datasets as a DataSet, its facts those of a sample and of the training set.
+    """Return map-style datasets as a DataSet, with facts from the first sample and from the training set.
 
-    `given` are the names that tasks/facts.py would else find.
+    `given` are the class names. If it is None, they are taken from the training set (tasks/facts.py).
     """
     names = find_class_names(label, given, train)
     collate = collate or getattr(train, "collate", None)
@@ -63,13 +65,13 @@ def wrap_map_style(label: str, train: Any, validation: Any, given: Any, collate:
 
 
 def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
-    """Return what a batch of one sample shows: the shape of its inputs, and what kind of targets it has."""
+    """Return the facts that a batch of one sample shows: the shape of its inputs and the kind of its targets."""
     facts: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):
         facts["shape"] = list(inputs.shape[1:])
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
-            # Bytes come to the model as values in [0, 1], as ToTensor gives them; floats as they are.
+            # The model sees bytes as values in [0, 1], as ToTensor returns them. Floats are passed unchanged.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
     return facts | of_targets(batch, names)
 
@@ -89,7 +91,7 @@ def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for the function. Raises UsageError where they do not fit its parameters."""
+    """Return the options to pass to the function. Raises UsageError if they don't match its parameters."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -120,7 +122,7 @@ def _pair(label: str, made: Any) -> tuple[Any, Any]:
 
 
 def _whole(label: str, made: DataSet) -> DataSet:
-    """Return the user's own DataSet with its splits and facts looked at."""
+    """Return the user's DataSet, with checks around its splits and facts."""
     train = OwnSplit(f"{label}: training", made.train)
     validation = None if made.validation is None else OwnSplit(f"{label}: validation", made.validation)
     for part, split in (("train", train), ("validation", validation)):

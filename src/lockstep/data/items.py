@@ -1,4 +1,4 @@
-"""Datasets of the user's own as splits: map-style ones, whose items are collated, and whole splits."""
+"""User-defined datasets as splits: map-style datasets, whose items are collated, and custom splits."""
 
 import random as python_random
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,11 @@ Collate = Callable[[list[Any]], Batch]
 
 @final
 class Items:
-    """The samples of `dataset`, whose items may be anything that `collate` makes a batch of, with samples along dim 0.
+    """The samples of a map-style `dataset`, for a custom training loop.
 
-    Randomness within an item follows from the epoch's key and the sample's number, whichever rank fetches it. Tensors
-    in memory, as a TensorDataset has them, are cut without a collate.
+    Items can be anything that `collate` turns into a batch with samples along dim 0. Randomness within an item is a
+    function of the epoch's key and the index of the sample, so it doesn't depend on the rank that fetches it. The
+    tensors of a TensorDataset are indexed directly if no `collate` is set.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
@@ -60,7 +61,10 @@ class Items:
 
 @final
 class ImportedSplit:
-    """The samples of a user's dataset as batches: by `collate`, else stacked. What is wrong raises UsageError."""
+    """The samples of a user-defined dataset as batches, made by `collate`, or stacked if there is no collate function.
+
+    Raises UsageError for invalid samples.
+    """
 
     in_memory: bool = False
 
@@ -69,14 +73,14 @@ class ImportedSplit:
         self.dataset = dataset
         self._names = names
         self._collate = collate
-        self._length = _length(label, dataset)  # as it is now: all that is planned follows from it
+        self._length = _length(label, dataset)  # the length at this time, on which the whole plan is based
 
     def __len__(self) -> int:
         return self._length
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        if not len(indices):  # what has no samples still has their structure
+        if not len(indices):  # an empty batch still has the structure of a batch
             return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
         samples = [_item(f"{self._label} sample {each}", self.dataset, each, draw) for each in numbers]
@@ -88,7 +92,7 @@ class ImportedSplit:
 
     def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
-        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # it may draw, such as what is masked
+        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # collate may draw, such as a mask
         more = ", ..." if len(numbers) > 4 else ""
         label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{more}"
         with OwnCode(label):
@@ -97,7 +101,7 @@ class ImportedSplit:
 
 @final
 class OwnSplit:
-    """A split of the user's own making, whose answers are looked at before they go on."""
+    """A split that the user implemented. Checks each batch that it returns."""
 
     def __init__(self, label: str, split: Split) -> None:
         self.in_memory = bool(split.in_memory)
@@ -115,23 +119,23 @@ class OwnSplit:
 
 
 def seed_generators(key: int) -> None:
-    """Seed what the user's code draws from: Python's, NumPy's and torch's generators.
+    """Seed the generators that user code draws from: those of Python, NumPy and torch.
 
-    torch.manual_seed is not used, because it queues a call for CUDA at each use until CUDA starts.
+    Doesn't use torch.manual_seed, because each call queues a callback for CUDA until CUDA is initialized.
     """
     seed_python_and_numpy(key)
     torch.default_generator.manual_seed(random.torch_seed(key))
 
 
 def seed_python_and_numpy(key: int) -> None:
-    """Seed the global generators that torch does not have."""
+    """Seed the global generators of Python and NumPy."""
     python_random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes 32 bits
+    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes a seed of 32 bits
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave Python's, NumPy's and torch's generators as they were."""
+    """Restore the generators of Python, NumPy and torch at the end of the block."""
     python, numpy = python_random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([]):
@@ -142,7 +146,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Say whether a dataset has a length and items by number."""
+    """Return whether a dataset has a length and integer indexing."""
     indexed = all(callable(getattr(type(dataset), name, None)) for name in ("__getitem__", "__len__"))
     return indexed and not isinstance(dataset, IterableDataset | dict)
 
@@ -172,7 +176,7 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
 
 
 def _pair(batch: Batch) -> Batch:
-    """Return a pair as a tuple whose targets, where they are whole numbers, are int64; all else as it is."""
+    """Return a pair as a tuple, with integer targets converted to int64. Returns anything else unchanged."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return batch
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()

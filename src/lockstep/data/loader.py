@@ -1,7 +1,7 @@
-"""Gives a process its micro-batches: which samples by arithmetic alone, fetched here or by loader processes.
+"""Loads the micro-batches of a rank, with samples planned by arithmetic and fetched here or in worker processes.
 
-A loader process fetches exactly what this process would have: a request names the samples and the key of their random
-numbers. So the number of workers changes time and nothing else.
+A request contains the indices of the samples and the key of their random numbers. A loader process therefore fetches
+exactly the batch that this process would fetch, and the number of workers only changes the speed.
 """
 
 import math
@@ -33,35 +33,39 @@ from lockstep.errors import DataError, LockstepError, PreflightError, UsageError
 from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
-_BLOCK: Final = 64, 8192  # updates, and samples of all ranks, that are planned at once
+_BLOCK: Final = 64, 8192  # the maximum number of updates, and of samples over all ranks, to plan at once
 _ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
-_DEATH_S: Final = 0.5  # until a process whose connection broke is seen to be dead
+_DEATH_S: Final = 0.5  # how long to wait until a process with a broken connection has exited
 
 
 class _Planned(NamedTuple):
-    """What an update takes; loader processes fetch it some updates ahead of its use."""
+    """The requests of an update. Loader processes fetch them some updates ahead."""
 
     step: Step
     requests: "list[tuple[_Cut, Request]]"
 
 
 class Weigh(NamedTuple):
-    """What a batch weighs, and what adds a whole number over the ranks; for tasks that do not count samples."""
+    """Weights of batches, for tasks that don't count samples.
+
+    - `weight`: Returns the weight of a batch.
+    - `over_ranks`: Sums an integer over the ranks.
+    """
 
     weight: Callable[[Batch], int]
     over_ranks: Callable[[int], int]
 
 
 class _Cut(NamedTuple):
-    """A micro-batch of a step: its number, and the positions in the step that it takes."""
+    """A micro-batch of a step: its index and its positions in the step."""
 
     number: int
     positions: range
-    dummy: bool  # not this rank's own
+    dummy: bool  # doesn't count as this rank's own
 
 
 class _Sent(NamedTuple):
-    """A batch on its way to the device, the numbers of those of its samples that could not be read, and its weight."""
+    """A batch that is being copied to the device, with its weight and the indices of its unreadable samples."""
 
     cut: _Cut
     skipped: list[int]
@@ -72,10 +76,11 @@ class _Sent(NamedTuple):
 @final
 @dataclass(eq=False)
 class Loader:
-    """The batches of a rank, which is `data_rank` among those that share the data.
+    """Loads the batches of a rank, which is `data_rank` among the ranks that share the data.
 
-    `unreadable` are the numbers of the samples that were so in training, and in validation. `extra` may name a
-    micro-batch of any rank, which then goes before this rank's own ones as a dummy.
+    `unreadable` contains the indices of the training samples and of the validation samples that couldn't be read.
+    `extra` may return the index of any micro-batch of the step, which is then added before this rank's own
+    micro-batches as a dummy.
     """
 
     data: DataSet
@@ -88,18 +93,18 @@ class Loader:
     workers: int = 0
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
-    order: Callable[[int], Order] | None = None  # of an epoch, if it is not shuffled by the seed
+    order: Callable[[int], Order] | None = None  # returns the order of an epoch; defaults to a shuffle by the seed
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = Copies(self.device)
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._share = cache(self._share_of)
-        # Of the last two epochs: loader processes may be ahead by one.
+        # Keeps the orders of the last two epochs, since loader processes can be one epoch ahead.
         self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """Yield each update from number `first` to the last, with this rank's micro-batches: one for each round."""
+        """Yield each update from number `first` to the last, with this rank's micro-batches: one per round."""
         requests = (request for planned in self._plans_from(first) for _, request in planned.requests)
         with _fetching(self.data.train, requests, self.workers, self.device) as fetch:
             copied = (
@@ -110,20 +115,22 @@ class Loader:
                 yield self._with_weight(step, sent), [self._microbatch(step, each) for each in sent]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
-        """Fetch any micro-batch of `step` in this process, as a dummy."""
+        """Fetch any micro-batch of `step` as a dummy, in this process."""
         [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, dummy=True)])])[0].requests
         return self._microbatch(step, self._send(cut, request, self.data.train.fetch(*request)))
 
     def samples(self, step: Step) -> list[list[int]]:
-        """Return the numbers of the samples of each micro-batch of a step."""
+        """Return the sample indices of each micro-batch of a step."""
         cuts = [self._cut(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
         return [request.indices.tolist() for _, request in self._plan([(step, cuts)])[0].requests]
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
-        """Yield this rank's batches as (number, batch, weight): every rank's together hold each sample once.
+        """Yield this rank's batches as (number, batch, weight).
 
-        Batch j takes the samples [j * batch, (j + 1) * batch). Where the members of a replica must evaluate as many
-        batches as each other, those that lack one get batch 0 in its place, without a number: it is not to be counted.
+        The numbered batches of all ranks together contain each sample once. Batch j begins at sample j * `batch`, and
+        has `batch` samples or the rest. The number is None if this rank must not count the batch. This is the case if
+        a different rank counts the same batch. It is also the case for batch 0 as padding, which a rank gets if the
+        members of a replica must evaluate the same number of batches.
         """
         split = self.data.validation
         assert split is not None
@@ -138,13 +145,14 @@ class Loader:
                 yield number if self.data_rank.first else None, self.transforms.for_evaluation(arrival()), weight
 
     def validation_batches(self, batch: int) -> int:
-        """Return the number of validation batches over all ranks."""
+        """Return the number of validation batches of all ranks together."""
         return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
 
     def _plans_from(self, first: int) -> Iterator[_Planned]:
-        """Return the plans from number `first` to the last, worked out some at once, which is several times quicker.
+        """Yield the plans of the updates from `first` to the last.
 
-        Those of one epoch: an epoch's order is only made when it is wanted, and then once.
+        Plans several updates at once, which is several times faster. The updates of a block are all of the same epoch,
+        so the order of an epoch is computed once, and only when needed.
         """
         while first < self.steps.total:
             left = self.steps.per_epoch - first % self.steps.per_epoch
@@ -158,7 +166,10 @@ class Loader:
         return step, share if extra is None else [self._cut(step.samples, extra, dummy=True), *share]
 
     def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
-        """Say which samples these cuts of steps of one epoch take: all of them are looked up at once."""
+        """Return the samples of these micro-batches.
+
+        All steps must be of the same epoch, so that one lookup finds all samples.
+        """
         epoch = block[0][0].epoch
         draw = random.key(random.AUGMENT, self.seed, epoch)
         places = [(step.first + cut.positions.start, len(cut.positions)) for step, cuts in block for cut in cuts]
@@ -169,7 +180,7 @@ class Loader:
         return [_Planned(step, [(cut, next(parts)) for cut in cuts]) for step, cuts in block]
 
     def _share_of(self, samples: int) -> list[_Cut]:
-        """Return this rank's cuts of a step of so many samples."""
+        """Return this rank's micro-batches of a step with `samples` samples."""
         indices = self.data_rank.indices(min(self.microbatches, samples))
         return [self._cut(samples, index, dummy) for index, dummy in indices]
 
@@ -193,7 +204,7 @@ class Loader:
         return len(request.indices) if self.weigh is None else self.weigh.weight(fetched)
 
     def _with_weight(self, step: Step, sent: Sequence[_Sent]) -> Step:
-        """Return the step with what it weighs over all ranks: all of them ask, before any computes."""
+        """Return the step with its weight over all ranks. All ranks communicate here, before any of them computes."""
         if self.weigh is None:
             return step
         own = sum(each.weight for each in sent if self.data_rank.primary and not each.cut.dummy)
@@ -210,12 +221,15 @@ class Loader:
 def _fetching(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
-    """Give what answers the requests, which must come in their order; leaving ends the loader processes."""
+    """Yield a function that answers the requests, which must be made in order.
+
+    Leaving the block ends the loader processes.
+    """
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
     advice = f"; they need room in /dev/shm that can be written; {_ROOM}"
-    # First: torch's iterator, where it is half made, ends with an error of its own.
+    # Checked first, because a half-constructed iterator of torch fails with its own error.
     with os_error_as(PreflightError, "placement.workers: loader processes cannot be started", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(
@@ -225,26 +239,26 @@ def _fetching(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=_begin_worker,
-        generator=torch.Generator(),  # else it draws its processes' seed from the trainer's random numbers
-        # Not spawned: a worker would import torch anew, and hold another copy of what the split keeps.
+        generator=torch.Generator(),  # otherwise the seed of the workers is drawn from the trainer's generator
+        # Forked, because a spawned worker would import torch again and hold a second copy of the split's data.
         multiprocessing_context="fork",
     )
     answers: Any = iter(loader)
     try:
         yield lambda _: _unwrap_answer(_next_answer(answers))
     finally:
-        answers._shutdown_workers()  # else they live until collected
+        answers._shutdown_workers()  # otherwise they live until garbage collection
 
 
 def _next_answer(answers: Any) -> Any:
-    """Return the next answer; raise HostError, with the process and its signal, if a loader process died."""
+    """Return the next answer. Raises HostError with the process and its signal if a loader process died."""
     try:
         return next(answers)
-    except (EOFError, OSError, RuntimeError) as error:  # what a connection to a dead process raises, and torch's own
+    except (EOFError, OSError, RuntimeError) as error:  # raised by a connection to a dead process, and by torch
         workers, until = answers._workers, time.monotonic() + _DEATH_S
         dead: list[int] = []
         while not dead and time.monotonic() < until:
-            with suppress(RuntimeError):  # torch's handler of SIGCHLD, which may come only now
+            with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD, which may run only now
                 time.sleep(0.01)
                 dead = [number for number, process in enumerate(workers) if process.exitcode is not None]
         if not dead:
@@ -256,7 +270,10 @@ def _next_answer(answers: Any) -> Any:
 
 @final
 class _Fetches(Dataset[Any]):
-    """A dataset whose index is a request. Errors meant for the user come as values: torch would bury their text."""
+    """A dataset that is indexed by requests.
+
+    Returns the user's errors as values, because torch would bury their message.
+    """
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -267,8 +284,8 @@ class _Fetches(Dataset[Any]):
         except LockstepError as error:
             return UsageError(str(error)) if isinstance(error, UsageError) else DataError(str(error))
         try:
-            # Here, and not when torch sends them: it does that in a thread, whose error is lost, and the trainer
-            # would wait for a batch that never comes.
+            # Share the memory here, before torch sends the batch. Torch does it in a thread, where an error is lost,
+            # and the trainer would wait for the batch forever.
             return map_tensors(Tensor.share_memory_, fetched)
         except RuntimeError as error:
             return DataError(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}")
@@ -282,7 +299,8 @@ def _unwrap_answer(answer: Any) -> Batch:
 
 def _begin_worker(_: int) -> None:
     die_with_parent()
-    # A terminal, timeout(1) or a batch system signals the whole group; the trainer decides, and needs data till then.
+    # A terminal, timeout(1) or a batch system sends the signal to the whole process group. The trainer decides when to
+    # stop, and needs data until then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Several data sets as one, of which each has a share of every epoch.
+"""Several datasets as one, each with a share of every epoch.
 
-Which sample of which source a number stands for follows from (seed, epoch, number) alone, as all else of a step does.
-So a run resumes in the middle of an epoch, on any number of processes, and no source keeps the place it has come to.
+As everything else in a step, the source and the sample of an index are a function of (seed, epoch, index) only.
+Therefore no source keeps a position, and a run can resume in the middle of an epoch with any number of processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +35,11 @@ class _Source:
 
 @dataclass(frozen=True)
 class Options:
-    """`of` are the sources by names of yours: `name`, `root` and `options` as in recipe.data, and a `weight`.
+    """The sources of a mixture and their weights.
 
-    An epoch has `samples` samples, or where that is left out as many as all sources together. Of these each source
-    has the share that its weight, 1 where it is left out, is of all weights.
+    - `of`: The sources under names of your choice, each with `name`, `root` and `options` as in recipe.data, and a
+      `weight`, which defaults to 1. The share of a source in an epoch is its weight divided by the sum of all weights.
+    - `samples`: The number of samples in an epoch. Defaults to the number of samples of all sources together.
     """
 
     of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to data sets")]
@@ -46,7 +47,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the mixture; UsageError where its sources differ in what a task and a model are told of them."""
+    """Return the mixture. Raises UsageError if the sources differ in their facts or in the dtypes of a sample."""
     wrong = [
         f"recipe.data.options.of.{label}{each.removeprefix('options')}"
         for label, given in options.of.items()
@@ -83,18 +84,19 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 
 def shares(samples: int, weights: Sequence[float]) -> list[int]:
-    """Share out so many samples by weights, which are positive: each share is off by one at most."""
-    sums = [*accumulate(weights)]  # the last is their sum, added the same way in each version of Python
+    """Split `samples` samples by positive weights. Each share is off by at most one."""
+    sums = [*accumulate(weights)]  # the last is the sum, added in the same order in each version of Python
     ends = [round(samples * end / sums[-1]) for end in sums]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @final
 class Mixture:
-    """`counts` samples of each source, one source after the other: the order of an epoch mixes them.
+    """`counts` samples of each source, source after source. The order of the epoch mixes them.
 
-    In training each epoch has a random part of a source that has more, none of it twice; of one that has fewer, all as
-    often as they fit, and a random part once more. Which these are depends on nothing but the draw.
+    If a source has more samples than its count, each training epoch uses a random part of it, without repetition. If a
+    source has fewer samples, each epoch repeats all of them as often as they fit, and fills up with a random part. The
+    selection is a function of the draw only.
     """
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
@@ -106,7 +108,7 @@ class Mixture:
         return int(self._ends[-1])
 
     def source(self, number: int) -> int:
-        """Return the place among the sources of the one that a sample comes from."""
+        """Return the index of the source that a sample is from."""
         return int(np.searchsorted(self._ends, number, side="right"))
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
@@ -119,7 +121,7 @@ class Mixture:
             return map_with_paths(lambda path, _: torch.cat([each[path] for each in columns])[order], fetched[0])
 
     def _fetched(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
-        """Yield the samples of each source, and of each time that all of it is gone through, with their places."""
+        """Yield the samples of each source, and of each pass over the source, with their positions in the batch."""
         which = np.searchsorted(self._ends, indices, side="right")
         within = indices - np.concatenate([[0], self._ends])[which]
         turns = within // np.array([*map(len, self.sources)])[which]
@@ -135,7 +137,7 @@ class Mixture:
 
 
 def parts(split: Split) -> Iterator[Split]:
-    """Yield the sources of a mixture, and of those that are mixtures theirs; of any other split itself."""
+    """Yield the sources of a mixture, including those of nested mixtures. Yields any other split itself."""
     if isinstance(split, Mixture):
         for each in split.sources:
             yield from parts(each)
@@ -144,7 +146,7 @@ def parts(split: Split) -> Iterator[Split]:
 
 
 def _kind(split: Split) -> dict[str, str]:
-    """Return the dtype of each tensor of a sample, or the type of what is none, by where it stands there."""
+    """Return the dtype of each tensor of a sample by its path. For other leaves, the type."""
     leaves = with_paths(split.fetch(np.array([0]), None))
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
 

@@ -1,4 +1,4 @@
-"""The options of a source: a frozen dataclass defines which there are, and what each may be."""
+"""The options of a source: a frozen dataclass defines their names and types."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -22,11 +22,11 @@ Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a source that has none."""
+    """The options of a source that has none."""
 
 
 def option_errors(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the options given for those that the dataclass `kind` has."""
+    """Yield the errors in the options `given` for the dataclass `kind`, one message per option."""
     valid = {field.name: field for field in fields(kind)}
     for name, value in given.items():
         if not valid:
@@ -41,12 +41,15 @@ def option_errors(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def build_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return the options, of which `option_errors` found nothing to say; an option that is null is left out."""
+    """Return the options as a `kind`.
+
+    `option_errors` must have found no errors. Options that are null get their defaults.
+    """
     return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def _wrong(kind: type, name: str, value: Any) -> str:
-    """Say what was expected of an option, "" where `value` is that."""
+    """Return the expected value of an option, or "" if `value` is valid."""
     annotation = get_type_hints(kind, include_extras=True)[name]
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
@@ -56,7 +59,7 @@ def _wrong(kind: type, name: str, value: Any) -> str:
 
 
 def _description(annotation: Any) -> str:
-    """Return what an annotation carries: its description, its choices, or those of its parts."""
+    """Return the description of an annotation, its choices, or the descriptions of its parts."""
     if annotation is bool:
         return "true or false"
     if get_origin(annotation) is Literal:

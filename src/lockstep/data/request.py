@@ -1,12 +1,12 @@
-"""What a recipe requests from a dataset, in the form its source receives, and which datasets support what."""
+"""The request of a recipe to a dataset, in the form that its source receives, and which datasets support which keys."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
-FILES_SIZE: Final = 224  # of images that come as files, where a recipe gives none
+FILES_SIZE: Final = 224  # the default size of images from files
 NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
-# The options of `synthetic`, with their defaults.
+# The options of `synthetic` with their defaults.
 SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
 _OF_FILES: Final = ("folder", "webdataset")
 
@@ -15,7 +15,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A dataset's name and location, and what is to be done to its samples, in the words of the configuration."""
+    """The name and location of a dataset, and the transforms of its samples, named as in the configuration."""
 
     name: str
     root: str = "data"
@@ -31,19 +31,19 @@ class DataRequest:
 
     @property
     def cuts(self) -> bool:
-        """Whether its samples are cut from images of any size."""
+        """Whether the samples are crops of images of any size."""
         return self.name in _OF_FILES
 
 
 def request_of(data: Mapping[str, Any]) -> DataRequest:
-    """Return what a recipe's section `data`, as plain values, asks for; keys that are left out are not among them."""
+    """Return the request of a recipe's section `data`, passed as plain values. Missing keys get their defaults."""
     given = {each.name: data[each.name] for each in fields(DataRequest) if each.name in data}
     low, high = data["augment"]["resized_crop_scale"]
     return DataRequest(**given, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
 def misfits(request: DataRequest) -> Iterator[str]:
-    """Yield what this dataset could only ignore, and what cannot be true together."""
+    """Yield an error for each key that this dataset doesn't support, and for each contradiction between keys."""
     if request.cuts:
         yield from _contradictions(request)
         return

@@ -1,4 +1,4 @@
-"""Which samples are validation's where a dataset has none: a share of them, by a hash, so that it stays theirs."""
+"""Chooses the validation samples of a dataset that has no validation part, by a hash, so that the choice is stable."""
 
 import hashlib
 import os
@@ -14,25 +14,28 @@ _KEY: Final = random.key(random.SPLIT)
 
 
 def in_share(name: str, share: float) -> bool:
-    """Say whether the sample of this name is in the share. Others may come and go, it stays where it is."""
+    """Return whether the sample `name` is in the share.
+
+    Adding or removing samples doesn't move any other sample.
+    """
     return _place(name) < share * 2**64
 
 
 def take_share(names: Sequence[str], share: float) -> list[str]:
-    """Return the nearest whole number of `names` to a share of them, those whose hashes are the lowest.
+    """Return the share of `names` with the lowest hashes, rounded to the nearest number of names.
 
-    At least one and not all are taken, where the share is not 0 and there are two. Names that are added later move as
-    few others as keeps the share.
+    If the share is not 0 and there are at least two names, takes at least one name but not all. Names that you add
+    later only move as many names as necessary to keep the share.
     """
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share else 0
     return sorted(names, key=_place)[:count]
 
 
 def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
-    """Say for each of the rows 0, 1, ... whether it is in the share; rows added later move none of them."""
+    """Return for each of the rows 0, 1, ... whether it is in the share. Adding rows later doesn't move any row."""
     return random.uniform(_KEY, np.arange(rows), 1)[:, 0] < share
 
 
 def _place(name: str) -> int:
-    """Return where a name stands among all: a whole number from 0 to 2**64, by its hash."""
+    """Return the hash of a name, an integer of at least 0 and less than 2**64, by which names are ordered."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Datasets by name, or by the import path of the user's own function; a source is imported only when it is named."""
+"""Datasets by name or by the import path of a user-defined function. A source is only imported when it is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """The module of a dataset, below lockstep.data, and its training samples where they are always as many."""
+    """The module of a dataset below lockstep.data, and the number of its training samples if the number is fixed."""
 
     module: str
     training_samples: int | None = None
@@ -44,18 +44,21 @@ _OWN: Final = "package.module:function"
 
 
 class Source(Protocol):
-    """A module of this table: a dataclass of the options it takes, and what opens its data."""
+    """A module in the table below: a dataclass of options, and a function that opens the data."""
 
     Options: type
 
     def open_data(self, request: DataRequest, options: Any) -> DataSet:
-        """Return the dataset; every rank may call this at once. UsageError where it is not there, or is damaged."""
+        """Return the dataset.
+
+        All ranks may call this at the same time. Raises UsageError if it is missing or damaged.
+        """
 
 
 def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
-    """Return the number of training samples, without torch and reading none; None where only the data itself has it.
+    """Return the number of training samples without reading them or importing torch, or None if only the data shows it.
 
-    UsageError where there is no such data set.
+    Raises UsageError if there is no such dataset.
     """
     if name == "synthetic":
         samples = options.get("samples", SYNTHETIC["samples"])
@@ -72,7 +75,7 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
 
 
 def open_data(request: DataRequest) -> DataSet:
-    """Return the requested dataset. Raises UsageError where it does not exist or the request does not fit it."""
+    """Return the requested dataset. Raises UsageError if it doesn't exist or the request doesn't fit it."""
     if ":" in request.name:
         from lockstep.data.imported import import_dataset
 

@@ -1,1 +1,1 @@
-"""Models that we ship, and how any other is found by name."""
+"""The models that come with Lockstep, and how other models are found by name."""

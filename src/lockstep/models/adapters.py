@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: the model's own weights stay, and small matrices parallel to some layers are trained.
+"""Low-rank adapters from peft: freezes the model's weights, and trains small matrices parallel to some of its layers.
 
 Hu et al. 2021, "LoRA: Low-rank adaptation of large language models".
 """
@@ -15,16 +15,18 @@ from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
 
 _KEY: Final = "recipe.model.lora"
-_ADAPTER: Final = "default"  # peft's name of the only one
+_ADAPTER: Final = "default"  # peft's name of the only adapter
 _PARTS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters there are: of rank `r`, at the modules that end in one of the names, as peft reads them.
+    """The settings of low-rank adapters.
 
-    What an adapter adds is scaled by `alpha / r`, or with `rslora` by `alpha / sqrt(r)`. `train` are patterns of
-    parameters that are trained too, such as those of a new head.
+    - `modules`: Suffixes of the names of modules that get an adapter, as in peft, or only `all-linear`.
+    - `r`: The rank.
+    - `alpha`: The output of an adapter is scaled by `alpha / r`, or by `alpha / sqrt(r)` with `rslora`.
+    - `train`: Patterns of other parameters to train, such as those of a new head.
     """
 
     modules: Sequence[str]
@@ -36,10 +38,11 @@ class Lora:
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Put adapters into a model, whose own parameters are then not trained, but for those that fit `lora.train`.
+    """Add adapters to a model, and freeze its own parameters, except for those that match a pattern in `lora.train`.
 
-    They draw from torch's generator, and add nothing at first. BatchNorm layers none of whose parameters is trained
-    stay in evaluation. UsageError where peft is not installed, or finds no module.
+    The adapters are initialized from torch's generator, and don't change the output of the model at first. BatchNorm
+    layers without trained parameters stay in evaluation mode. Raises UsageError if peft is not installed or finds no
+    module.
     """
     try:
         _peft().inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
@@ -56,7 +59,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 
 def merge_adapters(model: nn.Module) -> bool:
-    """Merge adapters into the weights of their layers and remove them; return whether there were any."""
+    """Merge the adapters into the weights of their layers and remove them. Returns whether there were any."""
     places = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
     places += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
     for place in places:
@@ -69,13 +72,13 @@ def merge_adapters(model: nn.Module) -> bool:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Whether tensors are those of a model with adapters."""
+    """Return whether these are the names of tensors of a model with adapters."""
     return any(part in name for name in names for part in _PARTS)
 
 
 def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
-    """Return peft's own configuration of the adapters."""
-    # peft takes a list for the ends of names, and one text for an expression, or for its word all-linear.
+    """Return peft's configuration of the adapters."""
+    # peft reads a list as suffixes of names, and a string as a regular expression or the keyword all-linear.
     modules = "all-linear" if list(lora.modules) == ["all-linear"] else list(lora.modules)
     return _peft().LoraConfig(
         r=lora.r,
@@ -88,8 +91,7 @@ def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 
 
 def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
-    """Return the adapters of a model's state, and the modules that were trained with them, by the names of peft's
-    files."""
+    """Return the adapters and the fully trained modules of a model's state, with the names that peft's files use."""
     adapters = {name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters([name])}
     fully_trained = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
     return {f"base_model.model.{name}": each for name, each in {**adapters, **fully_trained}.items()}

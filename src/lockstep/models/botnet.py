@@ -1,7 +1,7 @@
-"""BoTNet-50: ResNet-50 whose last stage attends over the whole image instead of convolving 3x3.
+"""BoTNet-50: a ResNet-50 with self-attention over the whole image instead of 3x3 convolutions in its last stage.
 
-Srinivas et al. 2021, "Bottleneck Transformers for Visual Recognition", arXiv 2101.11605, section 3, figure 4.
-Shapes: N images, K heads, P positions of the feature map (row by row), D channels of one head.
+Srinivas et al. 2021, "Bottleneck Transformers for Visual Recognition", arXiv 2101.11605, section 3, figure 4. Shapes: N
+images, K heads, P positions of the feature map (row by row), D channels of one head.
 """
 
 from typing import final
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_CHANNELS = 512  # of ResNet-50's last stage, inside its bottlenecks
+_CHANNELS = 512  # in the bottlenecks of ResNet-50's last stage
 
 
 def botnet50(
@@ -22,11 +22,11 @@ def botnet50(
     last_stride: int = 1,
     zero_init_residual: bool = True,
 ) -> nn.Module:
-    """Return BoTNet-50 for images of shape [n, 3, image_size, image_size]; no other size fits its positions.
+    """Return BoTNet-50 for images of shape [n, 3, image_size, image_size]. Its positions don't support any other size.
 
-    `last_stride` is the stride of the last stage: 1 is the paper's S1 variant (20,859,176 parameters at 1000
-    classes and 224 pixels), 2 its plain one (20,852,008). With 2, the first block attends at full size and
-    its output is averaged over 2x2.
+    `last_stride` is the stride of the last stage: 1 for the paper's S1 variant (20,859,176 parameters with 1000 classes
+    and 224 pixels), or 2 for the plain variant (20,852,008). With 2, the first block computes attention at full size,
+    and averages its output over 2x2. Raises UsageError if the sizes don't fit.
     """
     from torchvision.models import resnet50
 
@@ -34,7 +34,7 @@ def botnet50(
     network: nn.Module = resnet50(
         num_classes=num_classes,
         zero_init_residual=zero_init_residual,
-        # Dilation is torchvision's way to ask for stride 1; the dilated convolutions are those that go.
+        # torchvision only offers a stride of 1 by dilation. The dilated convolutions are the ones that are replaced.
         replace_stride_with_dilation=[False, False, last_stride == 1],
     )
     first, *others = network.get_submodule("layer4").children()
@@ -59,7 +59,7 @@ def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> in
 
 
 def _attend(block: nn.Module, size: int, heads: int, stride: int) -> None:
-    """Put attention in the place of a bottleneck's 3x3 convolution, and the stride behind it."""
+    """Replace the 3x3 convolution of a bottleneck with attention, followed by pooling instead of the stride."""
     attention: nn.Module = Attention(_CHANNELS, heads, size, size)
     if stride == 2:
         attention = nn.Sequential(attention, nn.AvgPool2d(2))
@@ -68,9 +68,9 @@ def _attend(block: nn.Module, size: int, heads: int, stride: int) -> None:
 
 @final
 class Attention(nn.Module):
-    """Multi-head self-attention over the positions of a feature map, with 2-D relative positions.
+    """Multi-head self-attention over the positions of a feature map, with relative positions in 2-D.
 
-    Input and output: [N, channels, height, width].
+    Input and output have shape [N, channels, height, width].
     """
 
     def __init__(self, channels: int, heads: int, height: int, width: int) -> None:
@@ -82,11 +82,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n, channels, height, width = x.shape
-        # Each of the three is [N, K, P, D].
+        # Queries, keys and values have shape [N, K, P, D].
         split = self.queries_keys_values(x).view(n, 3, self.heads, channels // self.heads, height * width)
         queries, keys, values = split.transpose(-2, -1).unbind(1)
         queries = queries * self.scale
-        # Written out: the backward of a learnt bias is not deterministic in every fused kernel.
+        # Doesn't use a fused kernel, since not every fused kernel has a deterministic backward for a learned bias.
         logits = queries @ keys.transpose(-2, -1) + self.position(queries)
         attended: Tensor = logits.softmax(dim=-1) @ values
         return attended.transpose(-2, -1).reshape(n, channels, height, width)
@@ -94,9 +94,10 @@ class Attention(nn.Module):
 
 @final
 class RelativePosition(nn.Module):
-    """How much a query likes a distance: learnt vectors for each difference of rows and of columns.
+    """Relative position logits, from a learned vector for each row difference and for each column difference.
 
-    Row i of `rows` belongs to the difference i - (height - 1) of key row minus query row; `columns` likewise.
+    Row i of `rows` is the vector of the row difference i - (height - 1), which is the key's row minus the query's row.
+    The same applies to `columns`.
     """
 
     def __init__(self, channels: int, height: int, width: int) -> None:
@@ -107,7 +108,7 @@ class RelativePosition(nn.Module):
         self.columns = nn.Parameter(torch.randn(2 * width - 1, channels) * scale)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """Return what to add to the logits, [N, K, P queries, P keys], for scaled queries [N, K, P, D]."""
+        """Return the summand of the logits, [N, K, P queries, P keys], for scaled queries [N, K, P, D]."""
         q = queries.view(*queries.shape[:2], self.height, self.width, -1)
         # [N, K, height, width, height of the key] and [N, K, height, width, width of the key]
         rows = _by_key(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)
@@ -117,11 +118,11 @@ class RelativePosition(nn.Module):
 
 
 def _by_key(logits: Tensor) -> Tensor:
-    """Turn [..., L queries, 2L - 1 differences] into [..., L queries, L keys].
+    """Convert [..., L queries, 2L - 1 differences] to [..., L queries, L keys].
 
-    Key k of query q lies at difference k - q + L - 1. With a zero at its end each row is 2L long; cut again
-    into rows of 2L - 1, each begins one earlier than the one above it, so every key stands in one column:
-    a gather without an index (Huang et al. 2018, "Music Transformer", section 3.4.1).
+    Key k of query q has the difference k - q + L - 1. With a zero appended, each row has length 2L. If these rows are
+    split again into rows of length 2L - 1, each row begins one position earlier than the row above. Each key is then in
+    a single column, which works as a gather without an index (Huang et al. 2018, "Music Transformer", section 3.4.1).
     """
     *outer, length, differences = logits.shape
     flat = F.pad(logits, (0, 1)).flatten(-2)

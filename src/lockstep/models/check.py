@@ -1,4 +1,4 @@
-"""Whether a model fits the data: found with a few samples of it, before any process is started."""
+"""Checks that a model fits the data, with a few of its samples, before any process starts."""
 
 import gc
 import warnings
@@ -24,18 +24,18 @@ _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "conv
 
 
 class Form(NamedTuple):
-    """What a tensor is but for its values."""
+    """The shape and the dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def as_average(self) -> "Form":
-        """Return the form of an average of such tensors over time (parallel/ema.py)."""
+        """Return the form of a running average of such tensors (parallel/ema.py)."""
         wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, wide)
 
     def cast(self, dtype: torch.dtype | None) -> "Form":
-        """Return the form of a parameter that is trained in `dtype`, where one is given (parallel/weights.py)."""
+        """Return the form of a parameter that is trained in `dtype`, if that is set (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
     def __str__(self) -> str:
@@ -44,23 +44,23 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the preflight found of a model."""
+    """The facts about a model that the preflight check found."""
 
     parameters: int
-    tensors: Mapping[str, Form]  # of its state
-    trained: Mapping[str, Form]  # of its parameters that want a gradient, in the model's order
-    batchnorm: bool  # whether a layer normalises over the samples of a micro-batch, and is not frozen
-    synchronised: str  # the first layer that is torch's SyncBatchNorm and not frozen, "" where there is none
-    buffers: frozenset[str]  # by their names
-    flops: int | None  # of a sample, forward and backward; None where the meta device has not what they depend on
+    tensors: Mapping[str, Form]  # of the state_dict
+    trained: Mapping[str, Form]  # parameters with requires_grad, in the order of the model
+    batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
+    synchronised: str  # name of the first SyncBatchNorm layer that isn't frozen, or ""
+    buffers: frozenset[str]  # names of the buffers
+    flops: int | None  # forward and backward of a sample; None if the meta device can't compute it
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Those of the parameters that are trained, each once."""
+        """The distinct numbers of dimensions of the trained parameters, sorted."""
         return tuple(sorted({len(form.shape) for form in self.trained.values()}))
 
     def stored(self, dtype: torch.dtype | None) -> "Summary":
-        """Return the same of a model whose parameters are trained in `dtype`, where one is given."""
+        """Return the summary of the same model with its parameters trained in `dtype`, if that is set."""
         trained = {name: form.cast(dtype) for name, form in self.trained.items()}
         tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
         return replace(self, tensors=tensors, trained=trained)
@@ -69,21 +69,22 @@ class Summary:
 def check_model(
     build: Build, *, name: str, evaluation: Inputs, training: Inputs, check: Callable[[Any, int], None]
 ) -> Summary:
-    """Raise UsageError unless the model gives outputs, in evaluation and in training, where something is trained.
+    """Return a summary of the model, and raise UsageError if it doesn't fit the data or has nothing to train.
 
-    `check` raises UsageError where outputs are not what the task takes; it is given them and the number of samples.
+    - `evaluation`, `training`: Inputs as the model sees them, with the values of real samples. `training` must have the
+      size of the run's smallest micro-batch, because BatchNorm can fail on small batches.
+    - `check`: Called with outputs and the number of samples. Must raise UsageError if the task can't use the outputs.
+    - `build`: Must not load pretrained weights, because their values don't matter here.
 
-    `evaluation` and `training` are inputs as the model sees them, with the values of real samples; `training` has as
-    many as the run's smallest micro-batch: BatchNorm may want more of them.
-    The model is built on the meta device, without memory or arithmetic, and on the CPU only where that fails.
-    Let `build` leave pretrained weights out: their values do not matter here.
+    The model is built on the meta device, without memory or arithmetic. Only if that fails, it is built on the CPU.
     """
     trial = partial(_trial, build, name, evaluation, training)
-    # The real build warns too. On the meta device torch warns of each weight that is loaded, since it has no values.
+    # The real build shows the same warnings. On the meta device, torch also warns about each weight that is loaded,
+    # because the weight has no values.
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
         try:
             evaluated, trained, summary = trial("meta")
-        except Exception:  # a model may read values while it is built or runs; what fails on the CPU too is told
+        except Exception:  # a model may need values to be built or to run; the CPU reports any real error
             evaluated, trained, summary = trial("cpu")
     check(evaluated, length(evaluation))
     check(trained, length(training))
@@ -103,16 +104,16 @@ def check_dtype(
     inputs: Inputs,
     dtype: torch.dtype,
 ) -> None:
-    """Raise UsageError unless the model can do what `compute_in` has it do: compute with weights and inputs in `dtype`.
+    """Raise UsageError if the model can't compute with weights and inputs in `dtype`, after `compute_in` has set it up.
 
-    It is tried on the meta device. A model that cannot be tried there shows it in its first step.
+    Runs on the meta device. If the model can't run there, the first step of the run fails instead.
     """
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"), new_tensors_dropped():
         try:
             with torch.device("meta"):
                 model = build()
-                model.eval()  # calls train(), which of the user's own may return nothing
-        except Exception:  # it reads values while it is built
+                model.eval()  # calls train(), which may return nothing if the user overrides it
+        except Exception:  # the model needs values to be built
             return
         _check_float32(name, model, dtype)
         compute_in(model, dtype)
@@ -132,7 +133,10 @@ def check_dtype(
 
 @final
 class _OneDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses products of tensors of two dtypes as the CPU and CUDA do; the meta device lets most of them pass."""
+    """Raises RuntimeError for products of tensors with different dtypes, as the CPU and CUDA do.
+
+    The meta device accepts most of these products.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -152,7 +156,7 @@ def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_weights(name: str, model: nn.Module) -> None:
-    """Raise UsageError unless the model has parameters that a task can train, all of them with a shape."""
+    """Raise UsageError unless the model has parameters to train, no complex parameters, and passes `check_layers`."""
     check_layers(name, model)
     for path, parameter in model.named_parameters():
         if parameter.is_complex():
@@ -162,7 +166,11 @@ def check_weights(name: str, model: nn.Module) -> None:
 
 
 def check_layers(name: str, model: nn.Module) -> None:
-    """Raise UsageError for what no strategy can train to the same bits: weights without a shape, some embeddings."""
+    """Raise UsageError for layers that no strategy can train with the same bits.
+
+    These are tensors without a shape, quantized or sparse tensors, parameters whose elements share memory, parameters
+    with hooks, and embeddings with max_norm or sparse gradients.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for path, tensor in tensors:
         if is_lazy(tensor):
@@ -196,12 +204,13 @@ def check_layers(name: str, model: nn.Module) -> None:
 
 
 def hooked_parameter(model: nn.Module) -> str:
-    """Return the name of a parameter that has a hook of its gradient or of its AccumulateGrad node, "" if none has."""
+    """Return the name of a parameter with a hook on its gradient or AccumulateGrad node, or "" if there is none."""
     parameters = {parameter: path for path, parameter in model.named_parameters()}
     for parameter, path in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return path
-    # torch does not list the hooks of a node. Whoever adds one keeps the node alive, or the hook is gone with it.
+    # torch doesn't list the hooks of a node. Whoever adds a hook must keep the node alive, so the search covers all
+    # live objects.
     for item in gc.get_objects():
         if type(item).__name__ == "AccumulateGrad" and item.variable in parameters:
             return parameters[item.variable]
@@ -209,7 +218,7 @@ def hooked_parameter(model: nn.Module) -> str:
 
 
 def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
-    """Return the outputs in evaluation and in training."""
+    """Return the outputs in evaluation and in training, and the summary of the model."""
     with new_tensors_dropped(), torch.device(device):
         model = build()
         check_weights(name, model)
@@ -248,7 +257,7 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
         return call(model, inputs)
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a stranger's model may raise anything, and may even exit
+    except BaseException as error:  # third-party models may raise anything, and may even exit
         fitting = "an image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
         advice = f"choose a model and {fitting} that fit each other"
         if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
@@ -264,7 +273,7 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
 
 
 def _forms(inputs: Inputs) -> str:
-    """Say of what shape and dtype inputs are, by their names where they have any."""
+    """Return a description of the shapes and dtypes of inputs, with their names if they have any."""
     names = [f"{name} of " for name in inputs] if isinstance(inputs, Mapping) else [""] * len(inputs)
     values = [*(inputs.values() if isinstance(inputs, Mapping) else inputs)]
     return ", ".join(

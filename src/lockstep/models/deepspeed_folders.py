@@ -1,8 +1,9 @@
-"""Folders that DeepSpeed's own save_checkpoint has written, and which of their files has the weights.
+"""Folders that DeepSpeed's save_checkpoint wrote, and the file in them that contains the weights.
 
-With ZeRO's stages 1 and 2 one file has the model, whole, and torch reads it with `weights_only`. What has the
-optimizer's state, and with stage 3 or 16 bits the weights too, are pickles of DeepSpeed's classes, which could run code
-when they are read: they are left to DeepSpeed's own program in the same folder.
+With ZeRO stages 1 and 2, a single file contains the whole model, which torch can read with `weights_only`. The files
+with the optimizer state, which also contain the weights with stage 3 or 16-bit training, are pickles of DeepSpeed's
+classes. Pickles can run code when they are read. Therefore Lockstep leaves these files to the conversion program that
+DeepSpeed puts in the same folder.
 """
 
 from collections.abc import Mapping
@@ -15,16 +16,17 @@ from torch import Tensor
 from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
-_LATEST: Final = "latest"  # names the folder of a step
-_LONGEST: Final = 256  # bytes of it
+_LATEST: Final = "latest"  # contains the name of a step's folder
+_LONGEST: Final = 256  # the maximum size of this file in bytes
 _MODEL: Final = "mp_rank_00_model_states.pt"
 _OF_STAGE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def model_file(folder: Path) -> Path | None:
-    """Return the file with the whole model of a checkpoint, or of the latest step's; None where the folder is no such.
+    """Return the file with the whole model of a checkpoint, or None for a different kind of folder.
 
-    UsageError where each rank's file has a part of it.
+    In a folder with several steps, this is the file of the latest step. Raises UsageError if the weights are sharded
+    over the files of all ranks.
     """
     step = _step(folder)
     if (step / _OF_STAGE_3).is_file():
@@ -35,7 +37,7 @@ def model_file(folder: Path) -> Path | None:
 
 
 def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Raise UsageError where the weights are of 16 bits, rounded from others that only the optimizer's files have."""
+    """Raise UsageError if the weights are 16-bit copies, rounded from the weights in the optimizer's files."""
     narrow = [each.dtype for each in tensors.values() if each.dtype in (torch.float16, torch.bfloat16)]
     if narrow:
         kind = str(narrow[0]).removeprefix("torch.")

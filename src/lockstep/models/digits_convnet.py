@@ -1,6 +1,6 @@
-"""A small residual network for 8x8 digits: fast on one CPU core, with BatchNorm and dropout on purpose.
+"""A small residual network for 8x8 digits, fast on one CPU core, with BatchNorm and dropout on purpose.
 
-Both depend on how a batch is cut into micro-batches and must not depend on who computes which of them.
+Both layers depend on how a batch is split into micro-batches, but must not depend on which rank computes which of them.
 """
 
 from typing import final
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32, dropout: float = 0.1) -> nn.Module:
     """Return a network for images of shape [n, in_channels, height, width], 8x8 or somewhat larger.
 
-    `width` is the number of channels at full size; the half-size stages have twice as many.
+    `width` is the number of channels at full size. The stages at half size have twice as many channels.
     """
     return nn.Sequential(
         nn.Conv2d(in_channels, width, 3, padding=1, bias=False),

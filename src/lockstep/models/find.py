@@ -1,4 +1,4 @@
-"""Models by name: ours, timm's, torchvision's, transformers', or the user's `package.module:function`."""
+"""Models by name, from Lockstep, timm, torchvision or transformers, or from a `package.module:function` of the user."""
 
 import inspect
 import os
@@ -23,7 +23,7 @@ Factory = Callable[..., nn.Module]
 
 
 class Construction(NamedTuple):
-    """A call that builds a model: `module:function`, its arguments by position, and those by name."""
+    """A call that builds a model: `module:function`, its positional arguments, and its keyword arguments."""
 
     function: str
     arguments: list[str]
@@ -49,14 +49,20 @@ def build_model(
     options: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any],
 ) -> nn.Module:
-    """Return the model `name` for data of which these are the facts: `classes`, their names, `shape`, that of a sample,
-    `vocabulary`, the number of tokens, `context`, how many a sample has, `outputs`, the targets of a regression, and
-    `target_scale`, the mean and the standard deviation of each, where it has them.
+    """Return the model `name` for data with these `facts`.
 
-    `auto` looks among ours, then timm's, then torchvision's; a name with a colon is an import path, and a folder with a
-    config.json a model of transformers, which else are found by their source alone. `options` go to the model's
-    function, for transformers to its config, and win over what follows from the data. timm, torchvision and
-    transformers take seconds to import and are imported only where the name leads to them.
+    - `name`: With source `auto`, a name is looked up in Lockstep, timm and torchvision, in this order. A name with a
+      colon is an import path. A folder with a config.json is a transformers model. Other transformers models need
+      source `transformers`.
+    - `pretrained`: Load the weights of timm, torchvision or transformers. One process per node downloads at a time.
+    - `options`: Arguments of the model's function, or fields of the config for transformers. They override the
+      arguments from the facts.
+    - `facts`: The names of the `classes`, the `shape` of a sample, the number of tokens in the `vocabulary`, the number
+      of tokens per sample (`context`), the number of regression targets (`outputs`), and the mean and standard
+      deviation of each target (`target_scale`), if the data has them.
+
+    timm, torchvision and transformers take seconds to import, and are only imported if the name requires it. Raises
+    UsageError if there is no such model or it can't be built.
     """
     origin = origin_of(name, source)
     if pretrained and origin in ("lockstep", "path"):
@@ -80,16 +86,19 @@ def build_model(
 
 
 def check_pretrained(name: str, source: Source) -> None:
-    """Raise UsageError where weights that are to be loaded are not there, as far as can be seen without loading them.
+    """Raise UsageError if pretrained weights are missing, as far as this is possible without loading them.
 
-    A check of the model leaves them out, and ranks would be the first to see it.
+    The check of a model doesn't load the weights. Without this function, the ranks would be the first to fail.
     """
     if origin_of(name, source) == "transformers":
         check_weights(name)
 
 
 def construction(*, name: str, source: Source, options: Mapping[str, Any], facts: Mapping[str, Any]) -> Construction:
-    """Return the call by which `build_model` gets a model without pretrained weights, but for those of transformers."""
+    """Return the call that builds the same model as `build_model`, without pretrained weights.
+
+    Not for transformers models.
+    """
     origin = origin_of(name, source)
     options = _from_data(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
     match origin:
@@ -102,7 +111,7 @@ def construction(*, name: str, source: Source, options: Mapping[str, Any], facts
 
 
 def origin_of(name: str, source: Source) -> Origin:
-    """Return whose model a name is. UsageError where it is nobody's."""
+    """Return the origin of the model `name`. Raises UsageError if there is no such model."""
     if source == "auto" and ":" in name:
         return "path"
     if source == "transformers" or (source == "auto" and is_transformers_folder(name)):
@@ -119,7 +128,7 @@ def origin_of(name: str, source: Source) -> Origin:
 def _in_timm(name: str, source: Source) -> bool:
     import timm
 
-    # With its source given, timm's own schemes for weights elsewhere, such as hf-hub:, are timm's to judge.
+    # With source timm, timm itself resolves its schemes for weights elsewhere, such as hf-hub:.
     return bool(timm.is_model(name)) or (source == "timm" and ":" in name)
 
 
@@ -165,7 +174,7 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
 
 
 def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that follow from the data, as far as the model's function takes them."""
+    """Return the arguments that follow from the data, if the model's function has parameters for them."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
@@ -182,10 +191,10 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
                     f"model {name}: torchvision's models take 3 channels, but the data has {shape[0]}; "
                     f"use a model of timm (source: timm) or a function of yours"
                 )
-            # Those of segmentation else fetch weights of their first layers, unasked.
+            # Otherwise, segmentation models download weights for their backbone unasked.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
-            with OwnCode(f"model {name}"):  # a signature is what its object says it is
+            with OwnCode(f"model {name}"):  # an object can define its own signature
                 named = {key: facts[key] for key in ("shape", "outputs") if key in facts}
                 return _filter_arguments(factory, sizes) | _filter_arguments(factory, named, open_ended=False)
         case _:
@@ -195,10 +204,10 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
 
 
 def _filter_arguments(factory: Factory, arguments: dict[str, Any], open_ended: bool = True) -> dict[str, Any]:
-    """Return those of the arguments that the function has a parameter for, or **kwargs where that counts too."""
+    """Return the arguments that the function has a parameter for. With `open_ended`, **kwargs accepts all of them."""
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # a function written in C may have none
+    except ValueError:  # functions written in C may have no signature
         return {}
     if open_ended and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
@@ -208,12 +217,12 @@ def _filter_arguments(factory: Factory, arguments: dict[str, Any], open_ended: b
 
 @contextmanager
 def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Say of any error while a model is built which arguments it was given: they come from the recipe."""
+    """Add the arguments, which come from the recipe, to any error that is raised while a model is built."""
     try:
         yield
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a stranger's function may raise anything, and may even exit
+    except BaseException as error:  # third-party functions may raise anything, and may even exit
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
         message = describe_error(error, "correct recipe.model.options or the function")
         raise OwnCodeError(f"model {name}: it cannot be built with {given}: {message}") from error

@@ -1,4 +1,4 @@
-"""A model as a recipe tunes it: with other first weights, adapters, and parameters that are not trained."""
+"""Builds a model as a recipe fine-tunes it: with other initial weights, adapters, and frozen parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,22 @@ from lockstep.tasks.base import Build
 
 
 class FirstWeights(Protocol):
-    """Weights that a model begins with instead of its own."""
+    """Initial weights that replace the weights of a new model."""
 
     @property
     def adapted(self) -> bool:
-        """Whether they are those of a model with adapters."""
+        """Whether these are the weights of a model with adapters."""
 
     def into(self, model: nn.Module) -> object:
-        """Copy them into a model."""
+        """Copy the weights into a model."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is done to a model once it is built: adapters are put in, and what fits a pattern of `frozen` is frozen.
+    """The changes to a model after it is built.
 
-    With `frozen_batchnorm` the running statistics of all BatchNorm layers are, too.
+    Adds adapters, and freezes the parameters that match a pattern in `frozen`. If `frozen_batchnorm` is True, also
+    freezes the running statistics of all BatchNorm layers.
     """
 
     lora: Lora | None = None
@@ -35,10 +36,10 @@ class Tuning:
 
 
 def build_finetuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn.Module:
-    """Build a model, give it other first weights where there are some, and tune it.
+    """Build a model, replace its initial weights if `first` is set, and apply the tuning.
 
-    Weights of a model with adapters are for one that has them; others come before, since adapters rename what they
-    are put beside.
+    Weights of a model with adapters are loaded after the adapters are added. Other weights are loaded before, because
+    adapters rename the parameters of their layers.
     """
     model = build()
     adapted = tuning.lora is not None and first is not None and first.adapted

@@ -1,10 +1,11 @@
-"""What a model computes for a sample: its floating-point operations, forward and backward.
+"""Counts the floating-point operations of a model per sample, forward and backward.
 
-Those of products count: of matrices, convolutions and so of attention, which the meta device computes as products. A
-multiplication and an addition are 2. Elementwise operations are not counted, as is customary for model FLOPs.
+Only products count: matrix products and convolutions, and therefore attention, which the meta device computes as matrix
+products. A multiplication and an addition are 2 operations. Elementwise operations are not counted, as usual for model
+FLOPs.
 
-torch.utils.flop_counter has formulas too, and a table of modules, but imports Triton, which takes a third of a second;
-and torch 2.15 counts the weight's gradient of a convolution in groups as often as there are groups.
+torch.utils.flop_counter also has formulas, and a table of modules. However, it imports Triton, which takes a third of a
+second. In addition, torch 2.15 counts the weight gradient of a grouped convolution once per group.
 """
 
 import math
@@ -20,9 +21,9 @@ from lockstep.core.batch import tensors_of
 
 @final
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of what is computed while it is entered, backward too; it may be entered again."""
+    """Counts the operations that run while it is entered, including backward. You can enter it several times."""
 
-    supports_higher_order_operators = True  # torch refuses them otherwise; what they compute is not seen
+    supports_higher_order_operators = True  # otherwise torch raises; their operations are not counted
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -31,7 +32,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `function` and count what it does."""
+        """Call `function` and count its operations."""
         result = function(*args, **(kwargs or {}))
         formula = _FORMULAS.get(getattr(function, "overloadpacket", None))
         if formula is not None:
@@ -40,20 +41,20 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
-    """Let `counter` count the backward from `outputs` too; return all it has, None where there is no backward."""
+    """Run backward from `outputs` under `counter`, and return its total, or None if backward can't run."""
     learned = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     if not learned:
         return None
     try:
         with counter:
             torch.autograd.backward([tensor.sum() for tensor in learned])
-    except Exception:  # a stranger's autograd function may need values, which the meta device has not
+    except Exception:  # third-party autograd functions may need values, which the meta device doesn't have
         return None
     return counter.flops
 
 
 def _product(args: Sequence[Any], result: Tensor) -> int:
-    """Count [..., n, k] times [..., k, m], whether it is added to something or not."""
+    """Count [..., n, k] times [..., k, m], with or without a summand."""
     right: Tensor = args[-1]
     return 2 * result.numel() * right.shape[-2]
 
@@ -64,7 +65,7 @@ def _convolution(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], result: object) -> int:
-    """Count the gradients of inputs and weight: each takes as much as the forward."""
+    """Count the gradients of inputs and weight. Each takes the same number of operations as the forward."""
     gradient, inputs, weight, transposed, wanted = *args[:3], args[7], args[10]
     return _at_each_place(inputs if transposed else gradient, weight) * sum(map(bool, wanted[:2]))
 

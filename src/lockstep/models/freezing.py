@@ -1,4 +1,4 @@
-"""Parameters that are not trained, by their names, and what that means for BatchNorm."""
+"""Freezes parameters by name, and the BatchNorm layers that this affects."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -13,10 +13,11 @@ _KEY: Final = "recipe.model.freeze"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze parameters that match a pattern; UsageError where a pattern fits nothing, or all is frozen.
+    """Freeze the parameters that match a pattern.
 
-    A BatchNorm layer all of whose parameters are frozen, or that has none and whose running statistics fit a pattern,
-    stays in evaluation: it normalises with its running statistics, and these do not move. Dropout stays active.
+    A BatchNorm layer stays in evaluation mode if all its parameters are frozen, or if it has no parameters and its
+    running statistics match a pattern. It normalizes with its running statistics and doesn't update them. Dropout stays
+    active. Raises UsageError if a pattern matches no parameter, or if no parameter is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = select(_KEY, patterns, list(parameters))
@@ -30,9 +31,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def freeze_batchnorm(model: nn.Module) -> None:
-    """Let all BatchNorm layers normalise with their running statistics, which do not move; their parameters train.
+    """Make all BatchNorm layers normalize with their running statistics, which are not updated.
 
-    UsageError where there are none, or one keeps no running statistics.
+    Their parameters are still trained. Raises UsageError if there are no such layers, or if a layer has no running
+    statistics.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
     if not layers:
@@ -47,7 +49,7 @@ def freeze_batchnorm(model: nn.Module) -> None:
 
 
 def keep_in_evaluation(layer: nn.Module) -> None:
-    """Keep a layer in evaluation, whatever mode its model is put into."""
+    """Keep a layer in evaluation mode, regardless of the mode of its model."""
     layer.train = partial(_stay, layer)  # type: ignore[method-assign]
     layer.train()
 
@@ -59,5 +61,5 @@ def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: S
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Stand for a layer's `train`, which its model calls before training and after each evaluation."""
+    """Replaces a layer's `train`, which the model calls before training and after each evaluation."""
     return nn.Module.train(layer, False)

@@ -1,10 +1,10 @@
-"""A decoder of tokens: causal self-attention and a feed-forward net in each block, behind a LayerNorm each.
+"""A decoder-only transformer: blocks of causal self-attention and a feed-forward network, each after a LayerNorm.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2), with two choices more: rotary
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2), with two additional options: rotary
 positions (Su et al. 2021, arXiv 2104.09864, section 3.2) and no biases.
 
-Shapes, as suffixes of names: n sequences, t tokens, d width of the model, h heads, k channels of one head (d / h),
-v size of the vocabulary.
+Shapes, as suffixes of names: n sequences, t tokens, d width of the model, h heads, k channels of one head (d / h), v
+size of the vocabulary.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_SPREAD: Final = 0.02  # standard deviation of first weights
+_SPREAD: Final = 0.02  # standard deviation of initial weights
 _BASE: Final = 10_000.0  # of the wavelengths of rotary positions
 
 Positions = Literal["learned", "rotary"]
@@ -33,10 +33,10 @@ def gpt(
     bias: bool = False,
     tied: bool = True,
 ) -> nn.Module:
-    """Return a GPT: token ids, int64 of shape [n, t] with t <= context, become logits of shape [n, t, vocabulary].
+    """Return a GPT that maps token ids, int64 of shape [n, t] with t <= context, to logits of shape [n, t, vocabulary].
 
-    With `tied` the weights that look a token up are those that score it as the next one. `bias` is that of linear
-    layers and of LayerNorm; the scores never have one.
+    If `tied` is True, the token embedding and the head share their weights. `bias` enables biases in the linear layers
+    of the blocks and in LayerNorm. The head never has a bias. Raises UsageError if the sizes don't fit.
     """
     if heads < 1 or width % heads:
         raise UsageError(f"model gpt: {heads} heads do not divide a width of {width}; choose a width of {heads} x n")
@@ -55,7 +55,7 @@ def gpt(
 
 @torch.no_grad()
 def _initialise(model: "GPT", layers: int) -> None:
-    """Draw first weights as GPT-2 does: what is added to the residual stream starts smaller, the more layers add."""
+    """Initialize weights as in GPT-2. The outputs of residual branches start smaller if there are more layers."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -66,7 +66,10 @@ def _initialise(model: "GPT", layers: int) -> None:
 
 @final
 class GPT(nn.Module):
-    """See `gpt`. Between embedding and head there is one tensor, so that a pipeline may cut before any block."""
+    """See `gpt`.
+
+    A single tensor is passed from the embedding to the head, so a pipeline can be split before any block.
+    """
 
     def __init__(self, embedding: "Embedding", blocks: "Iterable[Block]", bias: bool) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids_nt: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the logits; `position_ids`, of shape [1, t] or [n, t], are from 0 on unless they are given."""
+        """Return the logits. `position_ids`, of shape [1, t] or [n, t], default to 0, 1, ..., t - 1."""
         positions = () if position_ids is None else (position_ids,)
         x_ntd = self.embedding(ids_nt, *positions)
         for block in self.blocks:
@@ -88,7 +91,7 @@ class GPT(nn.Module):
 
 @final
 class Embedding(nn.Module):
-    """A vector for each token and, where they are learned, one for its position."""
+    """An embedding of the tokens and, if positions are learned, of their positions."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float, learned: bool) -> None:
         super().__init__()
@@ -111,7 +114,7 @@ class Embedding(nn.Module):
 
 @final
 class Block(nn.Module):
-    """What each layer adds to the stream: attention over the tokens so far, then a net for each token alone."""
+    """A layer of the model: attention over the tokens so far, followed by a feed-forward network on each token."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, turned: int) -> None:
         super().__init__()
@@ -135,7 +138,7 @@ class Block(nn.Module):
 
 @final
 class Attention(nn.Module):
-    """Causal self-attention; queries and keys are turned by their positions where `turned`, the context, is given."""
+    """Causal self-attention. If `turned`, the context size, is not 0, queries and keys get rotary positions."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, turned: int) -> None:
         super().__init__()
@@ -159,9 +162,10 @@ class Attention(nn.Module):
 
 @final
 class Rotary(nn.Module):
-    """Turns channel i of each half-pair by its position, at a speed that falls with i: what counts is the distance.
+    """Rotates pairs of channels by their position, slower for later channels, so that only the distance matters.
 
-    The tables are buffers of each attention, not of the model: a pipeline may then cut between any two blocks.
+    Each attention layer has its own buffers for the tables. This means that a pipeline can be split between any two
+    blocks.
     """
 
     cosines: Tensor
@@ -177,7 +181,7 @@ class Rotary(nn.Module):
     def forward(self, x_nhtk: Tensor, position_ids: Tensor | None = None) -> Tensor:
         # [t, k / 2], or with a dim for the heads: [n, 1, t, k / 2].
         rows = slice(x_nhtk.shape[-2]) if position_ids is None else position_ids.unsqueeze(1)
-        # As float32 and back: angles in 16 bits would mix up far positions.
+        # Computed in float32, because 16-bit angles can't tell far positions apart.
         cosines, sines = self.cosines[rows].float(), self.sines[rows].float()
         left, right = x_nhtk.float().chunk(2, dim=-1)
         turned = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)

@@ -1,6 +1,7 @@
-"""Models of Hugging Face's transformers: from a config alone, or with weights from a folder or the hub.
+"""Models of Hugging Face's transformers, from a config only, or with weights from a folder or the hub.
 
-Their code is what is installed: none is fetched with a model, and of weights only safetensors are read.
+Only runs the installed code of transformers, never code that comes with a model. Only reads weights from safetensors
+files.
 """
 
 import difflib
@@ -21,31 +22,34 @@ from lockstep.errors import UsageError, error_as
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
-_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # in words, and a type that has it
+_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # the task in words, and a model type that supports it
     "CausalLM": ("language modelling", "llama"),
     "ImageClassification": ("the classification of images", "vit"),
     "SequenceClassification": ("the classification of texts", "distilbert"),
 }
-# "sdpa" calls torch's own attention, "eager" writes it out. Others have kernels of their own, which are not checked.
+# "sdpa" calls torch's attention, and "eager" doesn't use a fused kernel. Other implementations have their own kernels,
+# which are not checked.
 _ATTENTION: Final = ("sdpa", "eager")
-_OURS: Final = ("attn_implementation", "revision")  # options that are no fields of a config
+_OURS: Final = ("attn_implementation", "revision")  # options that are not fields of a config
 _OF_CLASSES: Final = ("num_labels", "id2label", "label2id")
 _GENERAL: Final = (*_OF_CLASSES, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
-_LONGEST: Final = 300  # characters of an error of transformers about a config
+_LONGEST: Final = 300  # the maximum length of transformers' error messages about a config
 _LARGEST_CONFIG: Final = 1 << 24  # bytes
-_MISTYPED: Final = 0.85  # how near, by difflib, a key is to the one that was meant
+_MISTYPED: Final = 0.85  # the minimum similarity, by difflib, of a mistyped key
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
 def transformers_model(
     name: str, *, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
 ) -> nn.Module:
-    """Return a model for data of which `facts` are known, in float32 and without a cache of keys and values.
+    """Return a model for data with these `facts`, in float32 and without a key-value cache.
 
-    `name` is a model type of transformers, such as `llama`, a folder with a config.json, or a name on the hub.
-    `options` are fields of its config, and win over what follows from the data. With `pretrained` the weights of the
-    folder or the hub are loaded; a head of another size starts at random.
+    - `name`: A model type of transformers such as `llama`, a folder with a config.json, or a name on the hub.
+    - `options`: Fields of the config. They override the values that follow from the data.
+    - `pretrained`: Load the weights of the folder or from the hub. A head of a different size is initialized at random.
+
+    Raises UsageError if there is no such model for the task, or if the options or weights are invalid.
     """
     library = _library(name)
     attention = options.get("attn_implementation")
@@ -75,7 +79,7 @@ def transformers_model(
         dtype=torch.float32,
         use_safetensors=True,
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # of a head for other classes; transformers lists what starts at random
+        ignore_mismatched_sizes=True,  # for a new head; transformers lists the weights that start at random
         **_where(name, options),
         **chosen,
     )
@@ -83,9 +87,9 @@ def transformers_model(
 
 
 def check_weights(name: str) -> None:
-    """Raise UsageError where `name` leads to no weights, or to a folder in which they are damaged.
+    """Raise UsageError if `name` has no weights, or if it is a folder with damaged weights.
 
-    Those of a name on the hub are fetched, and inspected, on demand.
+    Weights on the hub are not checked here. They are downloaded and checked on demand.
     """
     if _is_type(_library(name), name):
         raise UsageError(
@@ -109,21 +113,21 @@ def check_weights(name: str) -> None:
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
-    """Return what a model must do: with classes, classify images or tokens; without, generate text."""
+    """Return the task of a model: classification of images or tokens if there are classes, else language modeling."""
     if "classes" not in facts:
         return "CausalLM"
     return "SequenceClassification" if "vocabulary" in facts else "ImageClassification"
 
 
 def is_transformers_folder(name: str) -> bool:
-    """Whether a name is that of a folder with a config.json."""
+    """Return whether `name` is a folder with a config.json."""
     return os.path.isfile(os.path.join(name, "config.json"))
 
 
 def without_special_tokens(model: nn.Module) -> None:
-    """Remove a type's default ids of special tokens: in a vocabulary that has none they are ordinary tokens.
+    """Remove the default ids of special tokens. In a vocabulary without special tokens, these ids are ordinary tokens.
 
-    Text generation would end at one of them.
+    Otherwise, text generation would stop at these tokens.
     """
     for settings in (model.config, getattr(model, "generation_config", None)):
         for name in _SPECIAL:
@@ -132,20 +136,20 @@ def without_special_tokens(model: nn.Module) -> None:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model's class is one of transformers."""
+    """Return whether the class of a model is part of transformers."""
     return type(model).__module__.partition(".")[0] == "transformers"
 
 
 @contextmanager
 def _shorten_errors(name: str) -> Iterator[None]:
-    """Say in one line what transformers finds wrong with a config: its own errors run over several."""
+    """Report errors of transformers about a config in one line, since they have several."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and not is_transformers_folder(name):
-            raise  # it is the network's
+            raise  # a network error
         message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
         message = f"there is no {message}" if isinstance(error, KeyError) else message
         where = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
@@ -161,7 +165,7 @@ def _is_type(library: Any, name: str) -> bool:
 
 
 def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
-    """Return the config that `name` and `options` say; the sizes of the data fill in what they do not say."""
+    """Return the config of `name`, with the sizes of the data and with `options`, which take precedence."""
     fields = {key: value for key, value in options.items() if key not in _OURS}
     if _is_type(library, name):
         blank = library.AutoConfig.for_model(name)
@@ -180,7 +184,7 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
                 f"{suggestion(key, sorted(known))}"
             )
     if is_transformers_folder(name):
-        plain = library.AutoConfig.for_model(blank.model_type)  # the one that was read has all that the file has
+        plain = library.AutoConfig.for_model(blank.model_type)  # a config that was read accepts all keys of its file
         _check_written(name, blank.model_type, {*plain.to_dict(), *plain.attribute_map, *_GENERAL})
     chosen = _from_data(blank, facts, of_type=_is_type(library, name)) | fields
     if any(key in fields for key in _OF_CLASSES):
@@ -191,9 +195,10 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
             f"use the model's own tokenizer, as in recipe.data.options.tokenizer: {name}/tokenizer.json"
         )
     if "use_cache" in known:
-        chosen["use_cache"] = False  # keys and values are kept for the next token, which training does not ask for
+        chosen["use_cache"] = False  # the key-value cache is only useful for generation
     words = chosen.get("vocab_size")
-    # Ids of the vocabulary that a type is known for; in another one they are other tokens, or none.
+    # These ids belong to the type's default vocabulary. In a different vocabulary, they are different tokens, or don't
+    # exist.
     strange = [key for key in _SPECIAL if words and key not in fields and _beyond(blank.to_dict().get(key), words)]
     chosen |= dict.fromkeys(strange)
     if _is_type(library, name):
@@ -202,13 +207,14 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
 
 
 def _check_written(name: str, kind: str, known: Collection[str]) -> None:
-    """Raise UsageError where a config.json has a mistyped key: one very near to a setting that it does not have.
+    """Raise UsageError if config.json has a mistyped key.
 
-    Others that are unknown pass, since files of older versions and other programs have many.
+    This is an unknown key that is very similar to a setting that the file doesn't have. Other unknown keys are
+    accepted, since files of older versions and of other programs have many.
     """
     try:
         written = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
-    except (OSError, ValueError):  # transformers has read it
+    except (OSError, ValueError):  # transformers has already read it
         return
     for key in written:
         near = difflib.get_close_matches(key, [each for each in known if each not in written], 1, _MISTYPED)
@@ -220,13 +226,13 @@ def _check_written(name: str, kind: str, known: Collection[str]) -> None:
 
 def _from_data(config: Any, facts: Mapping[str, Any], of_type: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    # A folder, or a name on the hub, has its own vocabulary, which is often larger than its tokenizer's.
+    # A folder or a name on the hub has its own vocabulary, which is often larger than that of its tokenizer.
     if "vocabulary" in facts and (of_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
         found["vocab_size"] = facts["vocabulary"]
-    positions = getattr(config, _POSITIONS, None)  # most types have them by this name, or answer to it
+    positions = getattr(config, _POSITIONS, None)  # most types have this field or an alias for it
     if positions is not None and facts.get("context", 0) > positions:
         found[_POSITIONS] = facts["context"]
-    if "classes" in facts:  # by their names, since transformers warns where a number and the names differ
+    if "classes" in facts:  # by name, since transformers warns if the number and the names differ
         names = {number: str(each) for number, each in enumerate(facts["classes"])}
         found |= {"id2label": names, "label2id": {each: number for number, each in names.items()}}
     shape: Sequence[int] = facts.get("shape") or ()

@@ -1,4 +1,4 @@
-"""First weights as a function of the seed: the same in every process, wherever it runs."""
+"""Initial weights as a function of the seed, the same in every process on every machine."""
 
 import random as python_random
 
@@ -13,8 +13,8 @@ from lockstep.tasks.base import Build
 def initialise(build: Build, seed: int) -> nn.Module:
     """Build the model on the CPU with the generators of Python, NumPy and torch seeded by `seed`.
 
-    The model is moved afterwards: a GPU would draw other numbers. The generators stay as the build leaves
-    them; training seeds them again for each micro-batch.
+    Move the model to its device afterwards, because a GPU would draw different numbers. The generators are left in the
+    state after the build. Training seeds them again for each micro-batch.
     """
     key = random.key(random.INITIAL, seed)
     torch.manual_seed(random.torch_seed(key))

@@ -1,7 +1,7 @@
-"""What the layers of a model are, for learning rates that fall from each to the one before it.
+"""The layers of a model, for layer-wise learning rate decay.
 
-Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT", have the idea; of models that say what their
-layers are, timm's own function decides.
+The idea is from Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT". If a model defines its layers,
+timm's own function is used.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,16 @@ _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return for each trained parameter `decay` to the number of layers behind its own: 1 for the last layer.
+    """Return a factor for each trained parameter: `decay` to the power of the number of layers after its layer.
 
-    A model of timm's knows its layers (`group_matcher`). Of any other a layer is a block, that is what stands in a
-    plain nn.Sequential or nn.ModuleList, and each run of parameters before, between and after the blocks; a run without
-    a parameter of two dims, such as a norm, goes with the layer before it. Raises UsageError where all is one layer.
+    The factor of the last layer is 1. timm models define their layers (`group_matcher`). In other models, a layer is
+    one of these:
+
+    - a block, which is a child of a plain nn.Sequential or nn.ModuleList, and not such a container itself
+    - a run of parameters before, between or after the blocks
+
+    If a block or run has no parameter with two or more dims, such as a norm, it belongs to the layer before it. Raises
+    UsageError if all trained parameters are in a single layer.
     """
     scales = _of_timm(model, decay) if callable(getattr(model, "group_matcher", None)) else _of_blocks(model, decay)
     if len(set(scales.values())) == 1 and decay < 1:
@@ -33,7 +38,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def _of_timm(model: nn.Module, decay: float) -> dict[str, float]:
-    optim: Any = import_module("timm.optim")  # here, because it takes seconds
+    optim: Any = import_module("timm.optim")  # imported here, because it takes seconds
     groups = optim.param_groups_layer_decay(model, layer_decay=decay)
     scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
     return {name: scale[id(each)] for name, each in model.named_parameters() if each.requires_grad}
@@ -52,7 +57,10 @@ def _of_blocks(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def _blocks(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield where the blocks begin: `layers.0.`, `layers.1.`; what is within a block is no block of its own."""
+    """Yield the name prefixes of the blocks, such as `layers.0.` and `layers.1.`.
+
+    Doesn't search for blocks within a block.
+    """
     for name, child in module.named_children():
         inner = f"{path}{name}."
         if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:

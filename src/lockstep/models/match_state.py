@@ -1,4 +1,4 @@
-"""Tensors of a file brought into a model: what fits, what stays as it was initialised, and what is left over."""
+"""Copies tensors of a file into a model, and reports the tensors that match, stay as initialized, or are left over."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from lockstep.common.patterns import list_some, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
-_COUNTER: Final = "num_batches_tracked"  # older files have none; the layers count from 0 then
+_COUNTER: Final = "num_batches_tracked"  # missing in older files; the layers then count from 0
 _SHOWN: Final = 12  # problems
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What of a model came from a file, by names: `fresh` did not, and `left_over` are in the file alone."""
+    """The names of the tensors that were taken from a file, that were not, and that are only in the file."""
 
     taken: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -35,11 +35,12 @@ class Fit:
 
 @torch.no_grad()
 def fit(model: nn.Module, tensors: Mapping[str, Tensor], place: str, fresh: Sequence[str] = ()) -> Fit:
-    """Copy `tensors` into the model's of the same names, all but those that fit a pattern of `fresh`.
+    """Copy `tensors` into the tensors of the model with the same names.
 
-    Each of the model's must be in the file, by any of its names where it has several, in its own shape; floats of other
-    dtypes are converted. Else UsageError with all that does not fit, which begins with `place`.
-    A model on the meta device is compared and not changed.
+    Tensors of the model that match a pattern in `fresh` stay as they are. All others except `num_batches_tracked` must
+    be in the file, with the same shape. A shared tensor can have any of its names. Floats are converted to the dtype of
+    the model. Otherwise, raises UsageError with a list of all mismatches, which begins with `place`. If the model is on
+    the meta device, it is only compared and not changed.
     """
     own = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     left = select(f"{_KEY}.fresh", fresh, list(own)) if fresh else set()

@@ -1,7 +1,7 @@
-"""A perceptron for the rows of a table, or other samples of one shape.
+"""A multilayer perceptron for the rows of a table, or for other samples of a fixed shape.
 
-The targets of a regression may be prices, or lengths in metres. The layers compute them standardised, by the mean and
-the standard deviation of the training set, and the model returns them in their own units.
+Regression targets can be of any size, such as prices, or lengths in meters. The layers predict standardized targets,
+and the model returns them in their original units, using the mean and standard deviation of the training set.
 """
 
 import math
@@ -23,9 +23,10 @@ def mlp(
     width: int = 64,
     depth: int = 2,
 ) -> nn.Module:
-    """Return a model of `depth` hidden layers with ReLU, [n, *shape] to [n, num_classes] or [n, outputs].
+    """Return a model with `depth` hidden layers and ReLU, from [n, *shape] to [n, num_classes] or [n, outputs].
 
-    `target_scale` has the mean and the standard deviation of each output; outputs are near 0 without it.
+    `target_scale` contains the mean and the standard deviation of each output. Without it, outputs are initially near
+    0. Raises UsageError if neither `num_classes` nor `outputs` is set.
     """
     sizes = [math.prod(shape), *[width] * depth]
     if (last := num_classes or outputs) is None:
@@ -41,7 +42,7 @@ def mlp(
 
 @final
 class _Scale(nn.Module):
-    """Turns standardised outputs into the units of the targets; the buffers are saved with the weights."""
+    """Converts standardized outputs to the units of the targets. The buffers are saved with the weights."""
 
     mean: Tensor
     std: Tensor

@@ -1,27 +1,28 @@
-"""The classifiers that MNIST-1D was published with: Greydanus and Kobak 2024, arXiv 2011.14439, section 3.
+"""The classifiers from the paper on MNIST-1D: Greydanus and Kobak 2024, arXiv 2011.14439, section 3.
 
-They have its sizes: 410 parameters of the logistic regression, 15,210 of the MLP, 5,210 of the convolutional net.
+They have the same sizes as in the paper: 410 parameters in the logistic regression, 15,210 in the MLP and 5,210 in the
+convolutional network.
 """
 
 from typing import Final, final
 
 from torch import Tensor, nn
 
-_LENGTH: Final = 40  # of a signal
+_LENGTH: Final = 40  # the length of a signal
 
 
 def mnist1d_logistic(num_classes: int = 10) -> nn.Module:
-    """Return a logistic regression of signals, [n, 40] to [n, num_classes], as are the others."""
+    """Return a logistic regression from signals [n, 40] to [n, num_classes]. The other models have the same shapes."""
     return nn.Linear(_LENGTH, num_classes)
 
 
 def mnist1d_mlp(num_classes: int = 10, width: int = 100) -> nn.Module:
-    """Return a perceptron with two hidden layers, the second with a shortcut."""
+    """Return a multilayer perceptron with two hidden layers, the second with a residual connection."""
     return nn.Sequential(nn.Linear(_LENGTH, width), nn.ReLU(), _Residual(width), nn.Linear(width, num_classes))
 
 
 def mnist1d_cnn(num_classes: int = 10, channels: int = 25) -> nn.Module:
-    """Return three convolutions, each of which halves the signal, and a linear layer."""
+    """Return three convolutions, each of which halves the length of the signal, followed by a linear layer."""
     return nn.Sequential(
         nn.Unflatten(1, (1, _LENGTH)),
         nn.Conv1d(1, channels, 5, stride=2, padding=1),

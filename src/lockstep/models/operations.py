@@ -1,8 +1,8 @@
-"""Which operations of a model have no exact kernel on CUDA: found before a run, also on a machine without a GPU.
+"""Finds the operations of a model without an exact kernel on CUDA before a run, even on a machine without a GPU.
 
-Forward and backward run once on fake tensors, which have a device but no memory: torch then takes every decision as it
-does on CUDA, and nothing is computed. A model that must see values (`.item()`) is computed on the CPU instead, with the
-operations that torch takes there.
+Runs forward and backward once on fake tensors, which have a device but no memory. This means that torch makes the same
+decisions as on CUDA without computing anything. If a model needs values (`.item()`), it runs on the CPU instead, with
+the operations that torch uses there.
 """
 
 import heapq
@@ -30,15 +30,15 @@ from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 from lockstep.device.meta import on_meta
 from lockstep.tasks.base import Build
 
-Loss = Callable[[Any, Batch], Tensor]  # of outputs and their batch
+Loss = Callable[[Any, Batch], Tensor]  # takes outputs and their batch
 
 _LOSS: Final = "the loss"
-_LEAF: Final = "AccumulateGrad"  # the node of a parameter, behind which nothing is computed
+_LEAF: Final = "AccumulateGrad"  # the node of a parameter, where backward ends
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operation of a model that would not be exact on CUDA; `module` is its path in the model and its class."""
+    """An operation that isn't exact on CUDA. `module` is the path and the class of the module that calls it."""
 
     kernel: Refused
     module: str
@@ -52,18 +52,18 @@ class Refusal:
 def find_refused_operations(
     build: Build, inputs: Inputs, batch: Batch, loss: Loss, *, training: bool = True
 ) -> list[Refusal]:
-    """Return what of a training step on `inputs` has no exact kernel on CUDA, each once, in order of occurrence.
+    """Return the operations of a step on `inputs` that have no exact kernel on CUDA.
 
-    Without `training`, return what of an evaluation has none: it has no backward, and the model is in evaluation mode.
-
-    `build` returns the model, in which the values of weights do not matter. No card is needed; a card that is there is
-    left alone. What fails here returns nothing: the first step of the run fails in the same way, with the reason.
+    The result has no duplicates and is in order of occurrence. If `training` is True, checks forward and backward in
+    training mode, otherwise only forward in evaluation mode. `build` returns the model, whose weights may have any
+    values. Needs no GPU, and doesn't touch a GPU that is present. If the model fails here, returns an empty list,
+    because the first step of the run then reports the same error.
     """
     for look in (_on_fake_cuda, _on_the_cpu):
         try:
             with warnings.catch_warnings(action="ignore"), new_tensors_dropped(), _deterministic():
                 return look(build, inputs, batch, loss, training)
-        except Exception:  # a stranger's model may raise anything
+        except Exception:  # third-party models may raise anything
             continue
     return []
 
@@ -82,10 +82,10 @@ def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training
 
 @contextmanager
 def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield what makes a fake CUDA tensor of a tensor."""
+    """Yield a function that converts a tensor to a fake CUDA tensor."""
     starts_cuda: Any = fake_tensor.init_gpu_context
-    # It would take memory of the card for the rest of this process, which may only start the ranks. torch's own engine
-    # needs it for a backward pass; `_backward` below does not.
+    # Starting CUDA would allocate GPU memory until the end of this process, which may only start the ranks. torch's
+    # engine needs CUDA for the backward pass, but `_backward` below doesn't.
     fake_tensor.init_gpu_context = cache(lambda device: None)
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
@@ -96,9 +96,9 @@ def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Take the paths that a run takes (device/precision.py), without torch's own refusal: all are to be found.
+    """Select the same kernels as a run (device/precision.py), but without errors from torch.
 
-    They are chosen by global settings, which are put back.
+    This way, all operations are found. Restores the global settings at the end of the block.
     """
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -111,7 +111,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
-    """Run forward, and backward of a model in training mode, and return what was refused on the way."""
+    """Run forward and, if the model is in training mode, backward. Returns the operations that were rejected."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.set_grad_enabled(model.training):
         with recorder.forward():
@@ -129,7 +129,7 @@ def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
 
 @final
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what is refused of all operations while it is entered, and by which module of `model` it was called."""
+    """Records rejected operations while it is entered, with the module of `model` that called each of them."""
 
     def __init__(self, model: nn.Module, cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,13 +137,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cuda = cuda
         self._names = {module: _module_label(path, module) for path, module in model.named_modules()}
         self._stack = [_LOSS]
-        # Nodes of the graph are numbered as they are made: where a module began or ended, and whose nodes follow.
+        # Nodes of the graph are numbered in the order of their creation. These lists contain the numbers at which a
+        # module began or ended, and the module of the nodes that follow.
         self._numbers, self._modules = [0], [_LOSS]
-        self.node: Any = None  # of the graph, whose backward runs
+        self.node: Any = None  # the node of the graph whose backward is running
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Follow which module computes, while this is entered."""
+        """Track which module is computing, while the block runs."""
         with ExitStack() as hooks:
             hooks.enter_context(register_module_forward_pre_hook(self._enter))
             hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
@@ -180,10 +181,10 @@ def _module_label(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def _backward(loss: Tensor, recorder: _Recorder) -> None:
-    """Compute the gradients of `loss`, node by node, from the last one made to the first.
+    """Compute the gradients of `loss` node by node, in reverse order of creation.
 
-    torch's own engine asks the driver for the device of a fake tensor, which may not be there. It also adds gradients
-    up to the shape and dtype of what they belong to, after the node; so does this.
+    torch's own engine asks the driver for the device of a fake tensor, which may not exist. After each node, this
+    function reduces gradients to the shape and dtype that they belong to, as the engine does.
     """
     if loss.grad_fn is None:
         return
@@ -207,7 +208,7 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
 def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients of a node's inputs."""
     forms = node._input_metadata
-    if isinstance(node, BackwardCFunction):  # written in Python, which is given zeros where there is no gradient
+    if isinstance(node, BackwardCFunction):  # written in Python, and called with zeros for missing gradients
         whole = [_zeros(form) if each is None else each for each, form in zip(gradients, forms, strict=True)]
         found = node.apply(*whole)  # type: ignore[no-untyped-call]
     else:

@@ -1,4 +1,4 @@
-"""Pretrained weights: fetched by one process of a node while its others wait, and fitted to our classes."""
+"""Pretrained weights: downloaded by one process per node while the others wait, and adapted to the data's classes."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,10 @@ _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 
 @contextmanager
 def fetching(name: str) -> Iterator[None]:
-    """Let one process of the node at a time build a pretrained model, so that the first one downloads alone.
+    """Let only one process of the node build a pretrained model at a time.
 
-    The lock is on the node itself: a home folder may be shared by nodes, on a file system without locks. What fails
-    on the way to the weights becomes a UsageError.
+    This means that only the first process downloads the weights. The lock is local to the node, because a home folder
+    can be shared between nodes on a file system without locks. Raises UsageError if a download or a file access fails.
     """
     try:
         with exclusive(private_folder() / "pretrained.lock"):
@@ -34,9 +34,9 @@ def fetching(name: str) -> Iterator[None]:
 
 
 def with_fitting_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Return torchvision's model with its default weights wherever their shapes fit: all but the head.
+    """Return a torchvision model with its default weights, except for tensors with a different shape, such as the head.
 
-    Warns with the names of those that keep their first values.
+    Warns with the names of the tensors that keep their initial values.
     """
     others = {key: value for key, value in arguments.items() if key != "num_classes"}
     weights = build(weights="DEFAULT", **others).state_dict()
@@ -51,7 +51,7 @@ def with_fitting_weights(name: str, build: Callable[..., nn.Module], arguments: 
 
 
 def _is_network(error: BaseException | None) -> bool:
-    """Whether the error or what caused it came from the way to a file, be it the network or the disk."""
+    """Return whether the error, or its cause, is from the network or the disk."""
     if error is None:
         return False
     root = type(error).__module__.partition(".")[0]

@@ -1,6 +1,6 @@
-"""Tensors by name from what others write: safetensors, torch's files, folders of transformers and of DeepSpeed.
+"""Reads tensors from files of other programs: safetensors, torch.save, and folders of transformers and DeepSpeed.
 
-No code of a file runs: torch's files are pickles, and are read with `weights_only`.
+Never runs code from a file: files of torch.save are pickles, and are read with `weights_only`.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,17 @@ _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
 _LARGEST_INDEX: Final = 1 << 26  # bytes
-# Where training scripts keep the tensors.
+# Keys under which training scripts save the state_dict.
 _NESTED: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
-_WRAPPERS: Final = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+_WRAPPERS: Final = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder that holds `model.safetensors`, whole or in parts with an index.
+    """Return the tensors of a file, or of a folder.
 
-    They are on the CPU, and mapped where that can be. UsageError where there are none, or what is there is damaged.
+    The folder can contain a single file such as `model.safetensors`, shards with an index, or a checkpoint of
+    DeepSpeed. The tensors are on the CPU, and memory-mapped if the format allows it. Raises UsageError if there are no
+    tensors, or if a file is damaged.
     """
     if path.is_dir():
         return _of_folder(path)
@@ -47,9 +49,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def strip_prefix(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, without it.
+    """Return the tensors whose names begin with `prefix`, without the prefix.
 
-    Without a prefix, one that a wrapper has put before all names goes: `module.` and `_orig_mod.`.
+    If `prefix` is empty, removes the prefixes that wrappers add to all names: `module.` and `_orig_mod.`. Raises
+    UsageError, which begins with `place`, if no name begins with `prefix`.
     """
     if prefix:
         found = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
@@ -108,7 +111,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:  # of a file that is damaged, or none of torch's, it may be anything
+    except Exception as error:  # damaged files and files of other formats may raise anything
         if type(error).__name__ == "UnpicklingError":
             raise UsageError(
                 f"{path}: holds more than tensors, and could run code when it is read, so it is not; where you trust "
@@ -119,7 +122,7 @@ def _torch(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state_dict, be it the file's content or one of its entries."""
+    """Return the tensors of a state_dict, which is either the whole content or one of its entries."""
     nested = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
     for each in (content, *nested):
         if isinstance(each, dict) and each and all(isinstance(value, Tensor) for value in each.values()):

@@ -1,1 +1,1 @@
-"""Images: where they come from, and how they are decoded, augmented and normalised."""
+"""Images: their sources, and how they are decoded, augmented and normalized."""

@@ -1,4 +1,7 @@
-"""Which part of an image is seen: a random share of it in training, the centre in validation. No torch."""
+"""The part of an image that the model sees: a random crop in training, the center in validation.
+
+Doesn't import torch.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +9,11 @@ from typing import Final, NamedTuple
 
 _TRIES: Final = 10
 _RATIOS: Final = (3 / 4, 4 / 3)
-DRAWS: Final = 2 * _TRIES + 2  # an area and an aspect for each try, then the place
+DRAWS: Final = 2 * _TRIES + 2  # an area and an aspect ratio for each try, then the position
 
 
 class Box(NamedTuple):
-    """A part of an image, in whole pixels."""
+    """A part of an image, in pixels."""
 
     top: int
     left: int
@@ -19,10 +22,11 @@ class Box(NamedTuple):
 
 
 def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
-    """Choose as torchvision's RandomResizedCrop does (Szegedy et al. 2015, section 6), from DRAWS numbers in [0, 1).
+    """Choose a crop as torchvision's RandomResizedCrop does (Szegedy et al. 2015, section 6).
 
-    The area's share is uniform in `scale`, the aspect log-uniform in [3/4, 4/3]; what does not fit in the image
-    is drawn again, and after ten tries it is the largest centre part of an allowed aspect.
+    `draws` are DRAWS numbers in [0, 1). The share of the area is uniform in `scale`, and the aspect ratio is
+    log-uniform in [3/4, 4/3]. If the crop doesn't fit in the image, the next two draws are tried. After ten tries,
+    returns the largest centered part with an allowed aspect ratio.
     """
     for area, aspect in zip(draws[0 : 2 * _TRIES : 2], draws[1 : 2 * _TRIES : 2], strict=True):
         pixels = height * width * (scale[0] + area * (scale[1] - scale[0]))
@@ -44,12 +48,12 @@ def _central_box(height: int, width: int) -> Box:
 
 
 def short_side(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return the height and width whose shorter one is `size`, the aspect kept, as torchvision's Resize rounds."""
+    """Return the size with a shorter side of `size` and the same aspect ratio, rounded as by torchvision's Resize."""
     if height < width:
         return size, int(size * width / height)
     return int(size * height / width), size
 
 
 def centre(height: int, width: int, size: int) -> Box:
-    """Return the square of `size` in the middle, as torchvision's CenterCrop rounds."""
+    """Return the square of `size` in the center, rounded as torchvision's CenterCrop does."""
     return Box(round((height - size) / 2), round((width - size) / 2), size, size)

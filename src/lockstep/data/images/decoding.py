@@ -1,4 +1,4 @@
-"""An image file's bytes to pixels."""
+"""Decodes an image file from bytes to pixels."""
 
 import re
 from io import BytesIO
@@ -11,31 +11,35 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
-_BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # where torchvision was built, in what its decoders raise
-_PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # its header, as Pillow and `lockstep prepare` write it
-_TURNED: Final = (2, 3, 4, 5, 6, 7, 8)  # of the values of EXIF's orientation; 1 is upright, others mean nothing
+_BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # the build path of torchvision, in the errors of its decoders
+_PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the header as Pillow and `lockstep prepare` write it
+_TURNED: Final = (2, 3, 4, 5, 6, 7, 8)  # values of EXIF's orientation; 1 is upright, and others have no meaning
 
 
 class UndecodableError(ValueError):
-    """Bytes that are no image, or a damaged one."""
+    """The bytes are not an image, or the image is damaged."""
 
 
 def decode(content: bytearray, upright: bool) -> Tensor:
-    """Return red, green and blue: uint8 of shape [3, height, width], the channels of a pixel together in memory.
+    """Return the RGB image as uint8 of shape [3, height, width], with the channels of a pixel contiguous in memory.
 
-    `upright` applies the rotation or reflection that EXIF notes: cameras store the sensor's rows and say how they were
-    held. Reads whatever Pillow reads. UndecodableError says in a line what is wrong with the rest.
+    Reads every format that Pillow reads. If `upright` is True, applies the rotation or reflection from the EXIF
+    metadata, because cameras store the rows of the sensor and record how they were held. Raises UndecodableError with
+    the reason in one line.
     """
     try:
         return _decode_image(content, upright)
     except MemoryError:
         raise
-    except Exception as error:  # decoders of strange bytes raise OSError, SyntaxError, struct.error, ...
+    except Exception as error:  # decoders of invalid bytes raise OSError, SyntaxError, struct.error, ...
         raise UndecodableError(_reason(error, content)) from error
 
 
 def as_ppm(pixels: Tensor) -> bytes:
-    """Return a picture, uint8 of shape [3, height, width], as a PPM file, which `decode` takes as it is."""
+    """Return an image, uint8 of shape [3, height, width], as a PPM file.
+
+    `decode` reads such a file without copying the pixels.
+    """
     _, height, width = pixels.shape
     return f"P6\n{width} {height}\n255\n".encode() + pixels.permute(1, 2, 0).numpy().tobytes()
 
@@ -45,7 +49,7 @@ def _decode_image(content: bytearray, upright: bool) -> Tensor:
         return plain
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
-            image.load()  # what is broken raises here, and not below, where PNG's loader looks for its metadata
+            image.load()  # a damaged image raises here, not below, where PNG's loader reads the metadata
         if upright and _orientation(image) in _TURNED:
             return _pixels(ImageOps.exif_transpose(image))
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
@@ -54,7 +58,7 @@ def _decode_image(content: bytearray, upright: bool) -> Tensor:
 
 
 def _from_ppm(content: bytearray) -> Tensor | None:
-    """Return the pixels of a PPM file where they are, none copied; None of other files, and of one that is cut off."""
+    """Return a view of the pixels of a PPM file, or None if it is a different or a truncated file."""
     header = _PPM.match(content)
     width, height = map(int, header.groups()) if header else (0, 0)
     count = width * height * 3
@@ -69,13 +73,13 @@ def _orientation(image: Image.Image) -> object:
         return None
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # damaged metadata of an image that may be whole: Pillow raises whatever it trips over
+    except Exception:  # the image itself may be intact; Pillow raises any error for damaged metadata
         return None
 
 
 def _jpeg(content: bytearray, image: Image.Image) -> Tensor:
-    # torchvision decodes to Pillow's bits in less time. The operator, because from 0.29 torchvision.io warns at each
-    # call that it will be removed; where it is gone, Pillow does it.
+    # torchvision decodes to the same bits as Pillow, but faster. This calls the operator directly, since torchvision.io
+    # warns in each call from 0.29 on that it will be removed. Without the operator, Pillow decodes the image.
     try:
         operator = torch.ops.image.decode_jpeg
     except AttributeError:
@@ -85,9 +89,9 @@ def _jpeg(content: bytearray, image: Image.Image) -> Tensor:
 
 
 def _pixels(image: Image.Image) -> Tensor:
-    if image.mode.startswith(("I", "F")):  # Pillow would cut off what is above 255: a 16-bit picture becomes white
+    if image.mode.startswith(("I", "F")):  # Pillow would clip values above 255: a 16-bit image would become white
         raise ValueError(f"its values do not fit into 8 bits (Pillow's mode {image.mode})")
-    # Palettes by way of RGBA, because Pillow warns of those that hold transparency.
+    # Convert palettes by way of RGBA, because Pillow warns about palettes with transparency.
     plain = image.convert("RGBA") if image.mode == "P" else image
     return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)
 
@@ -95,6 +99,6 @@ def _pixels(image: Image.Image) -> Tensor:
 def _reason(error: Exception, content: bytearray) -> str:
     if not content:
         return "it is empty"
-    if isinstance(error, UnidentifiedImageError):  # which names an object of ours
+    if isinstance(error, UnidentifiedImageError):  # its message names an internal object
         return "it has no image format that is known"
     return _BUILT_AT.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

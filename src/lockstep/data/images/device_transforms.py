@@ -1,6 +1,6 @@
-"""What happens to a batch of images, or of other inputs with classes, on its device: augment, normalise, mix.
+"""Transforms of a batch on its device: augments, normalizes and mixes images, or other inputs with classes.
 
-Every sample has random numbers of its own, so the picture it becomes does not depend on which others are in its batch.
+Each sample has its own random numbers, so augmenting it doesn't depend on the other samples of its batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _DRAWS: Final = 3  # row, column, flip
 
 @dataclass(frozen=True)
 class ImageTransforms:
-    """What is done to (inputs, targets) on the device; `mean` None is data that is no image and stays as it is."""
+    """Transforms (inputs, targets) on the device. If `mean` is None, inputs are not normalized."""
 
     device: torch.device
     classes: int
@@ -39,7 +39,7 @@ class ImageTransforms:
     mix_probability: float = 1.0
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raise UsageError where this cannot be done to samples of `shape`."""
+        """Raise UsageError if samples of `shape` don't support these transforms."""
         if found := list(self._misfits(shape)):
             raise UsageError("\n".join(found))
 
@@ -62,14 +62,14 @@ class ImageTransforms:
             )
 
     def prepare(self, fetched: Batch, request: Request) -> Batch:
-        """See DeviceTransforms: what was fetched, and what is to be cut from it."""
+        """See DeviceTransforms. Adds the positions of the crops and flips to the fetched batch."""
         if not (self.crop_padding or self.flip) or request.draw is None:
             return fetched
         draws = random.uniform(random.key(random.AUGMENT, request.draw, 1), request.indices, _DRAWS)
         return *fetched, places_of(draws, fetched[0].shape, self.crop_padding, self.flip)
 
     def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
-        """Augment, normalise and mix."""
+        """See DeviceTransforms. Augments, normalizes and mixes."""
         inputs, targets, *places = arrived
         for each in places:
             inputs = crop_and_flip(inputs, each, self.crop_padding, self.flip)
@@ -80,7 +80,7 @@ class ImageTransforms:
         return inputs, targets
 
     def for_evaluation(self, arrived: Batch) -> Batch:
-        """Normalise."""
+        """See DeviceTransforms. Normalizes."""
         inputs, targets = arrived
         return self._normalise_inputs(inputs), targets
 
@@ -97,9 +97,9 @@ class ImageTransforms:
 def device_transforms(
     recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device
 ) -> ImageTransforms | None:
-    """Return what a recipe, as plain values, asks to be done to data with these facts; None for nothing.
+    """Return the transforms of a recipe, as plain values, for data with these facts, or None if there are none.
 
-    UsageError where it cannot be done to such samples.
+    Raises UsageError if the samples don't support the transforms.
     """
     augment, mixing = recipe["data"]["augment"], recipe["mix"]
     mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))
@@ -126,10 +126,11 @@ def device_transforms(
 
 
 def places_of(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
-    """Return which part of images of `shape` is cut out, and which are flipped left to right, for `taken`: int64, CPU.
+    """Return the positions of the crops and flips for `crop_and_flip`, as int64 on the CPU.
 
-    Each image is cut back to size after padding it with zeros; `draws` are uniform in [0, 1), of shape [n, 3]: row,
-    column, flip. Worked out beforehand, so that it can travel to the device together with the images.
+    Images of `shape` [n, channels, height, width] are padded with zeros, and cropped back to their size. `draws` are
+    uniform in [0, 1), of shape [n, 3]: row, column, flip. Without padding, the result has shape [n], and with padding
+    [n * channels]. It is computed before the copy to the device, and is copied together with the images.
     """
     count, channels, height, width = shape
     flipped = (draws[:, 2] < 0.5) & flip
@@ -143,10 +144,11 @@ def places_of(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: in
 
 
 def crop_and_flip(images: Tensor, places: Tensor, crop_padding: int, flip: bool) -> Tensor:
-    """Return images cut and flipped as `places` says, on their device."""
+    """Return the images cropped and flipped at the positions in `places`, on their device."""
     height, width = images.shape[2:]
     padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images
-    # Each image twice, as it is and flipped, because whole rows are copied ten times faster than pixels are gathered.
+    # Each image is there twice, unchanged and flipped, because copying whole rows is ten times faster than gathering
+    # pixels.
     both = torch.cat([padded, padded.flip(3)]) if flip else padded
     if not crop_padding:
         return both.index_select(0, places)
@@ -156,28 +158,32 @@ def crop_and_flip(images: Tensor, places: Tensor, crop_padding: int, flip: bool)
 
 
 def constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what `normalise` multiplies by and what it adds: float32 of shape [channels, 1, 1]."""
+    """Return the factor and the summand for `normalise`: float32 of shape [channels, 1, 1] each."""
     scale = torch.tensor([1.0 / (255.0 * s) for s in std], device=device)[:, None, None]
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)[:, None, None]
     return scale, shift
 
 
 def normalise(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return (images / 255 - mean) / std for each channel, in float32; `constants` gives `scale` and `shift`."""
-    # Two roundings, never one: a fused multiply-add would give other bits where it is used.
+    """Return (images / 255 - mean) / std per channel, in float32.
+
+    `scale` and `shift` are the results of `constants`.
+    """
+    # Always rounds twice: a fused multiply-add would return different bits on hardware that uses it.
     return images.to(torch.float32).mul_(scale).add_(shift)
 
 
 def mix(
     inputs: Tensor, targets: Tensor, classes: int, mixup: float, cutmix: float, probability: float, key: int
 ) -> tuple[Tensor, Tensor]:
-    """Mix each sample with its neighbour in the micro-batch; return inputs and the weights of classes, [n, classes].
+    """Mix each sample with its neighbor in the micro-batch. Returns the inputs and the class weights, [n, classes].
 
-    Mixup (Zhang et al. 2018) blends by lambda ~ Beta(mixup, mixup); cutmix (Yun et al. 2019) pastes a box of area
-    1 - lambda and corrects lambda to the box as cut. With both, each has probability 1/2. All draws follow from `key`.
+    Mixup (Zhang et al. 2018) blends with lambda ~ Beta(mixup, mixup). CutMix (Yun et al. 2019) pastes a box with an
+    area of 1 - lambda, and sets lambda to match the actual box. If both are enabled, each is used with probability 1/2.
+    With probability 1 - `probability`, the inputs are returned unchanged. All random numbers are a function of `key`.
     """
     generator = np.random.Generator(np.random.Philox(key=key))
-    # Not by F.one_hot, which looks at the targets first. SKIPPED is no class's number, so its row is zeros.
+    # Doesn't use F.one_hot, which reads the targets first. SKIPPED is not the index of a class, so its row is zeros.
     weights = (targets[:, None] == torch.arange(classes, device=targets.device)).float()
     acts, second = generator.random() < probability, generator.random() < 0.5
     cuts = cutmix > 0 and (mixup == 0 or second)
@@ -195,7 +201,10 @@ def mix(
 def _first_places(
     planes: NDArray[np.int64], channels: int, tops: NDArray[np.int64], lefts: NDArray[np.int64], size: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return where each cut plane begins in the flat tensor: planes are numbered, `size` is theirs before the cut."""
+    """Return the offset of each cropped plane in the flat tensor.
+
+    `planes` are the indices of the first plane of each image, and `size` is the padded size of a plane.
+    """
     numbers = planes[:, None] + np.arange(channels)
     return ((numbers * size[0] + tops[:, None]) * size[1] + lefts[:, None]).ravel()
 

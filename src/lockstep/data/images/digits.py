@@ -1,4 +1,4 @@
-"""The handwritten digits that come with Lockstep: 1,797 real images of 8x8; DIGITS.md has the credits."""
+"""The handwritten digits that come with Lockstep: 1,797 real images of 8x8. See DIGITS.md for the credits."""
 
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,7 @@ from lockstep.data.request import DataRequest
 from lockstep.tasks.facts import facts
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
-_MEAN: Final = 0.3061  # of the training part, as is the next
+_MEAN: Final = 0.3061  # of the training part, as is _STD
 _STD: Final = 0.3771
 
 
@@ -26,7 +26,10 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
 
 
 def digits() -> DataSet:
-    """Return the 1,437 training and 360 validation images: sample numbers divisible by 5 are validation's."""
+    """Return 1,437 training and 360 validation images.
+
+    Every fifth image is a validation image, starting with the first.
+    """
     with np.load(_FILE, allow_pickle=False) as file:
         images, targets = torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]).long()
     validation = torch.arange(len(targets)) % 5 == 0

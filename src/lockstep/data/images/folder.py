@@ -1,4 +1,4 @@
-"""Images in a folder for each class, as ImageNet is stored."""
+"""Images in one folder per class, the layout of ImageNet."""
 
 import errno
 import os
@@ -25,9 +25,10 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class Options:
-    """Which images are validation's where there is no folder val/: a share of all, or of each class; 0 is none.
+    """The share of images for validation if there is no folder val/. Set one of the two; 0 means no validation.
 
-    Without train/ too, both left out are a tenth of each class.
+    - `validation`: A share of all images.
+    - `validation_per_class`: A share of the images of each class. If there is no folder train/ either, defaults to 0.1.
     """
 
     validation: Share | None = None
@@ -35,7 +36,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cut and resized as requested."""
+    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cropped and resized as requested."""
     found = scan(request.root, options.validation, options.validation_per_class)
     validation = Files(found.validation) if found.validation else None
     data = pictures(Files(found.train), validation, found.classes, request)
@@ -60,24 +61,25 @@ def _kind(name: str) -> str:
 
 @final
 class Files:
-    """Files and the class of each."""
+    """The paths of images and the class of each image."""
 
     def __init__(self, files: Sequence[tuple[str, int]]) -> None:
-        # One array, not a list: counting references to a million names would copy them into each loader process.
+        # A single array instead of a list, because reference counts of a million strings would copy them into each
+        # loader process.
         names = [os.fsencode(file) for file, _ in files]
         self._names = np.frombuffer(b"".join(names), np.uint8)
         self._ends = np.cumsum([len(name) for name in names])
         self.targets = torch.tensor([target for _, target in files])
 
     def name(self, index: int) -> str:
-        """Return the path of a sample's image."""
+        """Return the path of an image."""
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]].tobytes())
 
     def content(self, index: int) -> bytearray:
         """See Pictures."""
         file = self.name(index)
-        # Not skipped whatever the recipe says: a disk or a network that fails is no property of the data.
+        # Never skipped, regardless of on_error, because a failing disk or network is not a property of the data.
         try:
             with plainfile.reader(Path(file), links=True) as stream:
                 return bytearray(stream.read())

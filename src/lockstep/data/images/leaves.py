@@ -1,4 +1,4 @@
-"""One value of a user's sample as a tensor: a picture, an array, a tensor or a number."""
+"""Converts a value of a user-defined sample to a tensor: an image, an array, a tensor or a number."""
 
 from typing import Any
 
@@ -12,11 +12,13 @@ from lockstep.common.type_name import type_name
 
 
 def tensor(value: Any) -> Tensor:
-    """Return a picture, an array, a tensor or a number as a tensor.
+    """Return an image, an array, a tensor or a number as a tensor.
 
-    Pictures, and byte arrays of [height, width] or [height, width, 1, 3 or 4], become bytes of [channels, height,
-    width]. Tensors stay. Doubles of NumPy and of Python, which are rarely meant, become floats of torch's default
-    dtype. Raises TypeError for anything else.
+    PIL images are converted to arrays first; bilevel images become grayscale, and palette, CMYK and YCbCr images become
+    RGB. uint8 arrays of shape [height, width] or [height, width, channels] with 1, 3 or 4 channels become uint8 of
+    shape [channels, height, width]. Tensors keep their shape and dtype, but lose their autograd history. Doubles of
+    NumPy and Python are rarely intended, and are converted to torch's default dtype. Raises TypeError for anything
+    else.
     """
     if isinstance(value, Tensor):
         return usable(value)
@@ -25,7 +27,7 @@ def tensor(value: Any) -> Tensor:
         value = np.array(value.convert(plain) if plain != value.mode else value)
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise TypeError(f"{type_name(value)}; expected a picture, an array, a tensor or a number")
-    array = np.array(value)  # a copy, because torch warns of read-only memory that it would share
+    array = np.array(value)  # a copy, because torch warns about sharing read-only memory
     if array.dtype.kind not in "biuf":
         raise TypeError(f"an array of {array.dtype}; expected numbers")
     found = torch.from_numpy(_channels_first(array))
@@ -33,7 +35,10 @@ def tensor(value: Any) -> Tensor:
 
 
 def usable(value: Tensor) -> Tensor:
-    """Return a tensor without its history; TypeError for one that is not of plain numbers on the CPU."""
+    """Return a tensor without its autograd history.
+
+    Raises TypeError if it isn't a dense tensor of plain numbers on the CPU.
+    """
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
         raise TypeError(f"a tensor of {value.dtype}, {value.layout}, on {value.device}; expected numbers on the CPU")
     return value.detach()

@@ -1,4 +1,4 @@
-"""A split of pictures that are read, cut and resized on demand, wherever their bytes are."""
+"""A split of images that are read, cropped and resized on demand, from any source of bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,30 +24,33 @@ _STD: Final = (0.229, 0.224, 0.225)
 
 
 class Pictures(Protocol):
-    """The location of pictures, and the class of each."""
+    """A source of encoded images, and the class of each image."""
 
     targets: Tensor  # int64 of shape [n]
 
     def name(self, index: int) -> str:
-        """Return what errors call a picture, such as its path."""
+        """Return the name of an image in errors, such as its path."""
 
     def content(self, index: int) -> bytearray:
-        """Return the bytes of its file. TrainingError where they cannot be read."""
+        """Return the bytes of an image file. Raises TrainingError if they can't be read."""
 
 
 @dataclass(frozen=True)
 class CropSettings:
-    """What of a picture the model sees: a random part of the area within `scale`, or where that is None the centre."""
+    """The part of an image that the model sees: a random crop, or the center if `scale` is None.
 
-    size: int  # pixels on a side
-    resize: int  # the short side, before the centre is cut out
+    `scale` is the range of the crop's share of the area.
+    """
+
+    size: int  # the side length in pixels
+    resize: int  # the shorter side before the center crop
     scale: tuple[float, float] | None
-    exif: bool = True  # upright, as the metadata says
-    skips: bool = False  # what cannot be decoded comes as zeros that count as nothing
+    exif: bool = True  # whether to apply the orientation from the metadata
+    skips: bool = False  # whether to return undecodable images as zeros that don't count
 
 
 def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], request: DataRequest) -> DataSet:
-    """Return a dataset of pictures, cut as requested. Validation always sees the centre."""
+    """Return a dataset of images, cropped as requested. Validation always uses the center."""
     cut = crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
     return DataSet(
@@ -60,15 +63,16 @@ def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str
 
 
 def crop_settings(request: DataRequest) -> CropSettings:
-    """Return what validation sees of a picture."""
+    """Return the crop settings of validation."""
     size = request.image_size or FILES_SIZE
     return CropSettings(size, request.resize_size or size, None, request.exif, request.on_error == "skip")
 
 
 def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Return a picture, uint8 of shape [3, any, any], as a sample of another shape: uint8 of [channels, height, width].
+    """Return an image, uint8 of shape [3, any, any], as a sample: uint8 of shape [channels, height, width].
 
-    One of another size is resized, whatever its aspect. The only channel is Pillow's grey (ITU-R 601-2).
+    If the size differs, the image is resized without keeping its aspect ratio. A single channel is Pillow's grayscale
+    (ITU-R 601-2).
     """
     if pixels.shape[1:] != (height, width):
         pixels = resize(pixels, height, width)
@@ -81,7 +85,7 @@ def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
 
 @final
 class PictureSplit:
-    """Pictures as uint8 of shape [n, 3, size, size], and their classes."""
+    """Images as uint8 of shape [n, 3, size, size], and their classes."""
 
     in_memory: bool = False
 
@@ -93,15 +97,18 @@ class PictureSplit:
         return len(self._source.targets)
 
     def name(self, index: int) -> str:
-        """Return what errors call a picture, such as its path."""
+        """Return the name of an image in errors, such as its path."""
         return self._source.name(index)
 
     def target(self, index: int) -> int:
-        """Return the class of a picture."""
+        """Return the class of an image."""
         return int(self._source.targets[index])
 
     def picture(self, index: int) -> Tensor | None:
-        """Return a whole picture, uint8 of shape [3, any, any]; None for a corrupt one that is to be skipped."""
+        """Return a whole image, uint8 of shape [3, any, any], or None if it is damaged and the recipe skips it.
+
+        Raises DataError with the name of the file if it is damaged and the recipe doesn't skip it.
+        """
         try:
             return decode(self._source.content(index), self._cut.exif)
         except UndecodableError as error:
@@ -133,7 +140,10 @@ class PictureSplit:
 
 
 def part(pixels: Tensor, cut: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
-    """Return what the model sees of a picture: uint8 of shape [3, size, size], by `draws` or else the centre."""
+    """Return the part that the model sees as uint8 of shape [3, size, size].
+
+    Returns the crop that `draws` select, or the center without them.
+    """
     _, height, width = pixels.shape
     if draws is None or cut.scale is None:
         high, wide = short_side(height, width, cut.resize)
@@ -144,7 +154,8 @@ def part(pixels: Tensor, cut: CropSettings, draws: Sequence[float] | None = None
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Return a picture, uint8 of shape [3, any, any], in another size, by averages where it shrinks."""
-    # On bytes with interleaved channels, as here, torch counts in whole numbers: in half Pillow's time, off
-    # by at most one from it, with the same bits for AVX2, AVX-512 and any number of threads (not without AVX2).
+    """Return an image, uint8 of shape [3, any, any], in a different size, antialiased when it shrinks."""
+    # For bytes with interleaved channels, as here, torch uses integer arithmetic. It takes half of Pillow's time, and
+    # pixels differ by at most one. The bits are the same with AVX2, AVX-512 and any number of threads, but not without
+    # AVX2.
     return F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]

@@ -1,4 +1,4 @@
-"""Pictures decoded once and for all: tar archives of pixels, as WebDataset writes them, that give the same samples."""
+"""Decodes images once, into WebDataset tar archives of pixels that return the same samples."""
 
 import io
 import tarfile
@@ -14,16 +14,17 @@ from lockstep.data.images.crops import short_side
 from lockstep.data.images.decoding import as_ppm
 from lockstep.data.images.pictures import PictureSplit, resize
 
-ARCHIVE_BYTES: Final = 1 << 30  # a larger archive gets no more pictures
-_AHEAD: Final = 16  # pictures for each core that are decoded at once
-_LONGEST: Final = 100  # characters of a picture's name that are kept
+ARCHIVE_BYTES: Final = 1 << 30  # once an archive is larger, the next one is started
+_AHEAD: Final = 16  # images per core to decode at a time
+_LONGEST: Final = 100  # the number of characters to keep of an image's name
 
 
 def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
-    """Write the pictures of a split into `folder/part-00000.tar` and so on, and yield how many are done.
+    """Write the images of a split to `folder/part-00000.tar` and so on. Yields the number of completed images.
 
-    Each is upright, and where its short side has more than `shorter` pixels it is resized to that. One that cannot be
-    decoded raises DataError, or where the recipe skips it becomes an empty file, which is skipped in turn.
+    Images are stored upright. If `shorter` is set, images with a longer short side are resized to it. If an image can't
+    be decoded, raises DataError. If the recipe skips such images, writes an empty file, which is skipped again when you
+    read the archive.
     """
     names = (folder / f"{part}-{number:05d}.tar" for number in count())
     archive = None
@@ -51,7 +52,7 @@ def _pixels(split: PictureSplit, index: int, shorter: int | None) -> bytes:
 
 
 def _member(index: int, name: str) -> str:
-    """Return the name of a picture's members up to their dot: its number, and by what a person finds it."""
+    """Return the name of an image's members without their suffix: its index, and a name that users recognize."""
     stem = Path(name).stem.replace(".", "_")
     return f"{index:08d} {''.join(each if each.isprintable() else '_' for each in stem)[:_LONGEST]}"
 

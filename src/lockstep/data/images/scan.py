@@ -1,4 +1,4 @@
-"""The images of a folder of classes, found by their names and without torch, and what is wrong with it."""
+"""Finds the images of a folder of classes by their names, and the errors in its layout. Doesn't import torch."""
 
 import os
 from collections.abc import Iterator
@@ -11,9 +11,10 @@ from lockstep.data.shares import in_share, take_share
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Predicted if Pillow can. Of no data set, as in torchvision's ImageFolder: it would have other samples from then on.
+# Used for prediction if Pillow can read them, but never part of a dataset, as in torchvision's ImageFolder: adding a
+# suffix would change the samples of existing datasets.
 OTHER_PICTURES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
-VALIDATION_PER_CLASS: Final = 0.1  # where the folders of the classes lie in the root, and nothing else is asked
+VALIDATION_PER_CLASS: Final = 0.1  # the default if the root contains the folders of the classes
 _SHOWN: Final = 5
 _LIKE_A_SPLIT: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 _OR_NO_SPLIT: Final = "; or the folders of the classes alone, of which a share becomes validation's"
@@ -24,9 +25,10 @@ _OR_A_SHARE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Classes in the order of their numbers; for each split, its files in order and the class of each.
+    """The classes in the order of their indices, and for each split its files in order, each with its class.
 
-    `ignored` are the files beside them that are no images by their names, or in no class's folder.
+    `ignored` are the files in the same folders that don't have the name of an image, or aren't in the folder of a
+    class.
     """
 
     classes: list[str]
@@ -46,10 +48,13 @@ class _Found:
 def scan(root: str, share: float | None = None, per_class: float | None = None) -> Scan:
     """Find `root/train/<class>/*` and `root/val/<class>/*`, at any depth below a class.
 
-    Without val/, validation's are a `share` of all images of train/, or `per_class` of those of each class; without
-    train/ either, of `root/<class>/*`, by default VALIDATION_PER_CLASS of each class. Which ones follows from a hash of
-    each file's path below that folder. Names are sorted by their code points, so that every machine sees one order.
-    Hidden folders are passed over. Raises UsageError for all that is wrong, a line each.
+    - Without val/, validation gets `share` of all images of train/, or `per_class` of the images of each class. You
+      must set one of the two.
+    - If there is no train/ either, the images of `root/<class>/*` are split in the same way. In this case, `per_class`
+      defaults to VALIDATION_PER_CLASS.
+
+    The choice is a function of a hash of each file's path below that folder. Names are sorted by their code points, so
+    the order is the same on every machine. Hidden folders are ignored. Raises UsageError with one line per problem.
     """
     if share is not None and per_class is not None:
         raise UsageError("data set folder: set options.validation or options.validation_per_class, not both")
@@ -68,9 +73,9 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
 
 
 def _split(root: str, share: float) -> Scan:
-    """Let the hash of each image decide whether it is in the share: images that are added move no other."""
+    """Split the images by their hashes, so that adding images doesn't move any other image."""
     folder, found = _only_split(root, "validation")
-    above = os.path.join(root, folder.name if folder != Path(root) else "", "")  # by root as it is spelled, as ever
+    above = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
     classes = sorted(found.images)
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
@@ -86,7 +91,7 @@ def _split(root: str, share: float) -> Scan:
 
 
 def _split_classes(root: str, share: float | None) -> Scan:
-    """Take the share of each class; None is VALIDATION_PER_CLASS, if what is in the root looks like classes."""
+    """Take the share of each class. None means VALIDATION_PER_CLASS, if the folders in the root look like classes."""
     folder, found = _only_split(root, "validation_per_class")
     if share is None:
         share = VALIDATION_PER_CLASS
@@ -104,7 +109,10 @@ def _split_classes(root: str, share: float | None) -> Scan:
 
 
 def _only_split(root: str, option: str) -> tuple[Path, _Found]:
-    """Return the folder of the classes, which is train/ or else the root, and what is in it; val/ is refused."""
+    """Return the folder of the classes, which is train/ or the root, and its files.
+
+    Raises UsageError if there is a val/.
+    """
     if (Path(root) / "val").is_dir():
         raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.{option}")
     split = "train" if (Path(root) / "train").is_dir() else ""
@@ -114,7 +122,7 @@ def _only_split(root: str, option: str) -> tuple[Path, _Found]:
 
 
 def _check_layout(root: Path, found: dict[str, list[str]]) -> None:
-    """Raise UsageError where the folders in the root are hardly those of classes."""
+    """Raise UsageError if the folders in the root don't look like classes."""
     if len(found) == 1:
         raise UsageError(
             f"data set folder: {root} holds one folder, '{next(iter(found))}', and a class needs another to be told "
@@ -186,7 +194,7 @@ def _label_files(found: dict[str, list[str]], classes: list[str]) -> list[tuple[
 
 
 def pictures_below(folder: str) -> Iterator[str]:
-    """Yield the pictures below `folder` in order, of any format, by their names alone; passes over what is hidden."""
+    """Yield the files below `folder` with the name of an image, in order. Ignores hidden files and folders."""
     return (file for file in _files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_PICTURES))
 
 
@@ -195,10 +203,10 @@ def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """Yield the files below `folder` in order, but for those in hidden folders.
+    """Yield the files below `folder` in order, except for files in hidden folders.
 
-    Links to folders are followed, but into no folder twice, and into none that contains `folder` itself: a link that
-    leads back would give the same images again and again.
+    Follows links to folders, but enters each folder only once, and never a folder that contains `folder` itself.
+    Otherwise, a link to a parent folder would yield the same images again and again.
     """
     if not os.path.isdir(folder):
         return
@@ -212,12 +220,12 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Say whether a file or folder is one that users do not see: `._1.jpg` is no image, nor what a Mac's zip adds."""
+    """Return whether a file or folder is hidden from users, such as `._1.jpg` and the __MACOSX of a Mac's zip file."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def _is_new(folder: str, seen: set[tuple[int, int]]) -> bool:
-    """Say whether a folder was not seen before, and note it."""
+    """Return whether a folder hasn't been seen before, and record it as seen."""
     identity = _identity(folder)
     is_new = identity not in seen
     seen.add(identity)

@@ -1,4 +1,4 @@
-"""Images that can be learned and need no files: a smooth random picture for each class, under noise."""
+"""Learnable images that need no files: a smooth random image per class, with noise."""
 
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -18,16 +18,16 @@ from lockstep.tasks.facts import facts
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
 _VALIDATION: Final = random.key(random.SYNTHETIC, 2)
-_SIZE: Final = 32  # pixels on a side, where a recipe gives none
-_GRID: Final = 4  # a template is enlarged from so many random values on a side
-_BLOCK: Final = 1 << 23  # bytes of noise made at a time, because its counters take as much again
+_SIZE: Final = 32  # the default side length in pixels
+_GRID: Final = 4  # the side length of the random grid that a template is enlarged from
+_BLOCK: Final = 1 << 23  # bytes of noise to make at a time, since their counters need as much memory again
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How many there are of what."""
+    """The number of samples, classes and channels."""
 
     samples: Count = SYNTHETIC["samples"]
     validation_samples: Count = SYNTHETIC["validation_samples"]
@@ -41,12 +41,12 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 
 def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:
-    """Return images of shape [channels, image_size, image_size], the same bits on every machine.
+    """Return images of shape [channels, image_size, image_size], with the same bits on every machine.
 
-    Sample i is of class i mod `classes`. A pixel is a quarter its class's template and three quarters noise.
+    The class of sample i is i mod `classes`. A pixel is one quarter the template of its class and three quarters noise.
     """
     templates = _templates(classes, channels, image_size)
-    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of two uniform numbers so weighted
+    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of the weighted sum of two uniform numbers
     names = [f"class {number}" for number in range(classes)]
     return DataSet(
         train=_split(_TRAIN, templates, samples),
@@ -57,7 +57,7 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
 
 def _templates(classes: int, channels: int, size: int) -> Bytes:
     grids = _noise(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
-    # Pillow enlarges bytes with whole numbers, so that the bits do not depend on the instruction set.
+    # Pillow enlarges bytes with integer arithmetic, so the bits don't depend on the instruction set.
     enlarged = [Image.fromarray(grid).resize((size, size), Image.Resampling.BICUBIC) for grid in grids]
     return np.stack([np.asarray(each) for each in enlarged]).reshape(classes, channels, size, size)
 
@@ -75,7 +75,7 @@ def _split(key: int, templates: Bytes, samples: int) -> TensorSplit:
 
 
 def _noise(key: int, numbers: range, count: int) -> Bytes:
-    """Draw `count` random bytes for each of `numbers`: eight from each hash, the lowest first."""
+    """Draw `count` random bytes for each of `numbers`: eight per hash, the lowest byte first."""
     words = -(-count // 8)
     counters = np.arange(numbers.start * words, numbers.stop * words, dtype=np.uint64)
     drawn = random.bits(key, counters).astype("<u8").view(np.uint8)

@@ -1,4 +1,4 @@
-"""The offsets of the pictures in a tar archive, and the class of each; found once and cached next to the archive."""
+"""The offsets and classes of the images in a tar archive, found in one scan and cached next to the archive."""
 
 import os
 import tarfile
@@ -15,13 +15,13 @@ from lockstep.data.images.scan import IMAGE_SUFFIXES
 from lockstep.errors import UsageError, error_as
 
 _VERSION: Final = 1
-_MOST_CLASSES: Final = 1 << 24  # each has a name
+_MOST_CLASSES: Final = 1 << 24  # each class has a name
 _BLOCK: Final = tarfile.BLOCKSIZE
-_LABEL: Final = 1 << 20  # bytes of a label that are read
+_LABEL: Final = 1 << 20  # the maximum number of bytes to read of a label
 
 
 class TarIndex(NamedTuple):
-    """The pictures of `file`: their names, their (offset, size) in bytes, int64 of shape [n, 2], and their classes."""
+    """The images of `file`: their names, their (offset, size) in bytes as int64 of shape [n, 2], and their classes."""
 
     file: str
     names: NDArray[np.str_]
@@ -30,11 +30,12 @@ class TarIndex(NamedTuple):
 
 
 def load_index(file: Path, label: str) -> TarIndex:
-    """Return the index of an archive, kept or new. It is kept where the folder can be written to.
+    """Return the index of an archive, from the cache or from a scan. Caches it if the folder is writable.
 
-    Nothing is ever unpacked, so a member's name leads nowhere; members that are no plain files are passed over.
+    Nothing is ever unpacked, so the path in a member's name has no effect. Members that are not regular files are
+    ignored. Raises UsageError if the file can't be read as a tar archive.
     """
-    wrong = (OSError, ValueError, OverflowError, tarfile.TarError)  # OverflowError: of numbers that no file can have
+    wrong = (OSError, ValueError, OverflowError, tarfile.TarError)  # OverflowError: from numbers too large for a file
     unread = error_as(UsageError, wrong, f"data set webdataset: {file} cannot be read as a tar archive")
     with unread, plainfile.reader(file, links=True) as stream:
         found = os.fstat(stream.fileno())
@@ -51,28 +52,32 @@ def load_index(file: Path, label: str) -> TarIndex:
 
 
 def _read_cached(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
-    """Return the index that was kept, None where there is none of this archive as it is now."""
+    """Return the cached index, or None if there is none for the current state of the archive."""
     try:
         with plainfile.reader(place) as stream, np.load(stream, allow_pickle=False) as arrays:
             if not np.array_equal(arrays["mark"], mark):
                 return None
             found = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
-    except Exception:  # of bytes that are no index NumPy and zipfile raise anything; it is found anew
+    except Exception:  # NumPy and zipfile raise any error for invalid bytes; the archive is scanned again
         return None
     return found if len(found.names) == len(found.spans) == len(found.targets) else None
 
 
 def _write_cache(place: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
-    # Every rank may come here: each writes a file of its own, and the last one to rename it leaves what all have found.
+    # All ranks may do this at the same time. Each rank writes its own file, and the last rename wins. The contents are
+    # the same.
     new = place.with_name(f"{place.name}.{os.getpid()}.new")
-    with suppress(OSError):  # a folder that we may not write to: the archive is looked through at each start
+    with suppress(OSError):  # if the folder isn't writable, each start scans the archive
         with open(new, "xb") as stream:
             np.savez(stream, mark=mark, names=index.names, spans=index.spans, targets=index.targets)
         os.replace(new, place)
 
 
 def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
-    """Raise UsageError where no empty block ends an archive: tarfile takes one that was cut off for a shorter one."""
+    """Raise UsageError if the archive doesn't end with an empty block.
+
+    tarfile reads a truncated archive as a shorter one.
+    """
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
         raise UsageError(
@@ -96,7 +101,10 @@ def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
 
 
 def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Yield each sample's name and its members by their endings: neighbours whose names are the same up to a dot."""
+    """Yield the name of each sample and its members by suffix.
+
+    Adjacent members with the same name up to a dot are a sample.
+    """
     before, parts = "", dict[str, tarfile.TarInfo]()
     for member in archive:
         if not member.isreg() or member.issparse():

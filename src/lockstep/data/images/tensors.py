@@ -1,4 +1,4 @@
-"""A split held in memory as one tensor of images."""
+"""A split in memory, as one tensor of images."""
 
 from typing import final
 
@@ -22,6 +22,6 @@ class TensorSplit:
         return len(self.targets)
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
-        # Copied only if read-only: torch warns of such an array, which it would share.
+        # Only copied if it is read-only, because torch warns about sharing such an array.
         chosen = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
         return self.images.index_select(0, chosen), self.targets.index_select(0, chosen)

@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100, MNIST and FashionMNIST by way of torchvision, kept in memory."""
+"""CIFAR-10, CIFAR-100, MNIST and FashionMNIST from torchvision, kept in memory."""
 
 import os
 import socket
@@ -21,12 +21,12 @@ from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError, os_error_as
 from lockstep.tasks.facts import facts
 
-_TIMEOUT_S: Final = 30.0  # without one, a network that drops packets holds every process for ever
+_TIMEOUT_S: Final = 30.0  # without a timeout, a network that drops packets would block every process forever
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """torchvision's name of a set, and the figures of its training part that its users know."""
+    """The name of a dataset in torchvision, and the well-known mean and std of its training part."""
 
     kind: str
     mean: tuple[float, ...]
@@ -50,17 +50,17 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
 
 
 def torchvision_set(name: str, root: str, download: bool) -> DataSet:
-    """Return the set, downloaded to `root` if it is not there and `download` allows it.
+    """Return the dataset. Downloads it to `root` if it is missing and `download` is True.
 
-    Every rank calls this; one process of a node downloads while the others wait for its lock. Raises UsageError
-    where the set is not there, is damaged, or cannot be downloaded.
+    All ranks call this function. One process per node downloads, while the others wait for its lock. Raises UsageError
+    if the dataset is missing, is damaged, or can't be downloaded.
     """
     known = _KNOWN[name]
     if not download and not Path(root).is_dir():
         raise UsageError(_absent(name, root, "there is no such folder"))
     with _alone(name, root):
-        # CIFAR's files are pickles, which run code when read. torchvision's constructor compares the MD5 of each
-        # with its own list before it opens one, downloaded or found, and so it must stay the only reader.
+        # CIFAR's files are pickles, which can run code when they are loaded. torchvision's constructor checks the MD5
+        # of each file, downloaded or not, before it opens the file. Therefore nothing else may read them.
         validation = _open(name, root, download, train=False)
     train = _open(name, root, False, train=True)
     split = _split(train)
@@ -73,7 +73,7 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
 
 def _alone(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
-        return nullcontext()  # a folder that nobody like us can be writing to
+        return nullcontext()  # not writable, so no rank is downloading to it
     advice = "; set recipe.data.root to another"
     with os_error_as(UsageError, f"data set {name}: the folder {root} cannot be made", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _open(name: str, root: str, download: bool, train: bool) -> Any:
             return kind(root, train=train, download=download)
     except MemoryError:
         raise
-    except Exception as error:  # torchvision passes on what sockets, archives and readers raise
+    except Exception as error:  # torchvision passes on errors from sockets, archives and readers
         reason = f"{type(error).__name__}: {error}"
         if not download:
             raise UsageError(_absent(name, root, reason)) from error

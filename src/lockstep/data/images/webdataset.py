@@ -1,6 +1,6 @@
-"""Pictures in tar archives as WebDataset writes them: NAME.jpg next to NAME.cls or NAME.json.
+"""Images in WebDataset tar archives: NAME.jpg next to NAME.cls or NAME.json.
 
-Each archive is scanned once. The offsets of its members are cached next to it, so that any sample is read at once.
+Each archive is scanned once. The offsets of its members are cached next to it, which allows random access to samples.
 """
 
 import os
@@ -24,9 +24,12 @@ from lockstep.errors import DataError, UsageError, os_error_as
 
 @dataclass(frozen=True)
 class Options:
-    """`label` is the ending that has a picture's class, or a key of its .json; `classes` their number, or names.
+    """The labels and classes of the images, and the share for validation.
 
-    `validation` is the share of the pictures that are validation's where no archive is named for it; 0 is none.
+    - `label`: The suffix of the member with the class, or a key in the .json of the image.
+    - `classes`: The number of classes or their names. Defaults to one more than the largest class.
+    - `validation`: The share of images for validation if there are no val archives; 0 means none. Required in this
+      case.
     """
 
     label: Text = "cls"
@@ -35,7 +38,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the pictures of the archives of `root`: train-000.tar, val-000.tar, or in folders train/ and val/."""
+    """Return the images of the archives in `root`: train*.tar and val*.tar, or *.tar in the folders train/ and val/."""
     train = [load_index(each, options.label) for each in _archives(Path(request.root), "train")]
     held_out = [load_index(each, options.label) for each in _archives(Path(request.root), "val")]
     if not train:
@@ -55,7 +58,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class Archives:
-    """Pictures of several archives, in their order, or those of them at `places`."""
+    """The images of several archives in order, or only those at `places`."""
 
     def __init__(self, archives: Sequence[TarIndex], places: Sequence[int] | None = None) -> None:
         self._archives = archives
@@ -63,7 +66,7 @@ class Archives:
         self._places = np.arange(self._firsts[-1]) if places is None else np.array(places, np.int64)
         targets = np.concatenate([each.targets for each in archives]) if archives else np.empty(0, np.int64)
         self.targets = torch.from_numpy(targets[self._places])
-        self._opened: dict[int, int] = {}  # descriptors, which forked loader processes may share: pread has no place
+        self._opened: dict[int, int] = {}  # descriptors, which forked processes can share: pread uses no position
 
     def name(self, index: int) -> str:
         """See Pictures."""
@@ -84,7 +87,7 @@ class Archives:
         return content
 
     def split(self, share: float) -> tuple[Self, Self]:
-        """Return the pictures without a share of them, by their names, and that."""
+        """Return the images without a share of them, and the share, chosen by their names."""
         chosen = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
         train, validation = ([n for n, each in enumerate(chosen) if each is wanted] for wanted in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)

@@ -1,1 +1,1 @@
-"""Tables: rows of numbers and of names, from CSV and Parquet files."""
+"""Tables: rows of numbers and text from CSV and Parquet files."""

@@ -1,4 +1,4 @@
-"""Columns of a table as a model takes them; what is found in training holds for validation too."""
+"""Encodes the columns of a table for a model. Statistics of the training part also apply to validation."""
 
 import re
 from collections.abc import Mapping
@@ -10,28 +10,28 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
 
-# A number as people and spreadsheets write it: in groups of three digits, with a decimal comma, a currency or %.
+# A number as people and spreadsheets write it: with groups of three digits, a decimal comma, a currency sign or %.
 _WRITTEN: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
-_MOST_VALUES: Final = 10_000  # of a category: they are facts, which ranks compare and checkpoints keep
+_MOST_VALUES: Final = 10_000  # per category; they are facts, which ranks compare and checkpoints save
 
 
 @final
 @dataclass(frozen=True)
 class Number:
-    """An amount: its distance from the mean of training, in standard deviations."""
+    """A numeric column, encoded as the distance from the training mean in standard deviations."""
 
     name: str
     mean: float
     std: float
-    means: bool  # what is missing is the mean
+    means: bool  # missing values are replaced by the mean
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the facts to save in a checkpoint."""
         return {"name": self.name, "mean": self.mean, "std": self.std}
 
     def encode(self, column: Any) -> NDArray[Any]:
-        """Return float32 of shape [rows]."""
+        """Return the encoded column as float32 of shape [rows]."""
         values = _floats(self.name, column)
         if self.means:
             values = np.where(np.isnan(values), self.mean, values)
@@ -41,26 +41,29 @@ class Number:
 @final
 @dataclass(frozen=True)
 class Category:
-    """A name: its number among those of training; one more stands for all others."""
+    """A categorical column, encoded as the index among the values in training.
+
+    One more index stands for all other values.
+    """
 
     name: str
     values: tuple[str, ...]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the facts to save in a checkpoint."""
         return {"name": self.name, "values": list(self.values)}
 
     def encode(self, column: Any) -> NDArray[Any]:
-        """Return int64 of shape [rows]."""
+        """Return the encoded column as int64 of shape [rows]."""
         codes = {value: number for number, value in enumerate(self.values)}
-        found = column.unique().to_pylist()  # fewer than there are rows
+        found = column.unique().to_pylist()  # usually fewer than rows
         numbers = {each: codes.get(_text(each), len(codes)) for each in found}
         return np.array([numbers[each] for each in column.to_pylist()], np.int64)
 
 
 def kind_of(column: Any) -> Literal["number", "name", "other"]:
-    """Return what a column has: numbers, names (text or truth values), or anything else."""
+    """Return the kind of a column: number, name (text or booleans), or other."""
     import pyarrow.types as types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
@@ -71,16 +74,19 @@ def kind_of(column: Any) -> Literal["number", "name", "other"]:
 
 
 def check_input(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError where a column of a whole file cannot be used: rows are named by their numbers in the file."""
+    """Raise UsageError if an input column can't be used.
+
+    Pass the column of the whole file, so that row numbers match the file.
+    """
     import pyarrow.types as types
 
     refuse_mixed(name, column, "or name it in options.categories")
-    if kind_of(column) == "number" or types.is_null(column.type):  # of none, where all are missing
+    if kind_of(column) == "number" or types.is_null(column.type):  # the null type, if all values are missing
         check_numbers(name, column, means)
 
 
 def check_numbers(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError where a column of a whole file has something else than finite numbers; see `check_input`."""
+    """Raise UsageError if a column has infinite values, or missing values without `means`. See `check_input`."""
     values = _floats(name, column)
     wrong = np.isinf(values) if means else ~np.isfinite(values)
     if wrong.any():
@@ -92,8 +98,8 @@ def check_numbers(name: str, column: Any, means: bool) -> None:
 
 
 def refuse_mixed(name: str, column: Any, advice: str) -> None:
-    """Raise UsageError where a column of numbers is text: a few values are none, such as `n/k`, or all have commas."""
-    if kind_of(column) != "name":  # pyarrow finds no different values of lists
+    """Raise UsageError if a column of numbers was read as text, because a few values are not numbers or have commas."""
+    if kind_of(column) != "name":  # pyarrow can't find the unique values of lists
         return
     values = [each for each in column.unique().to_pylist() if isinstance(each, str)]
     strange = {each for each in values if not _is_number(each)}
@@ -105,7 +111,7 @@ def refuse_mixed(name: str, column: Any, advice: str) -> None:
 
 
 def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
-    """Return how a column of training is encoded: text, truth values and what the options name are categories."""
+    """Return the encoding of a training column. Text, booleans and the columns in options.categories are categories."""
     kind = kind_of(column)
     if kind == "number" and not is_category:
         return _number(name, column, means)
@@ -124,7 +130,7 @@ def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number 
 
 
 def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
-    """Return the column of which a checkpoint keeps these facts. UsageError where they are none of a column."""
+    """Return the column with these facts from a checkpoint. Raises UsageError if the facts don't describe a column."""
     match facts:
         case {"name": str(name), "mean": float(mean), "std": float(std)}:
             return Number(name, mean, std, means)
@@ -136,15 +142,15 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
 def _number(name: str, column: Any, means: bool) -> Number:
     values = _floats(name, column)
     finite = values[np.isfinite(values)]
-    # In whole rows of one order, and in float64: the same bits on every rank.
+    # Over all rows in order, and in float64: the same bits on every rank.
     mean, std = (float(finite.mean()), float(finite.std())) if len(finite) else (0.0, 0.0)
     return Number(name, mean, std or 1.0, means)
 
 
 def _floats(name: str, column: Any) -> NDArray[np.float64]:
     try:
-        found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls are NaN
-    except Exception as error:  # of pyarrow's many
+        found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls become NaN
+    except Exception as error:  # pyarrow raises many types of errors
         texts = ((row, each) for row, each in enumerate(column.to_pylist()) if isinstance(each, str))
         first = next((f": {each!r} in row {row:,} is none" for row, each in texts if not _is_number(each)), "")
         problem = f"'{name}' is of {column.type}, and has numbers in training{first}; give it one type"

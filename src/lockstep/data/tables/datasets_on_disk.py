@@ -1,4 +1,4 @@
-"""Datasets that the library `datasets` of Hugging Face has saved: Dataset.save_to_disk, or DatasetDict's."""
+"""Datasets that Hugging Face's library `datasets` saved with save_to_disk, as a Dataset or a DatasetDict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,15 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """Which columns are a sample, and which rows are validation's.
+    """The columns of a sample, and the rows for validation.
 
-    With a `target` a sample is the pair (inputs, target), else a dict of `inputs`; `inputs` left out are all other
-    columns, and one column alone stands for itself. Of a DatasetDict `train` and `held_out` are the parts. Where there
-    is no held_out, validation is the share `validation` of the rows; 0 is none.
+    - `inputs`: The input columns. Defaults to all columns except the target.
+    - `target`: If set, a sample is the pair (inputs, target). If not, a sample is only the inputs.
+    - `train`, `held_out`: The parts of a DatasetDict for training and validation.
+    - `validation`: The share of rows for validation if there is no held_out part; 0 means none.
+
+    Inputs are a dict by column name. They are the value itself if `inputs` is a single name, or if there is a target
+    and only one input column.
     """
 
     inputs: Text | Names | None = None
@@ -36,7 +40,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the dataset at `root`; its rows are read on demand."""
+    """Return the dataset at `root`. Its rows are read on demand."""
     train, held_out = _parts(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
@@ -54,7 +58,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class Columns:
-    """Some rows of a dataset, and of each the columns that make a sample."""
+    """Selected rows of a dataset, each with the columns that make up a sample."""
 
     def __init__(self, rows: Any, numbers: NDArray[np.int64], inputs: str | Sequence[str], target: str | None) -> None:
         self._rows = rows
@@ -80,7 +84,7 @@ def _parts(root: str, options: Options) -> tuple[Any, Any]:
     try:
         plainfile.check_folder(Path(root))
         found = datasets.load_from_disk(root)
-    except Exception as error:  # the library raises whatever its readers do
+    except Exception as error:  # the library passes on any error of its readers
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"data set datasets: {root} cannot be opened: {message}") from error
     if isinstance(found, datasets.Dataset):

@@ -1,4 +1,4 @@
-"""Tables from files, by the library pyarrow."""
+"""Reads tables from files with pyarrow."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from lockstep.errors import UsageError
 
 
 def read(file: Path) -> Any:
-    """Return the table of a .csv or .parquet file, as pyarrow has it. UsageError where it cannot be read."""
+    """Return a .csv or .parquet file as a pyarrow Table. Raises UsageError if it can't be read."""
     pyarrow = import_extra("pyarrow", "tables", "data set table")
     from pyarrow import csv, parquet
 
@@ -35,7 +35,7 @@ def read(file: Path) -> Any:
 
 
 def same_columns(file: Path, train: Any, validation: Any) -> tuple[Any, Any]:
-    """Return both tables, the second with the columns of the first."""
+    """Return both tables, the second with the columns of the first. Raises UsageError if columns are missing."""
     if missing := [name for name in train.column_names if name not in validation.column_names]:
         raise UsageError(f"data set table: {file} lacks the columns {', '.join(missing)}")
     return train, validation.select(train.column_names)

@@ -15,10 +15,10 @@ from lockstep.data.tables.columns import Category, Number
 
 @final
 class Rows:
-    """Batches are (inputs, targets); inputs are float32 of shape [n, features].
+    """Batches are (inputs, targets). Inputs are float32 of shape [n, features].
 
-    The features are the numbers and then, for each category, zeros and a one. With `codes` inputs are a dict instead:
-    `numbers`, float32 of shape [n, numbers], and `categories`, int64 of shape [n, categories].
+    The features are the numbers, followed by the one-hot encoding of each category. With `codes`, inputs are a dict
+    instead: `numbers`, float32 of shape [n, numbers], and `categories`, int64 of shape [n, categories].
     """
 
     in_memory: bool = True
@@ -39,7 +39,7 @@ class Rows:
 
     @property
     def shape(self) -> list[int]:
-        """The shape of a sample's inputs; with codes, of its numbers."""
+        """The shape of a sample's inputs. With codes, the shape of its numbers."""
         return [self._numbers.shape[1] + (0 if self._codes else sum(self._sizes))]
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
@@ -48,7 +48,7 @@ class Rows:
         numbers, categories = self._numbers[chosen], self._categories[chosen]
         if self._codes:
             return {"numbers": numbers, "categories": categories}, self._targets[chosen]
-        # What training has not seen has a place of its own in one_hot, which is cut off: zeros alone.
+        # Values that don't occur in training have their own index in one_hot, which is cut off. This leaves only zeros.
         spread = [F.one_hot(categories[:, place], size + 1)[:, :size].float() for place, size in enumerate(self._sizes)]
         return torch.cat([numbers, *spread], dim=1), self._targets[chosen]
 

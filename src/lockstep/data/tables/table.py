@@ -1,4 +1,4 @@
-"""A table in a CSV or Parquet file: standardised numbers, coded categories, and a target."""
+"""A table in a CSV or Parquet file, with standardized numbers, encoded categories and a target."""
 
 from __future__ import annotations
 
@@ -25,21 +25,27 @@ from lockstep.tasks.classification import skip_mask
 if TYPE_CHECKING:
     import pyarrow
 
-# Of whole numbers that are not declared to be classes; and how many there may be with fewer rows than ten for each.
+# Limits for integer targets without options.kind: the number of classes, and the number of classes with fewer than ten
+# rows per class on average.
 _MOST_CLASSES: Final = 1000
 _MOST_RARE: Final = 20
-_LARGE: Final = 1_000  # a target that is learned slowly, as one below its reciprocal is
+_LARGE: Final = 1_000  # targets with a larger size or spread, or a spread below the reciprocal, are learned slowly
 
 
 @dataclass(frozen=True)
 class Options:
-    """What of a table is learned from what.
+    """The target of a table, and how its columns are used.
 
-    `target` is a column, or a list of them; `kind` left out follows from its type: floats are regression, and of whole
-    numbers that are many or have gaps it has to be said. Whole numbers in `categories` are names and no amounts, as all
-    text is; `ignore` is left out. `missing` numbers are an error, or the mean of training. `codes` false gives
-    categories as zeros and a one next to the numbers; true as whole numbers, a second input. `validation` is the share
-    of the rows, where there is no file for it.
+    - `target`: The target column, or a list of columns for regression.
+    - `kind`: Defaults to regression for floats and for several targets, and to classification otherwise. Set it if the
+      target is integers that are many or have gaps.
+    - `categories`: Integer columns that are categories, not amounts. Text columns always are.
+    - `ignore`: Columns that are not used.
+    - `missing`: If "refuse", missing numbers are an error. If "mean", they are replaced by the mean of the training
+      part.
+    - `codes`: If False, categories are one-hot encoded next to the numbers. If True, they are integers in a second
+      input.
+    - `validation`: The share of rows for validation if there is no validation file.
     """
 
     target: Text | Names
@@ -52,7 +58,10 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the rows of the table at `root`: a file, or a folder with train.csv and val.csv, or .parquet."""
+    """Return the table at `root`: a file, or a folder with train.csv and optionally val.csv, or the same as .parquet.
+
+    Raises UsageError if a column is missing or has invalid values.
+    """
     files = _files(Path(request.root))
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
@@ -61,7 +70,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     if not left:
         raise UsageError(f"data set table: {request.root} has no column beside {', '.join(targets)} to learn from")
     means = options.missing == "mean"
-    for table in files:  # each whole, as its rows are numbered
+    for table in files:  # whole files, so that row numbers match
         for name in left:
             if name not in categories:
                 check_input(name, table[name], means)
@@ -103,7 +112,7 @@ def _scale_of(name: str, train: pyarrow.Table) -> tuple[float, float]:
 
 
 def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Warn of targets so far from 1, where outputs begin, that the usual rates do not come to them."""
+    """Warn about targets so far from 1, the size of initial outputs, that common learning rates don't reach them."""
     for name, (mean, std) in zip(targets, scales, strict=False):
         if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
             yield (
@@ -114,7 +123,7 @@ def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> 
 
 
 def _files(root: Path) -> list[pyarrow.Table]:
-    """Return the table of a file, or those of training and of validation."""
+    """Return the table of a file, or the training table followed by the validation table if there is one."""
     if not root.is_dir():
         return [read(root)]
     for kind in (".csv", ".parquet"):
@@ -129,7 +138,7 @@ def _files(root: Path) -> list[pyarrow.Table]:
 def _parts(
     files: Sequence[pyarrow.Table], share: float
 ) -> tuple[pyarrow.Table, pyarrow.Table | None, NDArray[np.int64]]:
-    """Return the rows of training and of validation, and which of its file those of training are."""
+    """Return the training rows, the validation rows, and the indices of the training rows in their file."""
     if len(files) > 1:
         return files[0], files[1], np.arange(len(files[0]))
     table = files[0]
@@ -146,7 +155,7 @@ def _check_names(table: pyarrow.Table, names: list[str]) -> None:
 
 
 def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
-    """Return the classes of the target, in order; None where a number is to be found."""
+    """Return the classes of the target in order, or None for a regression."""
     import pyarrow.types as types
 
     column = table[targets[0]]
@@ -163,7 +172,7 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
 
 
 def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
-    """Ask what whole numbers are that may be amounts: several of them, and not each from the first to the last."""
+    """Ask about integers that may be amounts: more than a few values, with gaps between the first and the last."""
     import pyarrow.types as types
 
     several = types.is_integer(table[target].type) and len(classes) > _MOST_RARE
@@ -205,7 +214,7 @@ def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, 
 def _floats(name: str, column: Any) -> NDArray[np.float32]:
     try:
         found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
-    except Exception as error:  # of pyarrow's many
+    except Exception as error:  # pyarrow raises many types of errors
         problem = f"'{name}' of {column.type} is no number; use kind: classification"
         raise UsageError(f"data set table: target: {problem}") from error
     if not np.isfinite(found).all():

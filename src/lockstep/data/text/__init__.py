@@ -1,1 +1,1 @@
-"""Text, as windows of tokens: from files, from token files of others' making, and what is shipped of it."""
+"""Text as windows of tokens: from text files, from token files of other programs, and from the text that we ship."""

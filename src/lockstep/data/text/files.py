@@ -1,4 +1,4 @@
-"""Text in files, cut into windows: a file, or all files of a folder that end in .txt."""
+"""Text from a file, or from all .txt files of a folder, split into windows."""
 
 import os
 from dataclasses import dataclass
@@ -16,11 +16,13 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """How a text becomes samples.
+    """How to split a text into samples.
 
-    `context` is the number of tokens of a sample, and `stride` the distance of two starts in training, which is
-    `context` where it is left out. A token is what `by` says, or what `tokenizer`, a file, makes of the text.
-    `validation` is the share of the characters, at the end, that are validation's; 0 is none.
+    - `context`: The number of tokens per sample.
+    - `stride`: The distance between the starts of two training samples. Defaults to `context`.
+    - `by`: The unit of a token, if no `tokenizer` is set.
+    - `tokenizer`: A tokenizer file, such as a model's tokenizer.json.
+    - `validation`: The share of characters for validation, at the end of the text; 0 means none.
     """
 
     context: Count = 128
@@ -33,14 +35,14 @@ class Options:
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of the text at `root`.
 
-    A folder is read in the order of its files' names, one text after the other; with folders `train` and `val` in it,
-    or files train.txt and val.txt, these are the parts, whatever share is set for validation.
+    The files of a folder are read in the order of their names and concatenated. If the folder contains folders `train`
+    and `val`, or files train.txt and val.txt, these are the two parts, and `validation` has no effect.
     """
     return text_data(request.name, *_parts(Path(request.root), options.validation), options)
 
 
 def text_data(name: str, train: str, validation: str, options: Options) -> DataSet:
-    """Return the windows of two texts; without the second there is no validation."""
+    """Return the windows of two texts. If the second text is empty, there is no validation."""
     tokenizer = _tokenizer(train, validation, options)
     first = TokenArray(tokenizer.encode(train))
     second = TokenArray(tokenizer.encode(validation)) if validation else None
@@ -49,7 +51,7 @@ def text_data(name: str, train: str, validation: str, options: Options) -> DataS
 
 
 def cut(text: str, share: float) -> tuple[str, str]:
-    """Return a text without the share at its end, and that."""
+    """Return the text without the share at its end, and the share."""
     here = int(len(text) * (1 - share))
     return text[:here], text[here:]
 

@@ -1,4 +1,4 @@
-"""The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters; SHAKESPEARE.md has the credits."""
+"""The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters. See SHAKESPEARE.md for the credits."""
 
 import bz2
 import hashlib
@@ -15,12 +15,12 @@ _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the windows of the plays; for the options see `text`."""
+    """Return the windows of the plays. See `text` for the options."""
     return text_data(request.name, *cut(shakespeare().decode(), options.validation), options)
 
 
 def shakespeare(file: Path = _FILE) -> bytes:
-    """Return the text, as ASCII; TrainingError where `file` does not hold exactly that."""
+    """Return the text as ASCII bytes. Raises TrainingError if `file` can't be read or contains a different text."""
     # ValueError: the compressed data ends early.
     with error_as(TrainingError, (OSError, ValueError), str(file), "; install Lockstep again"):
         text = bz2.decompress(file.read_bytes())

@@ -1,4 +1,4 @@
-"""From text to tokens and back: by byte, by character, or by a file of the library `tokenizers`."""
+"""Encodes text as tokens and decodes it: by byte, by character, or with a file of the library `tokenizers`."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,26 +14,26 @@ from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
 from lockstep.errors import UsageError, error_as, os_error_as
 
-_LARGEST: Final = 1 << 28  # bytes of a file of `tokenizers`
+_LARGEST: Final = 1 << 28  # the maximum size of a tokenizer file in bytes
 
 
 class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+    """Encodes text as tokens and decodes tokens to text."""
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens there are: they are 0 to one less."""
+        """The number of tokens. Token ids are less than this number."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps, from which `tokenizer_of` makes it again."""
+        """The facts to save in a checkpoint, from which `tokenizer_of` restores the tokenizer."""
 
     @property
     def library(self) -> Any:
-        """The same as a `tokenizers.Tokenizer`, which puts nothing before or after the tokens of a text."""
+        """The equivalent `tokenizers.Tokenizer`. Byte and character tokenizers add no special tokens."""
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens of a text, as the smallest unsigned integers that hold them."""
+        """Return the tokens of a text, in the smallest unsigned integer dtype that holds them."""
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """Return the text of tokens."""
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 @final
 class Bytes:
-    """A token is a byte of the text in UTF-8."""
+    """Each byte of the text in UTF-8 is a token."""
 
     vocabulary: int = 256
 
@@ -65,14 +65,14 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, tokens: NDArray[Any]) -> str:
-        """Return the text; bytes that are no UTF-8, such as a half character's, come as U+FFFD."""
+        """Return the text. Bytes that are not valid UTF-8, such as half of a character, become U+FFFD."""
         return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
 
 @final
 @dataclass(frozen=True)
 class Characters:
-    """A token is the place of a character among all there are, which are sorted."""
+    """Each character is a token: its index among all `characters`, which are sorted."""
 
     characters: str
 
@@ -92,7 +92,7 @@ class Characters:
         tokenizers = _library()
         codes = {each: number for number, each in enumerate(self.characters)}
         found = tokenizers.Tokenizer(tokenizers.models.WordLevel(codes, unk_token=""))
-        # \s\S: a dot leaves the end of a line out.
+        # \s\S, because a dot doesn't match the end of a line.
         found.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         found.decoder = tokenizers.decoders.Fuse()
         return found
@@ -102,7 +102,7 @@ class Characters:
         return _points(self.characters)
 
     def encode(self, text: str) -> NDArray[Any]:
-        """See Tokenizer. Raises UsageError for a character that is not among them."""
+        """See Tokenizer. Raises UsageError for a character that is not in the vocabulary."""
         points = _points(text)
         found = np.searchsorted(self._points, points).astype(np.min_scalar_type(len(self.characters)))
         strange = self._points[np.minimum(found, len(self.characters) - 1)] != points
@@ -119,7 +119,7 @@ class Characters:
 
 @final
 class FromFile:
-    """The contents of a JSON file of the library `tokenizers`, such as a model's tokenizer.json."""
+    """A tokenizer from a JSON file of the library `tokenizers`, such as a model's tokenizer.json."""
 
     def __init__(self, file: str) -> None:
         tokenizers = _library(f"tokenizer {file}")
@@ -130,11 +130,12 @@ class FromFile:
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
         self.vocabulary: int = self.library.get_vocab_size(with_added_tokens=True)
-        # The file's hash: it may have megabytes itself, and is needed again to read a checkpoint's tokens.
+        # Only the hash of the file, which can have several megabytes. You need the file again to read a checkpoint's
+        # tokens.
         self.facts = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> NDArray[Any]:
-        """See Tokenizer; nothing is put before the text or after it."""
+        """See Tokenizer. Adds no special tokens before or after the text."""
         ids = self.library.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.min_scalar_type(self.vocabulary))
 
@@ -145,7 +146,10 @@ class FromFile:
 
 
 def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
-    """Return the tokenizer that a checkpoint's facts describe; `file` is its file where it came from one."""
+    """Return the tokenizer with the facts of a checkpoint. `file` is the tokenizer file, if it was made from a file.
+
+    Raises UsageError if the file has a different hash.
+    """
     if facts["by"] == "byte":
         return Bytes()
     if facts["by"] == "character":
@@ -157,7 +161,7 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
 
 
 def characters_of(text: str) -> Characters:
-    """Return the tokenizer of all characters that a text has."""
+    """Return the tokenizer of all characters in a text."""
     return Characters(np.unique(_points(text)).astype("<u4").tobytes().decode("utf-32-le"))
 
 
@@ -170,9 +174,10 @@ def _library(label: str = "a tokenizer of the library tokenizers") -> Any:
 
 
 def _visible_bytes() -> list[str]:
-    """Return the characters that stand for the 256 bytes in such files: a byte's own where it is visible.
+    """Return the characters that stand for the 256 bytes in tokenizer files.
 
-    So GPT-2's tokenizer has it (bytes_to_unicode); the others follow from 256 on, in their order.
+    This is GPT-2's mapping (bytes_to_unicode): a visible byte is its own character, and the other bytes are mapped to
+    the characters from 256 on, in order.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,4 +1,4 @@
-"""Tokens in files as nanoGPT's prepare.py writes them: train.bin and val.bin, read in place."""
+"""Tokens in files in the format of nanoGPT's prepare.py, train.bin and val.bin, read on demand."""
 
 import os
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import build_windows
 from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
-_LARGEST: Final = 1 << 26  # bytes of meta.json
-_PLACES: Final = 16  # of a file that are looked at before a run,
-_LOOKED_AT: Final = 64  # and tokens at each
+_LARGEST: Final = 1 << 26  # the maximum size of meta.json in bytes
+_PLACES: Final = 16  # places of a file to check before a run,
+_LOOKED_AT: Final = 64  # and tokens to check at each place
 
 
 @dataclass(frozen=True)
 class Options:
-    """For `context` and `stride` see `text`.
+    """The windows and the format of token files. See `text` for `context` and `stride`.
 
-    `vocabulary`, the number of different tokens, and `dtype` are those of meta.json next to the files where they are
-    left out; without it, `dtype` is uint16.
+    - `vocabulary`: The number of different tokens. Defaults to the value in meta.json next to the files.
+    - `dtype`: The dtype of a token. Defaults to the value in meta.json, or to uint16.
     """
 
     context: Count = 1024
@@ -36,7 +36,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the windows of `root/train.bin` and, where it is there, `root/val.bin`."""
+    """Return the windows of `root/train.bin` and, if it exists, `root/val.bin`."""
     root = Path(request.root)
     meta = _meta(root / "meta.json")
     vocabulary = options.vocabulary or meta.get("vocabulary") or meta.get("vocab_size")
@@ -67,10 +67,10 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class TokenFile:
-    """The tokens of a file, little endian and nothing else; windows are read from it on demand.
+    """The tokens of a file, which contains only little-endian integers. Windows are read on demand.
 
-    It is read and not mapped into memory: a mapped file ends the process with SIGBUS where it is cut off meanwhile,
-    and its pages count as the process's memory.
+    The file is read, not memory-mapped. If a mapped file is truncated during a run, the process is killed with SIGBUS,
+    and mapped pages count as memory of the process.
     """
 
     in_memory: bool = False
@@ -88,7 +88,10 @@ class TokenFile:
         self._check_some()
 
     def _check_some(self) -> None:
-        """Raise UsageError where one of some tokens, all over the file, is none: then it is of another dtype."""
+        """Raise UsageError if a token is not in the vocabulary, which means that the dtype is probably wrong.
+
+        Only checks some tokens all over the file.
+        """
         length = min(_LOOKED_AT, self._length)
         starts = np.linspace(0, self._length - length, min(_PLACES, self._length)).astype(np.int64)
         with error_as(UsageError, TrainingError, "data set tokens"):
@@ -98,7 +101,7 @@ class TokenFile:
         return self._length
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """See Tokens. TrainingError where the file cannot be read, or holds what is no token of the vocabulary."""
+        """See Tokens. Raises TrainingError if the file can't be read, or contains a token outside the vocabulary."""
         found = np.empty((len(starts), length), self._dtype)
         for row, start in zip(found, starts.tolist(), strict=True):
             self._read(row, start)

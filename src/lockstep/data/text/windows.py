@@ -1,4 +1,4 @@
-"""Splits of a long row of tokens: a sample is a window of it, and the same window one token further is its target."""
+"""Splits of a sequence of tokens. A sample is a window, and its target is the window one token later."""
 
 import math
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from torch import Tensor
 from lockstep.data.base import DataSet
 from lockstep.errors import UsageError
 
-_SHOWN: Final = 32  # tokens by which a sample is known
-IGNORED: Final = -100  # a target that counts as nothing: F.cross_entropy's ignore_index
+_SHOWN: Final = 32  # the number of tokens to show as the name of a sample
+IGNORED: Final = -100  # a target that doesn't count: F.cross_entropy's ignore_index
 
 
 class Tokens(Protocol):
-    """A row of tokens, in memory or in a file."""
+    """A sequence of tokens, in memory or in a file."""
 
     in_memory: bool  # see Split
 
     def __len__(self) -> int: ...
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Return tokens from each start on: int64 of shape [len(starts), length]."""
+        """Return `length` tokens from each start, as int64 of shape [len(starts), length]."""
 
 
 @final
 class TokenArray:
-    """Tokens in memory."""
+    """A sequence of tokens in memory."""
 
     in_memory: bool = True
 
@@ -47,9 +47,9 @@ class TokenArray:
 
 @final
 class TrainingWindows:
-    """Every window of `context` tokens that starts at a multiple of `stride` and has a token after it.
+    """All windows of `context` tokens that start at a multiple of `stride` and are followed by a token.
 
-    A batch is (inputs, targets), int64 of shape [n, context] each.
+    A batch is (inputs, targets), each int64 of shape [n, context].
     """
 
     def __init__(self, tokens: Tokens, context: int, stride: int) -> None:
@@ -69,9 +69,9 @@ class TrainingWindows:
 
 @final
 class ValidationWindows:
-    """Adjacent windows, so that each token but the first is a target once.
+    """Adjacent windows, so that each token except the first is a target exactly once.
 
-    The last one may be short: it ends in token 0, and in targets that are IGNORED.
+    The last window may be shorter. It is padded with token 0 and with targets that are IGNORED.
     """
 
     def __init__(self, tokens: Tokens, context: int) -> None:
@@ -111,10 +111,11 @@ def build_windows(
     facts: dict[str, Any],
     decode: Callable[[NDArray[Any]], str] | None = None,
 ) -> DataSet:
-    """Return both parts as windows; UsageError where one is too short. Without a stride training has each token once.
+    """Return both parts as windows. Raises UsageError if a part is too short.
 
-    `facts` are to have the size of the `vocabulary`; the `context` is added to them. `decode` makes text of tokens, by
-    which a sample is known; without it the number of its first token.
+    If `stride` is None, each token is in one training window. `facts` must contain the size of the `vocabulary`. Adds
+    the `context` to them. `decode` converts tokens to the text that names a sample. Without it, a sample is named by
+    the index of its first token.
     """
     step = stride or context
 
