@@ -33,7 +33,7 @@ def _name(placement: dict[str, Any]) -> Any:
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if _name(placement) not in ("auto", FASTEST):  # other strategies decide what processes share, and need torch
+    if _name(placement) not in ("auto", FASTEST):  # the check depends on the strategy, which needs torch
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     count, size = recipe.get("microbatches"), recipe.get("microbatch")

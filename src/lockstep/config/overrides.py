@@ -77,7 +77,7 @@ def _unset(document: Document, path: Path) -> None:
         section = inner
     forget_places(document, path)
     section.pop(str(path[-1]), None)
-    document.places[path] = OVERRIDE  # if the key is required, this is where to fix it
+    document.places[path] = OVERRIDE  # the position for errors if the key is required
 
 
 def forget_places(document: Document, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The placement section: where a recipe runs, and how. It affects only time and memory, not the trained weights."""
+"""The placement section: machines, processes and strategy. It affects time and memory, but not the trained weights."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal

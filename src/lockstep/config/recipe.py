@@ -47,7 +47,7 @@ class WeightsConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA) from peft. Only the adapters are trained, and the parameters of the model are frozen."""
+    """Low-rank adapters (LoRA) from peft. Only the adapters are trained, and parameters of the model in `train`."""
 
     target_modules: Annotated[
         Patterns, Field(min_length=1, description="the end of a module's name, or a list of them")

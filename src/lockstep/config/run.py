@@ -95,7 +95,7 @@ class RunConfig(Section):
     keep: NaturalInt = 3  # number of newest checkpoints; latest and best are always kept
     save_async: bool = False  # write checkpoints during the next steps; needs memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
-    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: takes 0.5 % of the time
+    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: takes at most 0.5 % of the time
     tensorboard: bool = True
     sinks: Annotated[
         tuple[Annotated[SinkConfig, BY_NAME], ...],

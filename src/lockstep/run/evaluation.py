@@ -147,7 +147,7 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     Otherwise, the author of the folder could run any code.
     """
     recipe = loaded.config.recipe
-    # A colon in a model name of timm doesn't make it an import path, but tells where to download the model from.
+    # A colon in a model name of timm precedes the location to download from, and doesn't make it an import path.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}

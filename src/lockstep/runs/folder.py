@@ -271,7 +271,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def fresh_folder(name: str) -> Path:
-    """Return a folder of this name and the time that is not there yet; beside one of the same second, with a number."""
+    """Return a folder runs/NAME-TIME that doesn't exist yet. If needed, a number is appended to the time."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
