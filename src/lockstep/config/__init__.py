@@ -1,1 +1,1 @@
-"""The words a user types: recipe, placement and run, typed and validated."""
+"""The configuration that you write: the sections recipe, placement and run, typed and validated."""

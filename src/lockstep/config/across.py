@@ -1,4 +1,4 @@
-"""Problems between keys, found before their types are validated; all are reported together."""
+"""Checks that involve several keys. They run before types are validated, so that all problems are reported together."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +11,9 @@ from lockstep.core.work import default_microbatches, too_few
 
 
 def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
-    """Yield what is wrong between the keys of a configuration as it was typed.
+    """Yield a problem for each contradiction between keys. `values` is the configuration before validation.
 
-    Where the processes share steps, each needs a micro-batch.
+    `shares_steps`: The processes share the micro-batches of a step, so each process needs at least one.
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
     shared = _processes(placement, recipe) if shares_steps else ()
@@ -33,7 +33,7 @@ def _name(placement: dict[str, Any]) -> Any:
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if _name(placement) not in ("auto", FASTEST):  # what processes share is for the strategy to say, which needs torch
+    if _name(placement) not in ("auto", FASTEST):  # the check depends on the strategy, which needs torch
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     count, size = recipe.get("microbatches"), recipe.get("microbatch")

@@ -1,10 +1,10 @@
-"""What every part of the configuration shares: strict types, no unknown keys, no change after loading."""
+"""Base class and types of all configuration sections: strict types, no unknown keys, immutable after loading."""
 
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# No count of this world is larger, and what is computed of two of them still fits 64 bits and is a float.
+# Larger than any realistic count. The sum of two such counts fits into 64 bits, and their product is a finite float.
 _MOST: Final = 10**12
 _LONGEST_NAME: Final = 255  # bytes
 
@@ -12,14 +12,14 @@ PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Threads = Annotated[int, Field(ge=1, le=1024)]  # more than any machine has use for
+Threads = Annotated[int, Field(ge=1, le=1024)]  # more than any machine can use
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def _path(text: str) -> str:
-    """Refuse what no file system has a place for, before something is half done."""
+    """Reject paths that no file system can store, before a run has begun to write."""
     longest = max(len(part.encode(errors="surrogateescape")) for part in text.split("/"))
     if longest > _LONGEST_NAME:
         raise ValueError(f"a name of {longest} bytes; file systems take {_LONGEST_NAME}")
@@ -32,28 +32,28 @@ Location = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_
 
 
 class Section(BaseModel):
-    """A mapping of the configuration."""
+    """Base class of the configuration's mappings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Take a known key that is null for one that is left out."""
+        """Drop known keys that are null. They get their defaults, as if they weren't set."""
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
 
 
 def values(section: Section) -> dict[str, Any]:
-    """Return what a section holds as plain mappings and lists; keys that are not set (None) are left out."""
+    """Return the values of a section as plain mappings and lists, without keys that aren't set (None)."""
     fields = {name: getattr(section, name) for name in type(section).model_fields}
     plain = {name: _plain(value) for name, value in fields.items() if value is not None}
     return plain | (section.model_extra or {})
 
 
 def shorthand(key: str, *kinds: type) -> BeforeValidator:
-    """Read a bare value of one of the kinds as the section in which it is the value of `key`."""
+    """Return a validator that expands a bare value of one of `kinds` to the mapping `{key: value}`."""
 
     def expand(value: Any) -> Any:
         return {key: value} if isinstance(value, kinds) and not isinstance(value, bool) else value
@@ -71,15 +71,15 @@ def _plain(value: Any) -> Any:
 
 
 def as_tuple(value: Any) -> Any:
-    """Read a list as a tuple."""
+    """Convert a list to a tuple, and return any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
-# YAML has lists; a frozen section keeps tuples.
+# YAML has lists, but the values of a frozen section must be immutable.
 Floats = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(as_tuple)]
 PositiveFloats = Annotated[tuple[PositiveFloat, ...], BeforeValidator(as_tuple)]
 Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(as_tuple)]
-# Shell patterns over names, as of fnmatch: one, or a list of them.
+# Shell patterns for names, as in fnmatch: a single pattern or a list.
 Patterns = Annotated[
     tuple[Name, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else as_tuple(value)),

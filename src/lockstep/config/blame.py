@@ -1,4 +1,4 @@
-"""Where in the file stand the keys that a later error is about: one that only building the model or data finds."""
+"""Locates the keys in the file that an error is about, if the error is raised while the model or data is built."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Final
 from lockstep.config.load import Loaded
 from lockstep.errors import ConfigError, UsageError
 
-# How errors begin that are about what a section names.
+# The beginnings of errors about the object that a section names.
 _SUBJECTS: Final = {
     "model ": "recipe.model",
     "data set ": "recipe.data",
@@ -24,7 +24,7 @@ _MOST: Final = 6
 
 @contextmanager
 def with_places(loaded: Loaded) -> Iterator[None]:
-    """Add to a UsageError that the block raises a line `file:line:column  key` for each key of the file it is about."""
+    """Add a line `file:line:column  key` to a UsageError of the block for each key of the file that it is about."""
     try:
         yield
     except ConfigError:
@@ -37,17 +37,19 @@ def with_places(loaded: Loaded) -> Iterator[None]:
 
 
 def places(text: str, origins: Mapping[str, str]) -> list[str]:
-    """Return where the keys were set that `text` names, or names the section of; those of overrides are left out.
+    """Return a line `file:line:column  key` for each key that `text` is about, at most six.
 
-    Of a section these are the keys whose own names are words of the text, such as an option that a model does not
-    take; where there is none, it is what the section names, or where that lies.
+    If `text` names a section, or begins like an error about it, these are the keys below the section that appear as
+    words in `text`, such as an option that a model doesn't accept. If there are no such keys, the line is for the
+    `root` of the section, if you set it and the error isn't about an unknown dataset, or for its `name`. Defaults and
+    overrides have no position in a file and are omitted.
     """
-    text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # what could be given instead
+    text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # valid alternatives follow
     sections = [section for start, section in _SUBJECTS.items() if text.startswith(start)]
     found: dict[str, None] = {}
     for named in dict.fromkeys([*_KEY.findall(text), *sections]):
         below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{named}.")}
-        below.pop(f"{named}.name", None)  # a word of many texts
+        below.pop(f"{named}.name", None)  # "name" appears in many texts
         inside = [key for key, word in below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
         found |= dict.fromkeys([named] if named in origins else inside)
     if not found:

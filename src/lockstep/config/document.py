@@ -1,11 +1,11 @@
-"""A YAML text as plain values, with the place of every key.
+"""YAML parser that returns plain values and the position of every key.
 
-PyYAML's loaders are not used, only its events: they read `1e-3` as text and `on` as true (YAML 1.1), let
-the last of equal keys win, forget where a value stood, and follow aliases, with which nine lines stand for
-a billion values. Here scalars follow YAML 1.2's core schema, and aliases, tags and equal keys are problems.
+Only the events of PyYAML are used, not its loaders. The loaders read `1e-3` as text and `on` as true (YAML 1.1), let
+the last of duplicate keys win, discard positions, and follow aliases, which expand nine lines to a billion values.
+This parser follows the core schema of YAML 1.2. Aliases, tags and duplicate keys are problems.
 
-ruamel.yaml 0.19.1 was tried in its place. Its loaders stop at the first error, and build dates and `1_000`; its events
-read these files with the same code, in 1.3 to 1.6 times the seconds.
+ruamel.yaml 0.19.1 was tested as an alternative. Its loaders stop at the first error, and convert dates and `1_000`. Its
+events work with the same code, but take 1.3 to 1.6 times as long.
 """
 
 import re
@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 
 class Mark(Enum):
-    """Placeholder of a value whose problem is already reported: an enum, because a copy of it is itself."""
+    """Placeholder for a value whose problem is already reported. An enum member stays identical when it is copied."""
 
     UNREADABLE = "unreadable"
 
@@ -28,11 +28,12 @@ class Mark(Enum):
 UNREADABLE: Final = Mark.UNREADABLE
 
 DEEPEST: Final = 32
-_MOST: Final = 10_000  # keys and values, which PyYAML reads in about a second
+_MOST: Final = 10_000  # keys and values, which take PyYAML about a second
 _LONGEST: Final = 200  # characters of a key in a message
-_LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")  # of PyYAML
+# Errors of PyYAML whose position can be after the mistake.
+_LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
 _WORDS: Final = re.compile(r"\s*[^\s#]")
-_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # which nothing can stand below
+_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # nothing can be nested below it
 _NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
@@ -44,7 +45,7 @@ _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class SourcePosition(NamedTuple):
-    """Where a value comes from: a line and column of a file, counted from 1, or no line for an override."""
+    """The source of a value: a line and column of a file, counted from 1. Overrides have no line."""
 
     source: str
     line: int = 0
@@ -55,7 +56,7 @@ class SourcePosition(NamedTuple):
 
 
 class KeyProblem(NamedTuple):
-    """What is wrong with one key."""
+    """A problem with a key. The empty path stands for the whole document."""
 
     place: SourcePosition
     path: Path
@@ -65,13 +66,16 @@ class KeyProblem(NamedTuple):
         key = format_key(self.path)
         key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
         place = str(self.place)
-        place += "  " if ":" in place else " "  # a line stands apart from what is wrong in it
+        place += "  " if ":" in place else " "  # separates the line number from the problem
         return f"{place}{key}: {self.text}" if key else f"{place}{self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Values, the place of each key and list item (of the whole: the empty path), and what is unreadable."""
+    """The values of a YAML text, the position of each key and list item, and the problems.
+
+    The position of the whole text has the empty path.
+    """
 
     values: Any
     places: dict[Path, SourcePosition]
@@ -79,25 +83,25 @@ class Document:
 
 
 def format_key(path: Path) -> str:
-    """Write a path as the user types it in an override."""
+    """Format a path as in an override: `recipe.optimizer.lr`."""
     return ".".join(map(str, path))
 
 
 def locate(places: dict[Path, SourcePosition], path: Path) -> SourcePosition:
-    """Return the place of a key, or of the nearest mapping around it."""
+    """Return the position of a key, or of the innermost enclosing mapping or list that has one."""
     while path not in places:
         path = path[:-1]
     return places[path]
 
 
 def mapping_at(values: Any, name: str) -> dict[str, Any]:
-    """Return the mapping of this name in what a document holds; empty where there is none."""
+    """Return the mapping `name` in a document's values, or an empty mapping if there is none."""
     inner = values.get(name) if isinstance(values, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def parse(text: str, source: str) -> Document:
-    """Read one YAML document; what is wrong with it stands in `problems`."""
+    """Parse one YAML document. Problems don't raise; they are listed in `problems` of the result."""
     reader = _Reader(text, source)
     try:
         values = reader.document()
@@ -120,7 +124,10 @@ def parse(text: str, source: str) -> Document:
 
 
 def _mislaid(text: str, place: SourcePosition) -> tuple[SourcePosition, str] | None:
-    """Return where, at a line or right above it, a space is missing or too many, and which; None where neither is."""
+    """Look for a missing space after a colon or a wrong indentation, in the line of an error and in the line above.
+
+    Returns the position and a description, or None if neither is found.
+    """
     lines = [(number, line) for number, line in enumerate(text.splitlines()[: place.line], 1) if _WORDS.match(line)]
     above, here = [(0, ":"), (0, ":"), *lines][-2:]
     for number, line in (above, here):
@@ -133,14 +140,14 @@ def _mislaid(text: str, place: SourcePosition) -> tuple[SourcePosition, str] | N
 
 
 def scalar(text: str) -> Any:
-    """Return what a plain (unquoted) scalar means in YAML 1.2's core schema."""
+    """Return the value of a plain (unquoted) scalar according to the core schema of YAML 1.2."""
     if text in _NULL:
         return None
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     try:
         return _number(text)
-    except ValueError:  # more digits than Python converts
+    except ValueError:  # more digits than Python converts to an int
         return text
 
 
@@ -158,7 +165,7 @@ def _number(text: str) -> Any:
 
 @final
 class _Reader:
-    """Builds values from the events of one text."""
+    """Builds the values of a text from YAML events."""
 
     def __init__(self, text: str, source: str) -> None:
         self._source = source
@@ -189,7 +196,7 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
         if isinstance(event, yaml.ScalarEvent):
-            value = scalar(event.value) if event.implicit[0] else event.value  # implicit: plain, so not quoted
+            value = scalar(event.value) if event.implicit[0] else event.value  # implicit: plain, not quoted
         elif isinstance(event, yaml.MappingStartEvent):
             value = self._mapping(path)
         else:
@@ -225,7 +232,7 @@ class _Reader:
         return values
 
     def _skip(self, event: yaml.Event) -> None:
-        """Pass over a value without reading it."""
+        """Consume the events of a value without building it."""
         depth = 0
         while True:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -235,7 +242,7 @@ class _Reader:
             event = next(self._events)
 
     def _limit(self, event: Any, depth: int) -> None:
-        # PyYAML's time grows with the square of the depth, so reading on for more problems is not worth it.
+        # The time of PyYAML grows with the square of the depth, so stop instead of looking for more problems.
         if depth > DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
         self._read += 1

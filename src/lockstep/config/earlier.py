@@ -1,7 +1,7 @@
 """Defaults of earlier versions, for runs that began with them.
 
-A run folder's config.yaml has every value written out. A recipe that leaves a key out still resumes its run after the
-key's default has changed: it takes the value that the run began with.
+The config.yaml in a run folder contains every value. If a recipe doesn't set a key whose default has changed since the
+run began, the run resumes with the value that it began with.
 """
 
 from pathlib import Path as FilePath
@@ -17,7 +17,7 @@ _KEY: Final[Path] = ("recipe", "microbatches")
 
 
 def keep_earlier_defaults(document: Document) -> None:
-    """Add the number of micro-batches to `document` if it resumes a run that began with the earlier default."""
+    """Set `recipe.microbatches` in `document` if it resumes a run that began with the earlier default."""
     recipe, run = mapping_at(document.values, "recipe"), mapping_at(document.values, "run")
     batch, folder = recipe.get("batch"), run.get("dir")
     if recipe.get("microbatch") is not None or recipe.get("microbatches") is not None:
@@ -34,7 +34,7 @@ def keep_earlier_defaults(document: Document) -> None:
 
 
 def _read(file: FilePath) -> Any:
-    """Return the document in a run folder's config.yaml; None if it cannot be read, which the start reports."""
+    """Return the document in a run folder's config.yaml, or None if it can't be read. The start reports the reason."""
     try:
         return parse(plainfile.content(file, _LARGEST).decode(), str(file))
     except (OSError, ValueError):  # ValueError: not UTF-8, or a path with a NUL character

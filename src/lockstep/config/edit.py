@@ -1,4 +1,4 @@
-"""A YAML text with some of its keys set anew, all else as it stood: comments, order, quotes."""
+"""Sets keys in a YAML text and keeps everything else: comments, order and quotes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,9 @@ from lockstep.errors import UsageError
 
 
 def with_values(text: str, source: str, given: Mapping[Path, Any]) -> str:
-    """Return the text of a mapping with other values of some keys, which are added where they are missing.
+    """Return the YAML text of a mapping with the values in `given`. Missing keys are added.
 
-    UsageError where the text is written in a way that this would not leave as it was.
+    Raises UsageError if the edited text would not parse to the expected values. `source` is the file name for errors.
     """
     expected = parse(text, source).values
     for path, value in given.items():
@@ -30,11 +30,11 @@ def with_values(text: str, source: str, given: Mapping[Path, Any]) -> str:
 
 
 def _with_value(text: str, path: Path, value: Any) -> str:
-    """Set one key: replace what stands there, or add it to the innermost mapping on the way to it."""
+    """Replace the value of a key, or add the key to the innermost mapping on its path that exists."""
     node: Any = yaml.compose(text, yaml.SafeLoader)
     key = None
     for depth, name in enumerate(path):
-        if not isinstance(node, yaml.MappingNode):  # nothing, where a mapping may be
+        if not isinstance(node, yaml.MappingNode):  # an empty value where a mapping is allowed
             break
         pairs = {key.value: (key, inner) for key, inner in node.value}
         if name not in pairs:
@@ -58,12 +58,12 @@ def _added(text: str, mapping: yaml.MappingNode, line: str) -> str:
         inside = start.index + 1
         return f"{text[:inside]}{line}{', ' if mapping.value else ''}{text[inside:]}"
     end = _end(mapping)
-    end += len(text[end:].partition("\n")[0])  # behind a comment on the last line
+    end += len(text[end:].partition("\n")[0])  # after a comment on the last line
     return f"{text[:end]}\n{' ' * start.column}{line}{text[end:]}"
 
 
 def _end(node: Any) -> int:
-    """Return where a node's text ends: that of a block ends with its last value, not with what comes before a next."""
+    """Return the end of a node's text. A block ends after its last value, before any blank lines or comments."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(node, yaml.MappingNode) else last)

@@ -1,4 +1,4 @@
-"""A configuration from a YAML file or a shipped recipe and overrides; all its problems are reported together."""
+"""Loads a configuration from a YAML file or a shipped recipe, with overrides. All problems are reported together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
-_LARGEST: Final = 1 << 18  # bytes; a larger file is no recipe, and reading it as one takes long
+_LARGEST: Final = 1 << 18  # bytes; a larger file isn't a recipe, and would take long to parse
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A valid configuration, the name of its recipe, and for each dotted key where its value came from.
+    """A valid configuration, the name of its recipe, and the origin of each value by dotted key.
 
-    An origin is `file:line:column`, `override` or `default`. Keys that are not set have none. `notes` say what an
-    override removed in addition to what it set, and what has no effect.
+    An origin is `file:line:column`, `override` or `default`. Keys that aren't set have no origin. `notes` are lines for
+    the user: values that an override removed, and values that have no effect.
     """
 
     config: Config
@@ -39,13 +39,16 @@ class Loaded:
     notes: Sequence[str] = ()
 
     def changed(self, section: str, values: Mapping[str, Any]) -> Self:
-        """Return the same but for these values of a section, which are not checked."""
+        """Return a copy with different values in a section. The values are not validated."""
         update = {section: getattr(self.config, section).model_copy(update=values)}
         return replace(self, config=self.config.model_copy(update=update))
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
-    """Split `[RECIPE] [key=value ...]` into recipe and overrides; a word that sets a key is no recipe."""
+    """Split `[RECIPE] [key=value ...]` into the recipe and the overrides.
+
+    If the first word is an override, the recipe is `default`. A word with `=` is a recipe if a file has this name.
+    """
     if words and ("=" not in words[0] or _is_file(words[0])):
         return words[0], words[1:]
     return default, words
@@ -54,14 +57,14 @@ def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[
 def _is_file(word: str) -> bool:
     try:
         return FilePath(word).is_file()
-    except OSError:  # an override may be longer than a file name can be
+    except OSError:  # an override can be longer than a valid file name
         return False
 
 
 def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a YAML file, or a shipped recipe by name, and set the overrides `a.b=value` in their order.
+    """Load a YAML file, or a shipped recipe by name, and apply the overrides `a.b=value` in order.
 
-    Raises ConfigError with all problems, each a line `place  key: what was wrong; what to do`.
+    Raises ConfigError with all problems, one per line: `place  key: problem; what to do`.
     """
     if recipe := list_shipped_recipes().get(source):
         label = recipe.file.name
@@ -71,14 +74,14 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def read(source: str) -> Document:
-    """Return what a YAML file of the user's holds; ConfigError where it cannot be read."""
+    """Parse a YAML file of the user. Raises ConfigError if it can't be read."""
     return _document(_read(_find(source), source), source)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
-    """Load YAML, or JSON, that is at hand as text; `label` is what messages call it, `name` the recipe's name.
+    """Load a configuration from YAML or JSON text. `label` stands for the file in messages, `name` names the recipe.
 
-    Where no steps are shared out, as in an evaluation, there may be more processes than micro-batches.
+    If `shares_steps` is False, as in an evaluation, there can be more processes than micro-batches.
     """
     return _load_document(_document(text, label), name, overrides, shares_steps)
 
@@ -93,11 +96,10 @@ def _load_document(before: Document, name: str, overrides: Sequence[str], shares
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
-    """Return the recipe of a run, from the config.yaml in its folder, whatever version began it.
+    """Return the recipe of a run from the config.yaml in its folder, which may be from an earlier version.
 
-    ConfigError where it cannot be read.
-
-    Others may have written there: a link is not followed, and a pipe not waited for.
+    A different user may have written the file. Links are therefore not followed, and a pipe doesn't block. Raises
+    ConfigError if the file can't be read or is invalid.
     """
     try:
         text = plainfile.content(config, _LARGEST).decode()
@@ -109,12 +111,12 @@ def read_run_recipe(config: FilePath) -> Recipe:
 
 
 def to_yaml(loaded: Loaded) -> str:
-    """Write the whole configuration as YAML that `load` reads back, with each value's origin as a comment."""
+    """Return the whole configuration as YAML that `load` can read, with the origin of each value as a comment."""
     return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
 def differences(run: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key in which the values of two recipes differ: `seed: 0 in the run, 1 now`."""
+    """Return a line for each key whose value differs between two recipes: `seed: 0 in the run, 1 now`."""
     before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, now))
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
@@ -124,15 +126,15 @@ def differences(run: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without the locations of data and first weights, which may move.
+    """Return the values of a recipe without the locations of data and initial weights, which can move.
 
-    What a micro-batch holds follows from how many there are.
+    `microbatch` is omitted too, because `microbatches` determines the size of a micro-batch.
     """
     return {key: value for key, value in elsewhere(recipe).items() if key != "microbatch"}
 
 
 def _find(source: str) -> FilePath:
-    """Return the file of a recipe that is not a shipped one; ConfigError where it is none."""
+    """Return the file of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
     file = FilePath(source)
     try:
         file.stat()
@@ -168,7 +170,10 @@ def _read(file: FilePath, label: str) -> str:
 
 
 def _document(text: str, label: str) -> Document:
-    """Read the file's mapping; where it is none, an unreadable one, so that overrides are still checked."""
+    """Parse a text whose top level must be a mapping.
+
+    If it isn't, the document has a problem and placeholder values, so that overrides are still checked.
+    """
     document = parse(text, label)
     if isinstance(document.values, dict):
         return document
@@ -180,21 +185,21 @@ def _document(text: str, label: str) -> Document:
 
 
 def _valid(document: Document, shares_steps: bool) -> Config:
-    """Return what the document holds; ConfigError with all its problems where it has any."""
+    """Validate a document. Raises ConfigError with all problems of the document and its values."""
     problems = [*document.problems, *across.problems(document.values, document.places, shares_steps)]
     try:
         config = Config.model_validate(document.values)
     except ValidationError as error:
         problems += wording.problems(error, document.places)
     if problems:
-        # By line, and overrides last.
+        # Sort by line. Overrides come last.
         problems = sorted(dict.fromkeys(problems), key=lambda each: (not each.place.line, *each.place[1:]))
         raise ConfigError([str(each) for each in problems])
     return config
 
 
 def _origin(path: Path, document: Document) -> str:
-    """A key stands in the document, or a bare value stands for the mapping around it, or it is a default."""
+    """Return the position of a key, or of the bare value that stands for its mapping, or `default`."""
     value: Any = document.values
     for depth, name in enumerate(path):
         if not isinstance(value, dict):

@@ -1,4 +1,8 @@
-"""What an override takes away: what was set for another model than it names, or in another way than it does."""
+"""Removes values of the file that an override makes obsolete.
+
+If an override names a different model, dataset or optimizer, the options for the previous name are removed. If it sets
+one of two alternative keys, such as `epochs` and `steps`, the other key is removed.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -8,7 +12,7 @@ from lockstep.config.overrides import OVERRIDE, forget_places
 from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
-# The sections that name something, and which of their keys do not depend on what that is.
+# Sections that name an object, and their keys that don't depend on this name.
 _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "task"): (),
     ("recipe", "model"): (),
@@ -21,7 +25,7 @@ _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "loss"): (),
     ("placement", "strategy"): (),
 }
-# Keys of which one is given.
+# Pairs of alternative keys.
 _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
     (("recipe", "microbatch"), ("recipe", "microbatches")),
@@ -32,9 +36,9 @@ _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
 
 
 def drop_foreign(before: Document, after: Document) -> list[str]:
-    """Remove from `after`, which is `before` with overrides, what belonged to another name; return what to say of it.
+    """Remove values from `after` that overrides made obsolete, and return a note for the user about each removal.
 
-    What the overrides themselves set stays, whatever their order.
+    `after` is `before` with overrides. Values set by overrides are kept, regardless of the order of the overrides.
     """
     notes = []
     for section, kept in _KEPT.items():
@@ -58,7 +62,7 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
 
 
 def _other_ways(document: Document) -> Iterator[str]:
-    """Remove the key of the file instead of which an override gives another one; yield what to say of it."""
+    """Remove keys of the file if an override sets the alternative key. Yields a note for each removal."""
     for pair in _EITHER:
         for given, other in (pair, pair[::-1]):
             typed, value = _at(document, given), _at(document, other)
@@ -70,14 +74,14 @@ def _other_ways(document: Document) -> Iterator[str]:
 
 
 def _name(document: Document, section: Path) -> Any:
-    """Return what a section names: in its `name`, as a bare value, or by default."""
+    """Return the name in a section: its `name`, a bare value, or the default."""
     value = _at(document, section)
     name = value.get("name") if isinstance(value, dict) else value
     return _default((*section, "name")) if name is None else name
 
 
 def _elsewhere(before: Document, after: Document, section: Path) -> bool:
-    """Whether an override looks for what a section names in another place than the file does: it is another thing."""
+    """Return whether an override changes the `source` of a section, so that the same name means a different object."""
     old, new = _at(before, (*section, "source")), _at(after, (*section, "source"))
     return old != new and new is not None
 
@@ -89,7 +93,7 @@ def _default(path: Path) -> Any:
 
 
 def _foreign(document: Document, section: Path, kept: tuple[Path, ...]) -> Iterator[tuple[Path, Any]]:
-    """Yield each value of a section that comes from the file and goes with the name."""
+    """Yield each value of a section that comes from the file and depends on the name."""
     value = _at(document, section)
     for inner, found in leaves(value) if isinstance(value, dict) else ():
         stays = inner == ("name",) or any(inner[: len(each)] == each for each in kept)
@@ -98,7 +102,7 @@ def _foreign(document: Document, section: Path, kept: tuple[Path, ...]) -> Itera
 
 
 def _remove(document: Document, path: Path) -> None:
-    """Remove a value, and the mappings around it that it leaves empty."""
+    """Remove a value, and each enclosing mapping that becomes empty."""
     while len(path) > 2:
         above = _at(document, path[:-1])
         del above[path[-1]]

@@ -1,4 +1,4 @@
-"""Overrides from the command line, `a.b.c=value`, set on top of a document."""
+"""Applies overrides from the command line, `a.b.c=value`, to a document."""
 
 import copy
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from lockstep.config.write import format_value
 
 OVERRIDE: Final = SourcePosition("override")
 
-# Keys whose bare value stands for a mapping with one key: overriding a second key must not lose the first.
+# Sections that can be written as a bare value, and the key that the value stands for. Overriding a different key of
+# such a section must keep the bare value.
 SHORTHAND: Final[dict[Path, str]] = {
     ("recipe", "model"): "name",
     ("recipe", "model", "weights"): "path",
@@ -25,10 +26,11 @@ SHORTHAND: Final[dict[Path, str]] = {
 
 
 def apply(document: Document, overrides: Sequence[str]) -> Document:
-    """Return the document with each override set, in their order: the last one of a key wins.
+    """Return a copy of the document with the overrides applied in order. The last override of a key wins.
 
-    An empty value unsets a key, which then has its default. A bare name sets the name of its section and leaves the
-    other keys there; config/naming.py takes away those that went with the former name.
+    An empty value resets a key to its default. A bare name sets the `name` of its section and keeps the other keys.
+    config/naming.py then removes the keys that belonged to the previous name. Invalid overrides are added to the
+    problems of the document.
     """
     result = Document(copy.deepcopy(document.values), dict(document.places), list(document.problems))
     for override in overrides:
@@ -54,14 +56,14 @@ def _set(document: Document, path: Path, text: str) -> None:
         return
     here = section.get(str(path[-1]))
     if isinstance(value.values, str) and isinstance(here, dict) and SHORTHAND.get(path) == "name":
-        section, path = here, (*path, "name")  # what else stands there may still be meant
+        section, path = here, (*path, "name")  # the other keys of the section may still apply
     forget_places(document, path)
     section[str(path[-1])] = value.values
     document.places.update(dict.fromkeys([(*path, *inner) for inner in value.places], OVERRIDE))
 
 
 def _unset(document: Document, path: Path) -> None:
-    """Remove a key; no section is made on the way to one that is not there, since `ema: {}` would switch it on."""
+    """Remove a key. Missing sections on its path are not created, since for example `ema: {}` would enable EMA."""
     if wrong := unknown(path):
         document.problems.append(KeyProblem(OVERRIDE, *wrong))
     section = document.values
@@ -70,22 +72,22 @@ def _unset(document: Document, path: Path) -> None:
         if not isinstance(inner, dict):
             if inner is None or SHORTHAND.get(path[:depth]) != path[depth]:
                 return
-            path = path[:depth]  # the bare value is what the key stands for
+            path = path[:depth]  # the bare value stands for this key
             break
         section = inner
     forget_places(document, path)
     section.pop(str(path[-1]), None)
-    document.places[path] = OVERRIDE  # where the key is required, this is what to correct
+    document.places[path] = OVERRIDE  # the position for errors if the key is required
 
 
 def forget_places(document: Document, path: Path) -> None:
-    """Forget where a key and all below it came from."""
+    """Forget the positions of a key and of all keys below it."""
     for old in [old for old in document.places if old[: len(path)] == path]:
         del document.places[old]
 
 
 def _enter(document: Document, path: Path) -> dict[str, Any] | None:
-    """Return the mapping at `path`, made where there is none; None where another value is in the way."""
+    """Return the mapping at `path`, and create it if needed. Returns None if a different value is in the way."""
     section: dict[str, Any] = document.values
     for depth, name in enumerate(path, start=1):
         here = path[:depth]

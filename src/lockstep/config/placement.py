@@ -1,4 +1,4 @@
-"""The placement: where and how fast. It decides only time and memory."""
+"""The placement section: machines, processes and strategy. It affects time and memory, but not the trained weights."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
@@ -8,9 +8,9 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator
 from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.base import BY_NAME, Name, PositiveFloat, PositiveInt, Section
 
-ALIASES: Final = {"fsdp": "zero3"}  # other names of strategies
-FASTEST: Final = "fastest"  # of the strategies, by measuring: planning/fastest.py
-FOREIGN: Final = ("deepspeed",)  # strategies in the engine of another framework, which is given files of its own
+ALIASES: Final = {"fsdp": "zero3"}  # alternative names of strategies
+FASTEST: Final = "fastest"  # measures strategies and uses the fastest one: planning/fastest.py
+FOREIGN: Final = ("deepspeed",)  # strategies whose engine is a different framework with its own configuration files
 
 
 def _processes(value: Any) -> int | Literal["auto"]:
@@ -22,17 +22,17 @@ def _processes(value: Any) -> int | Literal["auto"]:
 
 
 class StrategyConfig(Section):
-    """A strategy by name; its own options are keys of the same mapping."""
+    """A strategy by name. Its options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: Annotated[Name, AfterValidator(lambda name: ALIASES.get(name, name))] = (
-        "auto"  # single for one process, ddp for more; fastest: measured before the run starts
+        "auto"  # auto: single for one process, ddp for more; fastest: measured before the run starts
     )
 
 
 class Placement(Section):
-    """Everything that may change from one start of a run to the next."""
+    """Where and how a recipe runs. You can change all of it between two starts of a run."""
 
     strategy: Annotated[StrategyConfig, BY_NAME, Field(description="a name, or a name and its options")] = (
         StrategyConfig()
@@ -40,22 +40,22 @@ class Placement(Section):
     processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
     recompute: Annotated[
         str, Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ...")
-    ] = "none"  # which blocks do their forward again in backward instead of keeping its activations
-    offload_activations: bool = False  # keep them in the memory of the CPU
+    ] = "none"  # blocks that repeat their forward in the backward instead of keeping activations
+    offload_activations: bool = False  # to CPU memory
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    affinity: Literal["auto", "off"] = "auto"  # a rank on a GPU runs on the cores near its card
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # carries tensors between ranks
-    workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes beside each training process
-    audit_every: PositiveInt | None = None  # steps: another rank repeats a micro-batch, and bits are compared
-    on_corruption: Literal["end", "go_on"] = "end"  # with audit_every: go on without the ranks that are wrong
+    affinity: Literal["auto", "off"] = "auto"  # auto: a rank on a GPU runs on cores near the GPU
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # communication library between ranks
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes per training process
+    audit_every: PositiveInt | None = None  # steps; a different rank repeats a micro-batch and compares the bits
+    on_corruption: Literal["end", "go_on"] = "end"  # with audit_every; go_on: without the wrong ranks
     rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
-    stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits for others before it asks who is late
-    lost_after_s: PositiveFloat = 60.0  # without a sign of life a rank that another launcher started is given up
+    stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits before it asks which rank is late
+    lost_after_s: PositiveFloat = 60.0  # other launchers: a rank without a heartbeat for this long is lost
     on_stall: Literal["report", "end"] = "report"
 
 
 def rendezvous_in(words: Sequence[str]) -> str:
-    """Return the rendezvous that a command's words set; its other settings may not even be readable."""
+    """Return the rendezvous address from the words of a command, even if the rest of the configuration is invalid."""
     addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
     return addresses[-1] if addresses else "env://"

@@ -1,4 +1,4 @@
-"""What a recipe and the number of training samples decide: the steps of the run and its learning rate."""
+"""Steps and learning rate of a run, from the recipe and the number of training samples."""
 
 import math
 from typing import cast
@@ -10,7 +10,10 @@ from lockstep.errors import UsageError
 
 
 def steps(recipe: Recipe, samples: int) -> Steps:
-    """Return all steps of a run over `samples` training samples."""
+    """Return the steps of a run over `samples` training samples.
+
+    Raises UsageError if `last_batch` is `drop` and the samples don't fill a batch.
+    """
     drop = recipe.last_batch == "drop"
     if drop and samples < recipe.batch:
         raise UsageError(
@@ -21,20 +24,20 @@ def steps(recipe: Recipe, samples: int) -> Steps:
 
 
 def base_rate(recipe: Recipe) -> float:
-    """Return the learning rate after warm-up and before the schedule lowers it."""
+    """Return the base learning rate: after warm-up, and before the schedule decays it."""
     lr = recipe.optimizer.lr
     return scale_rate(lr.value, lr.per_samples, recipe.batch)
 
 
 def rule(recipe: Recipe) -> str:
-    """Say how the base learning rate follows from the recipe: `0.2 = 0.1 x 256 / 128`."""
+    """Return the formula of the base learning rate: `0.2 = 0.1 x 256 / 128`."""
     lr = recipe.optimizer.lr
     base = f"{base_rate(recipe):g}"
     return base if lr.per_samples is None else f"{base} = {lr.value:g} x {recipe.batch} / {lr.per_samples}"
 
 
 def warm_up_steps(recipe: Recipe, run: Steps) -> int:
-    """Return how many steps come before the first one at the full learning rate."""
+    """Return the number of steps before the first step at the full learning rate."""
     if recipe.schedule.warmup_steps is not None:
         return recipe.schedule.warmup_steps
     warmup = recipe.schedule.warmup_epochs
@@ -43,7 +46,7 @@ def warm_up_steps(recipe: Recipe, run: Steps) -> int:
 
 
 def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
-    """Return the learning rate as a function of samples seen, by `shape` where the schedule is the user's own."""
+    """Return the learning rate as a function of samples seen. `shape` is the function of a custom schedule."""
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:
         warmup_epochs = schedule.warmup_steps * recipe.batch / run.samples_per_epoch

@@ -1,4 +1,4 @@
-"""The recipe: what is computed. It alone decides the numbers."""
+"""The recipe section: model, data and training settings. The numbers depend only on it, not on the placement."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
@@ -34,20 +34,20 @@ Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
 
 class WeightsConfig(Section):
-    """First weights from a file, a folder as transformers saves it, or a run of ours, instead of the seed.
+    """Initial weights from a file, a folder saved by transformers, or a run of Lockstep, instead of the seed.
 
-    Their values decide the numbers; their path does not, and is left out where recipes are compared.
+    The values of the weights affect the numbers, but their path doesn't. Comparisons of recipes ignore the path.
     """
 
     path: Location | None = None
-    sha256: Sha256 | None = None  # of the tensors; a run writes it down, and a given one is compared
-    fresh: Patterns = ()  # parameters that stay as they are initialised, such as those of a new head
-    prefix: Name | None = None  # of the names to take; the model's are without it
-    ema: bool = False  # of a run of ours: the averaged weights
+    sha256: Sha256 | None = None  # of the tensors; a run records it, and checks it if you set it
+    fresh: Patterns = ()  # parameters that keep their initialization, such as a new head
+    prefix: Name | None = None  # of the names in the file to load; removed from the names
+    ema: bool = False  # load the averaged weights of a run of Lockstep
 
 
 class LoraConfig(Section):
-    """Low-rank adapters by peft: they are trained, and the model's own parameters are not."""
+    """Low-rank adapters (LoRA) from peft. Only the adapters are trained, and parameters of the model in `train`."""
 
     target_modules: Annotated[
         Patterns, Field(min_length=1, description="the end of a module's name, or a list of them")
@@ -56,7 +56,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rslora: bool = False
-    train: Patterns = ()  # parameters that are trained too, such as those of a new head
+    train: Patterns = ()  # parameters that are trained too, such as a new head
 
 
 Plan = Annotated[
@@ -65,7 +65,7 @@ Plan = Annotated[
 
 
 class ModelConfig(Section):
-    """A network by name: ours, timm's, torchvision's or transformers', or `package.module:function`."""
+    """A model from Lockstep, timm, torchvision or transformers by name, or `package.module:function`."""
 
     name: Name
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
@@ -74,10 +74,10 @@ class ModelConfig(Section):
         WeightsConfig | None, shorthand("path", str), Field(description="a path, or a mapping of keys")
     ] = None
     lora: LoraConfig | None = None
-    freeze: Patterns = ()  # parameters that are not trained, by their names
-    chunks: PositiveInt = 1  # parts into which heads and features are cut, which the strategy `tensor` shares out
+    freeze: Patterns = ()  # names of parameters that are not trained
+    chunks: PositiveInt = 1  # chunks of heads and features, sharded by the strategy `tensor`
     plan: Plan = Field(default_factory=dict)
-    sequence_chunks: PositiveInt = 1  # parts into which sequences are cut, which the strategy `context` shares out
+    sequence_chunks: PositiveInt = 1  # chunks of a sequence, sharded by the strategy `context`
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -90,11 +90,11 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """What is done to training images; each sample's random numbers follow from seed, epoch and sample."""
+    """Augmentation of training images. The random numbers of a sample depend on seed, epoch and sample index."""
 
-    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zeros on each side before a crop back to size
-    flip: bool = False  # left to right, with probability 1/2
-    resized_crop: bool = False  # of files: area in resized_crop_scale, aspect in [3/4, 4/3]
+    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zero padding per side, before a crop
+    flip: bool = False  # horizontally, with probability 1/2
+    resized_crop: bool = False  # image files: area in resized_crop_scale, aspect ratio in [3/4, 4/3]
     resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
 
 
@@ -104,19 +104,22 @@ class DataConfig(Section):
     name: Name
     root: Location = "data"
     download: bool = True
-    image_size: Pixels | None = None  # of files and `synthetic`: height and width that the model sees
-    resize_size: Pixels | None = None  # of files: the short side before validation's centre crop
+    image_size: Pixels | None = None  # image files and `synthetic`: height and width of the model's inputs
+    resize_size: Pixels | None = None  # image files: the short side before the center crop of validation
     augment: AugmentConfig = AugmentConfig()
-    mean: Floats | None = None  # for each channel, of values in [0, 1]; left out: the data set's own
+    mean: Floats | None = None  # per channel, of values in [0, 1]; defaults to the mean of the dataset
     std: PositiveFloats | None = None
-    exif: bool = True  # of files: turn images upright as their EXIF orientation says
+    exif: bool = True  # image files: apply the EXIF orientation
     on_error: Literal["raise", "skip"] = "raise"
-    collate: Name | None = None  # `package.module:function` of a list of samples: their batch, as tensors
+    collate: Name | None = None  # `package.module:function` from a list of samples to a batch of tensors
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class LearningRateConfig(Section):
-    """A learning rate, or the linear scaling rule: `value` for each `per_samples` samples of the global batch."""
+    """A learning rate.
+
+    If `per_samples` is set, the linear scaling rule applies: `value` per `per_samples` samples of the global batch.
+    """
 
     value: PositiveFloat
     per_samples: PositiveInt | None = None
@@ -127,11 +130,11 @@ _RATE: Final = "a number, or value and per_samples"
 
 
 class ParameterGroupConfig(Section):
-    """Parameters by their names, and what the optimizer does otherwise to them; the first group that matches counts."""
+    """Optimizer settings for parameters whose names match. A parameter belongs to the first group that matches it."""
 
     match: Annotated[Patterns, Field(min_length=1)]
     lr: Annotated[LearningRateConfig | None, _BY_VALUE, Field(description=_RATE)] = None
-    lr_factor: PositiveFloat | None = None  # times the optimizer's rate
+    lr_factor: PositiveFloat | None = None  # multiplies the learning rate of the optimizer
     weight_decay: NaturalFloat | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -143,20 +146,20 @@ class ParameterGroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """`sgd`, `adamw`, `lars`, `lamb`, any other of torch.optim or timm.optim, or `package.module:Class`."""
+    """`sgd`, `adamw`, `lars`, `lamb`, any other optimizer of torch.optim or timm.optim, or `package.module:Class`."""
 
     name: Name = "sgd"
     lr: Annotated[LearningRateConfig, _BY_VALUE, Field(description=_RATE)]
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
-    decay_bias_and_norm: bool = True  # false: no weight decay for biases and for parameters of one dim
+    decay_bias_and_norm: bool = True  # false: no weight decay for biases and parameters with one dim
     groups: Annotated[
         tuple[ParameterGroupConfig, ...],
         BeforeValidator(as_tuple),
         Field(description="a list of mappings of match, lr or lr_factor, weight_decay, options"),
     ] = ()
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # of the rate, from each layer to the one before it
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # rate of a layer relative to the next layer
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -169,7 +172,7 @@ def _schedule(name: str) -> str:
 
 
 class ScheduleConfig(Section):
-    """The learning rate schedule (core/rate.py), or `package.module:function`: a factor of the base rate."""
+    """A learning rate schedule (core/rate.py), or `package.module:function` that returns a factor of the base rate."""
 
     name: Annotated[
         Curve | Name,
@@ -204,9 +207,9 @@ class ScheduleConfig(Section):
 
 
 class TaskConfig(Section):
-    """What is learned: `auto` follows from the data, else a shipped task, or `package.module:Class`.
+    """A shipped task, `package.module:Class`, or `auto`, which infers the task from the data.
 
-    Its own options are keys of the same mapping.
+    The options of the task are keys of the same mapping.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -215,14 +218,17 @@ class TaskConfig(Section):
 
 
 class LossConfig(Section):
-    """`cross_entropy`, or `package.module:function` of (outputs, targets): a sum, or one value a sample."""
+    """`cross_entropy`, or `package.module:function` of (outputs, targets) that returns a sum or a value per sample."""
 
     name: Name = "cross_entropy"
     label_smoothing: Fraction = 0.0
 
 
 class MixConfig(Section):
-    """Mixup and cutmix inside each micro-batch; a `beta` of 0 switches one off."""
+    """Mixup and CutMix within each micro-batch.
+
+    `mixup` and `cutmix` are the parameters of their beta distributions. 0 disables the method.
+    """
 
     mixup: NaturalFloat = 0.0
     cutmix: NaturalFloat = 0.0
@@ -230,17 +236,17 @@ class MixConfig(Section):
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, updated at every step; evaluation uses it."""
+    """An exponential moving average (EMA) of the weights. It is updated in every step and used in evaluations."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
 
 
 class LossScaleConfig(Section):
-    """The scale of the loss in fp16: `dynamic`, or a number for one that is `static`."""
+    """The loss scale in fp16: dynamic, or `static`."""
 
     initial: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
-    static: PositiveFloat | None = None  # in place of one that moves
+    static: PositiveFloat | None = None  # a constant scale instead of a dynamic scale
 
     @model_validator(mode="after")
     def _static_or_dynamic(self) -> Self:
@@ -250,30 +256,30 @@ class LossScaleConfig(Section):
 
 
 def default_loss_scale(precision: object) -> LossScaleConfig:
-    """Return the loss scale of a recipe that gives none."""
+    """Return the default loss scale for a precision."""
     return LossScaleConfig(static=default_static_scale(precision))
 
 
 class StartingPoint(Section):
-    """What `run.start_from` found in another run, and this one begins from; written down, not typed."""
+    """The state of another run that `run.start_from` loaded. Lockstep records it, and you don't set it."""
 
     weights_sha256: Sha256
     optimizer_sha256: Sha256 | None = None
-    updates: NaturalInt | None = None  # that the optimizer had done by then
+    updates: NaturalInt | None = None  # number of updates that the optimizer had done
 
 
 class Recipe(Section):
-    """Everything that decides the trained weights."""
+    """All settings that the trained weights depend on."""
 
     task: Annotated[TaskConfig, BY_NAME, Field(description="a name, or a name and its options")] = TaskConfig()
     model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
-    microbatch: PositiveInt | None = None  # the most samples of one; 32 unless their number is given
+    microbatch: PositiveInt | None = None  # its maximum number of samples; 32 unless you set microbatches
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"], validated.get("microbatch"))
     )
-    evaluation_batch: PositiveInt | None = None  # samples evaluated at a time; as many as the largest micro-batch has
+    evaluation_batch: PositiveInt | None = None  # samples evaluated at a time; default: the largest micro-batch
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
@@ -293,12 +299,12 @@ class Recipe(Section):
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
-    batchnorm: Literal["local", "sync", "frozen"] = "local"  # over a micro-batch, a step, or by running statistics
+    batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics per micro-batch, per step, or running
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
     start: StartingPoint | None = None
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    threads: Threads = 1  # of each process: on CPU their number changes the bits
+    threads: Threads = 1  # per process; on CPU, their number changes the bits
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -307,7 +313,7 @@ class Recipe(Section):
         return self
 
 
-# Beginnings of the keys that an evaluation does not read.
+# Prefixes of keys that an evaluation doesn't use.
 TRAINING_KEYS: Final = (
     *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
     *("start", "data.augment"),
@@ -316,7 +322,7 @@ _OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynom
 
 
 def idle_keys(recipe: Recipe) -> Iterator[str]:
-    """Yield what was set in a recipe and has no effect: no mistake by itself, and seldom meant."""
+    """Yield a note for each key that is set but has no effect. This is allowed, but rarely intended."""
     schedule = recipe.schedule
     for key, curve in _OF_A_CURVE.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
@@ -328,13 +334,13 @@ def idle_keys(recipe: Recipe) -> Iterator[str]:
 
 
 def contradictions(given: Mapping[str, object]) -> list[str]:
-    """Return what cannot be true together among the keys of a recipe, each of them valid or not."""
+    """Return the contradictions between keys of a recipe. The values may not be validated yet."""
     found = []
     if (given.get("epochs") is None) == (given.get("steps") is None):
         why = "neither is given" if given.get("steps") is None else "the override recipe.epochs= unsets the former"
         found.append(f"give either epochs or steps, one of the two; {why}")
     batch, count = given.get("batch"), given.get("microbatches")
-    if type(batch) is int and type(count) is int and count > batch > 0:  # neither true nor false
+    if type(batch) is int and type(count) is int and count > batch > 0:  # `type` excludes bool
         found.append(
             f"batch: {batch} samples cannot fill {count} micro-batches; "
             f"use a batch of at least {count}, or at most {batch} micro-batches"

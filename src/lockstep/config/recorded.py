@@ -1,6 +1,7 @@
-"""The recipe and the placement in a run folder's config.yaml, as text and not validated: other versions wrote some too.
+"""Recipe and placement in the config.yaml of a run folder, as text.
 
-Quick, for lists of many runs: no pydantic.
+The values are not validated, because a different version of Lockstep may have written the file. This module doesn't
+import pydantic, so that listing many runs is fast.
 """
 
 from collections.abc import Mapping
@@ -12,20 +13,20 @@ from lockstep.common.text import printable_line
 from lockstep.config.document import format_key, mapping_at, parse
 from lockstep.config.write import flow, leaves
 
-CONFIG: Final = "config.yaml"  # of a run, in its folder
+CONFIG: Final = "config.yaml"  # in the run folder
 _LARGEST: Final = 1 << 18  # bytes
-_MIXTURE: Final = "mixture"  # of data sets, which stand in its options
+_MIXTURE: Final = "mixture"  # a dataset whose options name its source datasets
 
 
 class RecordedConfig(NamedTuple):
-    """The values of a recipe and of the placement that the last start had, by their dotted keys and fit to print."""
+    """Recipe and placement of the last start: printable values by dotted key."""
 
     recipe: dict[str, str]
     placement: dict[str, str]
 
 
 def read_recorded_config(file: Path) -> RecordedConfig:
-    """Return what a config.yaml says; empty where it cannot be read."""
+    """Read a config.yaml. Both parts are empty if it can't be read."""
     try:
         values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
@@ -35,7 +36,10 @@ def read_recorded_config(file: Path) -> RecordedConfig:
 
 
 def elsewhere(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values without where data, the sources of a mixture and first weights lie: these may move."""
+    """Return the values of a recipe without the locations of data and initial weights, which can move.
+
+    The data includes the sources of a mixture.
+    """
     found = dict(recipe)
     if data := mapping_at(recipe, "data"):
         found["data"] = _elsewhere(data)
@@ -46,13 +50,13 @@ def elsewhere(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def locations(recipe: Mapping[str, Any]) -> set[str]:
-    """Return the dotted keys of what `elsewhere` leaves out."""
+    """Return the dotted keys that `elsewhere` removes."""
     whole, left = ({format_key(path) for path, _ in leaves(each)} for each in (recipe, elsewhere(recipe)))
     return whole - left
 
 
 def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the data sets that one of this name is a mixture of, by their names; what is none is left out."""
+    """Return the source datasets of a mixture by name. Empty for any other dataset; malformed sources are skipped."""
     sources = options.get("of") if name == _MIXTURE else None
     named = sources.items() if isinstance(sources, Mapping) else ()
     return {own: source for own, source in named if isinstance(source, Mapping) and isinstance(source.get("name"), str)}

@@ -1,4 +1,4 @@
-"""The run: what is kept of it, and where."""
+"""The run section: the outputs of a run and where they are saved."""
 
 import re
 from typing import Annotated, Final, Literal, Self
@@ -18,11 +18,11 @@ from lockstep.config.base import (
     shorthand,
 )
 
-SINKS: Final = ("csv", "mlflow", "wandb")  # that are asked for by name; a line of each event is always kept
+SINKS: Final = ("csv", "mlflow", "wandb")  # available by name; events.jsonl is always written
 
 
 class IntervalConfig(Section):
-    """An interval: every so many steps or every so many epochs."""
+    """An interval, either in steps or in epochs."""
 
     steps: PositiveInt | None = None
     epochs: PositiveInt | None = None
@@ -35,14 +35,14 @@ class IntervalConfig(Section):
 
 
 class StartFromConfig(Section):
-    """Another run: its newest checkpoint, or one of its checkpoints; with `optimizer`, its optimizer's state too."""
+    """A checkpoint, or a run whose newest checkpoint is used. With `optimizer`, loads the optimizer state too."""
 
     run: Location
     optimizer: bool = False
 
 
 class PredictedConfig(Section):
-    """What a step takes at most on any rank, as it was measured before the run for a placement: seconds and bytes."""
+    """Time and memory of a step, as measured for a placement before the run: the maximum of all ranks."""
 
     strategy: Name
     processes: PositiveInt
@@ -57,7 +57,7 @@ def _check_sink_name(name: str) -> str:
 
 
 class SinkConfig(Section):
-    """Where events go in addition to the run folder's files; its options are keys of the same mapping."""
+    """A sink for events, in addition to the files of the run folder. Its options are keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -82,7 +82,7 @@ def _check_local(folder: str) -> str:
 
 
 class RunConfig(Section):
-    """What is kept. `dir` left out: runs/<recipe>-<model>-<time>."""
+    """The outputs of a run. `dir` defaults to runs/<recipe>-<model>-<time>."""
 
     dir: Annotated[Location, AfterValidator(_check_local)] | None = None
     resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
@@ -91,11 +91,11 @@ class RunConfig(Section):
     ] = None
     save_every: IntervalConfig = IntervalConfig(epochs=1)
     evaluate_every: IntervalConfig = IntervalConfig(epochs=1)
-    key_file: str | None = None  # signs checkpoints, and refuses those that it has not signed
-    keep: NaturalInt = 3  # newest checkpoints; latest and best always stay
-    save_async: bool = False  # write checkpoints while the next steps compute; takes memory for a copy of the state
+    key_file: str | None = None  # signs checkpoints; checkpoints without its signature are rejected
+    keep: NaturalInt = 3  # number of newest checkpoints; latest and best are always kept
+    save_async: bool = False  # write checkpoints during the next steps; needs memory for a copy of the state
     log_every: PositiveInt = 10  # steps between two `step` events
-    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: as often as takes 0.5 % of the time
+    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: takes at most 0.5 % of the time
     tensorboard: bool = True
     sinks: Annotated[
         tuple[Annotated[SinkConfig, BY_NAME], ...],
@@ -103,5 +103,5 @@ class RunConfig(Section):
         AfterValidator(_once),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()
-    probe: Literal["auto", "off"] = "auto"  # auto: look at code that is not known to be clean, and warn
-    predicted: PredictedConfig | None = None  # by a plan; a run on that placement says in the end what it was
+    probe: Literal["auto", "off"] = "auto"  # auto: test code that isn't known to be clean, and warn
+    predicted: PredictedConfig | None = None  # by a plan; a run on that placement reports the actual values

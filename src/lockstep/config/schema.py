@@ -1,4 +1,4 @@
-"""The whole configuration: a recipe on a placement, and what is kept of the run."""
+"""The whole configuration: the sections recipe, placement and run."""
 
 from lockstep.config.base import Section
 from lockstep.config.placement import Placement
@@ -7,7 +7,7 @@ from lockstep.config.run import RunConfig
 
 
 class Config(Section):
-    """A run is a recipe on a placement."""
+    """A configuration. It runs a recipe on a placement."""
 
     recipe: Recipe
     placement: Placement = Placement()

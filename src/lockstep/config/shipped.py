@@ -1,4 +1,4 @@
-"""The recipes that come with Lockstep: a file for each, and one for all models on ImageNet."""
+"""The recipes shipped with Lockstep. Each has its own file, except that all models on ImageNet share a file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from lockstep.config.document import Document, Path, SourcePosition
 _RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
 _FAMILY: Final = "imagenet"
 
-# The models that recipes/imagenet.yaml is trained with: where each comes from, and what it is.
+# The models of recipes/imagenet.yaml, each with its source and description.
 _MODELS: Final = {
     "botnet50": ("lockstep", "BoTNet-50 (attention in ResNet-50's last stage) on ImageNet."),
     "densenet121": ("torchvision", "DenseNet-121 on ImageNet."),
@@ -26,7 +26,7 @@ _OTHERWISE: Final[dict[str, dict[Path, Any]]] = {"efficientnet_b0": {("recipe", 
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A recipe: its file, what it is, and the values that it has in place of the file's."""
+    """A shipped recipe: its file, its description, and the values that replace those of the file."""
 
     name: str
     file: FilePath
@@ -34,7 +34,7 @@ class ShippedRecipe:
     values: Mapping[Path, Any] = field(default_factory=dict)
 
     def apply_to(self, document: Document) -> Document:
-        """Return the file's document with the values of this recipe, whose place is its name."""
+        """Set the values of this recipe in the document of its file and return it. Their source is this name."""
         for path, value in self.values.items():
             section = document.values
             for name in path[:-1]:
@@ -45,7 +45,7 @@ class ShippedRecipe:
 
 
 def list_shipped_recipes() -> dict[str, ShippedRecipe]:
-    """Return the recipes by name, in the order of their names."""
+    """Return all shipped recipes by name, sorted by name."""
     files = [file for file in _RECIPES.glob("*.yaml") if file.stem != _FAMILY]
     found = [ShippedRecipe(file.stem, file, _description(file)) for file in files]
     for model, (source, description) in _MODELS.items():
@@ -56,6 +56,6 @@ def list_shipped_recipes() -> dict[str, ShippedRecipe]:
 
 
 def _description(file: FilePath) -> str:
-    """The first comment of a recipe says what it is."""
+    """Return the description of a recipe, which is its first comment."""
     with file.open(encoding="utf-8") as lines:
         return next((line.strip("# \n") for line in lines if line.startswith("#")), "")

@@ -1,4 +1,4 @@
-"""What is wrong with the name of a strategy, as a user typed it."""
+"""Checks the name of a strategy before validation."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -9,7 +9,7 @@ from lockstep.config.placement import ALIASES, FASTEST
 from lockstep.config.write import format_value
 from lockstep.strategies import names
 
-# What others have, and nothing here stands for.
+# Strategies of other frameworks that Lockstep doesn't offer.
 _NOT_OFFERED: Final = {
     "data_parallel": (
         ": nn.DataParallel spreads each micro-batch over the GPUs of one process, and on a CPU or one GPU has nothing "
@@ -19,8 +19,8 @@ _NOT_OFFERED: Final = {
 
 
 def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
-    """Yield what is wrong with the name of a strategy, as a problem of its key."""
+    """Yield the key and the problem if there is no strategy of this name."""
     valid = ["auto", FASTEST, *names(), *ALIASES]
-    if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is followed later
+    if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is checked later
         text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
         yield ("placement", "strategy", "name"), text

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in words that say what was expected, what was given and what to do."""
+"""Rewords the validation errors of pydantic: the expected value, the value found, and what to do."""
 
 import re
 from collections.abc import Iterator
@@ -35,17 +35,17 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
-_SURE: Final = 0.8  # how alike a key is that a mistyped one must be meant to be, and no option of the user's own
+_SURE: Final = 0.8  # similarity above which a key is a typo, not a custom option
 _COMMA: Final = "a number has a point, as in 0.1, and no comma"
-# Texts that are another type without quotes.
+# Quoted texts that would have the expected type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
 def problems(error: ValidationError, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
-    """Yield one problem for each thing pydantic found, except where reading the document found one."""
+    """Yield a problem for each error of pydantic, except for values that already have a problem from parsing."""
     for found in error.errors(include_url=False):
         if found["input"] is UNREADABLE or found["type"] == "default_factory_not_called":
-            continue  # what it follows from has a problem of its own
+            continue  # the value it depends on has its own problem
         if found["type"] == "value_error":
             yield from _validator_problems(found, places)
         else:
@@ -53,7 +53,7 @@ def problems(error: ValidationError, places: dict[Path, SourcePosition]) -> Iter
 
 
 def unknown(path: Path) -> tuple[Path, str] | None:
-    """Return the first part of `path` that no configuration can have, and what to say of it; None where all may be."""
+    """Return the first part of `path` that isn't a valid key, and the problem. Returns None if `path` can be valid."""
     for depth, name in enumerate(path):
         section = section_at(path[:depth])
         if section is None:
@@ -70,7 +70,7 @@ def unknown(path: Path) -> tuple[Path, str] | None:
 
 
 def section_at(path: Path) -> type[Section] | None:
-    """Return the section that stands at `path` of the configuration, or in a list there; None where there is none."""
+    """Return the section at `path`, or the section of the list items there. Returns None if there is no section."""
     section: type[Section] | None = Config
     for name in (each for each in path if isinstance(each, str)):
         field = section.model_fields.get(str(name)) if section else None
@@ -80,13 +80,13 @@ def section_at(path: Path) -> type[Section] | None:
 
 
 def field_at(path: Path) -> FieldInfo | None:
-    """Return the field that the last name of `path` is in the section around it; None where there is none."""
+    """Return the field at `path`, or None if its section doesn't exist or has no such field."""
     section = section_at(path[:-1])
     return section.model_fields.get(str(path[-1])) if section else None
 
 
 def _validator_problems(found: ErrorDetails, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
-    """What our own validators say: a line for each problem, which may begin with the key it is about."""
+    """Yield a problem for each line of a ValueError of our validators. A line can begin with a key of the section."""
     path, value = found["loc"], found["input"]
     given = "" if isinstance(value, dict) else f"; got {format_value(value)}"
     section = section_at(path)
@@ -107,14 +107,14 @@ def _text(found: ErrorDetails) -> str:
             near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
             return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"
         case known if known in _EXPECTED:
-            field = field_at(found["loc"])  # whose description is what its type does not say by itself
+            field = field_at(found["loc"])  # a description replaces the wording of the type
             expected = (field and field.description) or _EXPECTED[known].format(**_limits(found))
             return f"expected {expected}; got {format_value(found['input'])}{_hint(found)}"
     return f"{found['msg']}; got {format_value(found['input'])}"
 
 
 def _hint(found: ErrorDetails) -> str:
-    """Return what to do where a text would be right without its quotes, or with a point, or a number as a key."""
+    """Suggest a fix for quoted numbers, decimal commas, and a number given as an interval. Otherwise returns ""."""
     if type(found["input"]) is int and section_at(found["loc"]) is IntervalConfig:
         keys = [f"{format_key((*found['loc'], name))}={found['input']}" for name in IntervalConfig.model_fields]
         return f"; write {' or '.join(keys)}"
@@ -127,13 +127,13 @@ def _hint(found: ErrorDetails) -> str:
 
 
 def key_named(name: str) -> str:
-    """Return the key of the configuration of this name that stands highest, dotted; "" where there is none."""
+    """Return the shallowest dotted key whose last part is `name`, or "" if there is none."""
     keys = [key for key in _keys() if key[-1] == name]
     return format_key(min(keys, key=len)) if keys else ""
 
 
 def _limits(found: ErrorDetails) -> dict[str, Any]:
-    """Return what a constraint is about; numbers as people write them, and whole ones to the last digit."""
+    """Return the limits of a constraint. Floats are shortened, and integers keep all digits."""
     return {key: f"{value:g}" if isinstance(value, float) else value for key, value in found.get("ctx", {}).items()}
 
 
@@ -142,7 +142,7 @@ def _unknown(path: Path) -> str:
     name, valid = str(path[-1]), list(section.model_fields) if section else []
     if name.isdecimal():  # {lr: 0,1}
         return f"unknown key; {_COMMA}"
-    # A model's own options, such as dropout, rather than what some section below it has of that name.
+    # In a section with options, such as a model with dropout, ignore keys of nested sections that have this name.
     below = path[:-1] if "options" in valid else ()
     if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
         return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{list_names(valid)}"

@@ -1,4 +1,4 @@
-"""Configuration as text: YAML that reads back to the same values, with the origin of each as a comment."""
+"""Writes a configuration as YAML that parses to the same values, with the origin of each value as a comment."""
 
 import math
 import re
@@ -13,7 +13,7 @@ _COMMENT_COLUMN: Final = 40
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each value that is not itself a mapping with keys, and its path."""
+    """Yield the path and value of each leaf: each value that isn't a mapping, and each empty mapping."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, name))
@@ -22,7 +22,7 @@ def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any
 
 
 def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
-    """Yield the lines of a YAML block mapping; `origins` maps dotted keys to the comment of their line."""
+    """Yield the lines of a YAML block mapping. `origins` contains the comment of each line by dotted key."""
     for name, value in tree.items():
         here = (*path, name)
         line = f"{'  ' * len(path)}{flow(name)}:"
@@ -35,7 +35,7 @@ def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) 
 
 
 def flow(value: Any) -> str:
-    """Write a value on one line of YAML."""
+    """Format a value as YAML on a single line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{flow(name)}: {flow(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def flow(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Write a value for an error message: text in quotes, the rest as YAML, and not much of either."""
+    """Format a value for an error message: text in quotes, anything else as YAML, at most 60 characters."""
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
     text = repr(value) if isinstance(value, str) else flow(value)
@@ -72,6 +72,6 @@ def _float(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return what of a text a comment may hold."""
-    # A file name may hold a line break; a comment must not.
+    """Replace characters that a comment can't contain by `?`."""
+    # A file name can contain a line break, but a comment can't.
     return "".join(each if each.isprintable() else "?" for each in text)

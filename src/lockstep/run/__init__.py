@@ -1,1 +1,1 @@
-"""A run: from a configuration to things, one rank's part, and everything in its folder."""
+"""Executes a run: starts the ranks, opens each rank, trains or evaluates, and writes events and checkpoints."""

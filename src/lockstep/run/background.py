@@ -1,4 +1,4 @@
-"""Train and evaluate from Python, as in a notebook: in background processes, which leave this one as it is."""
+"""Training and evaluation from Python, e.g. in a notebook, in background processes. This process doesn't change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lockstep.run.training import train_here
 from lockstep.setup.completed import completed
 from lockstep.training.events import Evaluated, Event
 
-_STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events say which
+_STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events tell them apart
 _END: Final = "end"
 _LOOK_S: Final = 0.5
 
@@ -51,13 +51,15 @@ def train(
 ) -> Iterator[Event]:
     """Train a recipe in background processes, and yield its events as they happen.
 
-    `recipe` is the name of a shipped recipe, a file, or a `Recipe`. `overrides` are dotted:
-    `{"recipe.epochs": 3, "run.dir": "runs/a"}`. Nothing is printed, and models and generators of this process stay as
-    they are. Training starts when the first event is asked for. Where the iteration is left early, the run is saved and
-    stopped; with the same run.dir it resumes. Of a run that is complete there is its last event, `Done`, alone.
+    `recipe` is the name of a shipped recipe, a file, or a `Recipe`. `overrides` have dotted keys, such as
+    `{"recipe.epochs": 3, "run.dir": "runs/a"}`. `processes` sets `placement.processes`.
 
-    UsageError where the recipe, the data or an override is wrong, PreflightError where the machine cannot do it,
-    TrainingError where training fails.
+    Training starts when you request the first event. If you leave the iteration early, the run is saved and stopped. To
+    resume it, pass the same run.dir. If the run is already complete, the only event is its last one, `Done`. Nothing is
+    printed, and the models and random number generators of your process don't change.
+
+    Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine can't run it, and
+    TrainingError if training fails.
     """
     words = as_words(overrides, processes)
     if isinstance(recipe, Recipe):
@@ -71,7 +73,7 @@ def train(
 
 
 def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
-    """Train a configuration in background processes, by `body`; see `train`."""
+    """Train a configuration in background processes by calling `body`. See `train`."""
     for message in _messages(partial(body, loaded)):
         yield _event(message)
 
@@ -79,10 +81,13 @@ def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[E
 def evaluate(
     run: str | Path, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None, trust: bool = False
 ) -> Evaluated:
-    """Evaluate a run folder or a checkpoint in background processes: every validation sample once.
+    """Evaluate a run folder or a checkpoint on every validation sample once, in background processes.
 
-    Of a run folder the newest checkpoint is taken, with averaged weights (ema) if the run has them. Code that its
-    recipe names runs only if `overrides` name it too, or with `trust`. Errors are those of `train`.
+    For a run folder, the newest checkpoint is evaluated. If the run has averaged weights (EMA), they are used. Code
+    that the recipe of the run names is only executed if your `overrides` name it too, or with `trust=True`. `processes`
+    and `overrides` work as in `train`.
+
+    Raises the same errors as `train`.
     """
     asked = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
     [message] = _messages(lambda pipe: evaluate_here(asked, lambda found: pipe.write(found.event, 0.0)))
@@ -92,18 +97,18 @@ def evaluate(
 
 
 def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
-    """Return dotted overrides as the words of a command; a path stands for its text."""
+    """Return dotted overrides as the words of a command. Paths are converted to text."""
     chosen = {} if processes is None else {"placement.processes": processes}
     return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in {**chosen, **(overrides or {})}.items()]
 
 
 def as_names(paths: str | Path | Sequence[str | Path]) -> list[str]:
-    """Return one path, or several, as the words of a command."""
+    """Return a path or a sequence of paths as the words of a command."""
     return [str(paths)] if isinstance(paths, str | Path) else [str(each) for each in paths]
 
 
 def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the rows, which are ready for JSON, that `body` yields in a background process."""
+    """Call `body` in a background process and return the rows that it yields. Rows must be JSON-serializable."""
     return list(_messages(partial(_rows, body)))
 
 
@@ -114,7 +119,7 @@ def _event(message: Mapping[str, Any]) -> Event:
 
 
 def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
-    """Do `body` in a background process, and yield what it reports; raise what it fails of."""
+    """Call `body` in a background process and yield its messages. If it fails, raise its error."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_background, args=(body, sending))
@@ -137,7 +142,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
                 raise TrainingError(f"the background process ended with code {process.exitcode}")
     finally:
         if not ended:
-            process.terminate()  # the run saves, and stops
+            process.terminate()  # the run saves and stops
         process.join()
 
 
@@ -152,7 +157,7 @@ def _raise(end: Mapping[str, Any]) -> None:
 @final
 @dataclass(frozen=True)
 class EventPipe:
-    """The sink of the process that waits for events: a line of JSON each."""
+    """A sink that sends each event to the waiting process as JSON."""
 
     connection: Connection
 
@@ -161,7 +166,7 @@ class EventPipe:
         self.send(asdict(event))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send what is ready for JSON, and paths as text."""
+        """Send a JSON-serializable message. Paths are converted to text."""
         self.connection.send_bytes(json.dumps(message, default=os.fspath).encode())
 
     def close(self) -> None:
@@ -169,16 +174,16 @@ class EventPipe:
 
 
 def _background(body: Callable[[EventPipe], int], connection: Connection) -> None:
-    """Be the background process: nothing is printed, what there is to say goes to the one that waits."""
+    """The body of the background process. Nothing is printed, and errors are sent to the waiting process."""
     errors = io.StringIO()
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(errors):
         try:
             code, text = body(EventPipe(connection)), ""
         except LockstepError as error:
             code, text = error.exit_code, str(error)
-        except SystemExit as end:  # a signal came before there were workers
+        except SystemExit as end:  # a signal arrived before workers were started
             code, text = int(end.code or 0), ""
-        except KeyboardInterrupt:  # a terminal sends it to this process, too
+        except KeyboardInterrupt:  # the terminal sends Ctrl-C to this process too
             code, text = EXIT_INTERRUPTED, ""
     connection.send_bytes(json.dumps({_END: code, "text": text or errors.getvalue().strip()}).encode())
     sys.stdout.flush()

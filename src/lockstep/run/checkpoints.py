@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the one that it resumes from, and those that it saves."""
+"""Loads the checkpoint that a run resumes from, and saves new checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from lockstep.training.events import Saved
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from, read and found to be its own."""
+    """The checkpoint that a run resumes from, after it was read and checked to be of the same run."""
 
     snapshot: store.Snapshot
     state: SavedState
@@ -32,11 +32,11 @@ class Resumed:
 @final
 @dataclass(eq=False)
 class Checkpoints:
-    """Those in the folder of a rank's run. All ranks call each method alike.
+    """The checkpoints in the run folder. All ranks must call each method in the same order.
 
-    What is saved is the state of `engine`, the rank's progress, and what `decided` the numbers, ready for JSON.
-    `buffers` are the names of tensors that are no parameters. `script` returns the tensors of a script of the user's
-    own, the same on all ranks.
+    A checkpoint contains the state of `engine`, the progress of the rank, and the result of `decided`: everything that
+    the numbers depend on, JSON-serializable. `buffers` are the names of tensors that aren't parameters. `script`
+    returns additional tensors of a custom loop, which must be the same on all ranks.
     """
 
     rank: Rank
@@ -51,10 +51,10 @@ class Checkpoints:
         folder, run, key = self.rank.folder / store.FOLDER, self.run, signing_key(self.run.key_file)
         self._saver = Saver(self.rank.world, folder, run.keep, run.save_async, self.buffers, key)
         self._saved_at = -1
-        self.weights = ""  # the SHA-256 of the last one's
+        self.weights = ""  # SHA-256 of the weights in the last checkpoint
 
     def resume(self, resumed: Resumed) -> None:
-        """Load a checkpoint, and warn of what may make other bits of the run from here on."""
+        """Load a checkpoint, and warn about differences that can change the bits of the run from here on."""
         rank, state = self.rank, resumed.state
         self.engine.load(engine_state(resumed.snapshot))
         rank.progress, self.weights = state.progress, resumed.weights_sha256
@@ -70,7 +70,7 @@ class Checkpoints:
             )
 
     def save(self) -> list[Saved]:
-        """Save, or begin to; return what is saved by now."""
+        """Save, or start to save in the background. Returns the saves that have finished."""
         rank = self.rank
         with rank.during("saving"):
             state = self.engine.state()
@@ -91,20 +91,20 @@ class Checkpoints:
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
     def has(self, step: int) -> bool:
-        """Whether the last save was after this step."""
+        """Return whether the last checkpoint is of this step."""
         return self._saved_at == step
 
     def poll(self) -> list[Saved]:
-        """Return the save that has ended since it was last asked for, if one has."""
+        """Return the save that has finished since the last call, if any."""
         return self._record_sha256(self._saver.poll())
 
     def wait(self) -> list[Saved]:
-        """Wait for a save that is under way, and return it."""
+        """Wait for a save in progress, if any, and return it."""
         with self.rank.during("saving"):
             return self._record_sha256(self._saver.wait())
 
     def close(self) -> None:
-        """Leave, once nothing is under way."""
+        """Shut down the saver. Call `wait` first."""
         self._saver.close()
 
     def _record_sha256(self, saves: list[Saved]) -> list[Saved]:
@@ -114,6 +114,6 @@ class Checkpoints:
 
 
 def engine_state(snapshot: store.Snapshot) -> State:
-    """Return the part of a checkpoint that is the engine's."""
+    """Return the engine state in a checkpoint."""
     ema = None if snapshot.ema is None else dict(snapshot.ema)
     return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"], snapshot.feedback)

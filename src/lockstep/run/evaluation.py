@@ -1,4 +1,4 @@
-"""`lockstep eval` below its options: open a checkpoint, or weights that a recipe names, and evaluate on the ranks."""
+"""Implements `lockstep eval`: opens a checkpoint, or the weights that a recipe names, and evaluates on all ranks."""
 
 import json
 import os
@@ -39,15 +39,18 @@ from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.events import Evaluated
 from lockstep.training.progress import Progress
 
-_OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # beginnings of keys
+_OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # prefixes of keys
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """A saved run, what overrides its recipe, and whether the code it names may run.
+    """A request to evaluate a saved run.
 
-    `path` is a checkpoint, or a run folder, of which the newest checkpoint is meant, or the `best`. `command` is what
-    the user called.
+    - `path`: A checkpoint or a run folder.
+    - `overrides`: Overrides of its recipe.
+    - `trust`: Whether code that its recipe names may run.
+    - `best`: In a run folder, use the best checkpoint instead of the newest.
+    - `command`: The lockstep command that the user called.
     """
 
     path: str
@@ -58,7 +61,7 @@ class EvalRequest:
 
 
 class EvalResult(NamedTuple):
-    """What an evaluation gave, of which checkpoint, or of the weights that which recipe names."""
+    """The result of an evaluation. `path` is the checkpoint, the weights file that the recipe names, or the recipe."""
 
     path: Path
     event: Evaluated
@@ -70,7 +73,7 @@ Opened = tuple[store.FoundCheckpoint, Prepared]
 
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
-    """Check everything in this process, then evaluate in it, or start the processes that do; return the exit code."""
+    """Check everything in this process, then evaluate in it or in new processes. Returns the exit code."""
     torch.set_num_threads(1)  # see run/start.py
     found, loaded = open_checkpoint(request)
     for note in loaded.notes:
@@ -84,7 +87,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
 
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
-    """Evaluate the weights that a recipe begins from: as `evaluate_here`, and without a run."""
+    """Evaluate the initial weights of a recipe, without a run. Otherwise like `evaluate_here`."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
         say(f"note: {note}")
@@ -93,12 +96,12 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
 
 
 def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
-    """Return what the ranks of a launcher are to do, as `evaluate_weights` does here."""
+    """Return placement and work for ranks started by a launcher. The work is that of `evaluate_weights`."""
     return loaded.config.placement, partial(_on_rank, loaded, None, report, None)
 
 
 def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
-    """Check all that can be checked before the ranks of a launcher join; return their placement and work."""
+    """Check as much as possible before the ranks of a launcher join. Returns their placement and work."""
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
         say(f"note: {note}")
@@ -108,7 +111,11 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
 def open_checkpoint(
     request: EvalRequest, found: store.FoundCheckpoint | None = None
 ) -> tuple[store.FoundCheckpoint, Loaded]:
-    """Load a checkpoint and the configuration of its evaluation; the run folder knows where its data is."""
+    """Load a checkpoint, unless `found` is one, and the configuration of its evaluation.
+
+    The location of the data comes from the config.yaml of the run folder, if there is one. Raises UsageError if the
+    recipe names code that the user doesn't trust, or if an override has no effect on the command.
+    """
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
             f"{request.path}: is a file; give a run folder or a checkpoint, or for weights their recipe: "
@@ -126,7 +133,7 @@ def open_checkpoint(
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
     key = signing_key(loaded.config.run.key_file)
-    if key is not None and is_new:  # only now is it known, and what was read has done nothing yet
+    if key is not None and is_new:  # the key is only known now, and the state has not been used yet
         signed = store.load(found.path, key=key)
         if signed.snapshot.state != found.snapshot.state:
             raise UsageError(f"{found.path}: changed while it was read; try again")
@@ -135,12 +142,12 @@ def open_checkpoint(
 
 
 def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
-    """Return the code that the recipe names, by key; UsageError where the user did not name it.
+    """Return the code that the recipe names, by key. Raises UsageError unless the user names it too or trusts it.
 
-    Who wrote the folder could run anything.
+    Otherwise, the author of the folder could run any code.
     """
     recipe = loaded.config.recipe
-    # A colon in a name of timm's is no import path, but says where to fetch a model from.
+    # A colon in a model name of timm precedes the location to download from, and doesn't make it an import path.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}
@@ -156,7 +163,10 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
 
 
 def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
-    """Raise UsageError for a key that says nothing of a saved run: a training alone reads it."""
+    """Raise UsageError for overridden keys that the command doesn't use.
+
+    These are keys of training and, except in `lockstep eval`, all keys of the placement but `device`.
+    """
     alone = request.command != "eval"  # in this process
     for key in overridden:
         idle = key.startswith(_OF_TRAINING) or (alone and key.startswith("placement.") and key != "placement.device")
@@ -165,7 +175,7 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
 
 
 def _check_run(found: store.FoundCheckpoint) -> None:
-    """Raise UsageError for a checkpoint in the folder of a run of another recipe: it is of a run that was there."""
+    """Raise UsageError if the run folder contains a run of a different recipe than the checkpoint."""
     config = found.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
@@ -182,7 +192,7 @@ def _key(section: str) -> str:
 
 
 def _prepare(loaded: Loaded, found: store.FoundCheckpoint | None, processes: int | None = None) -> Prepared:
-    """Open and check what is evaluated: a checkpoint has its weights, else the recipe must name some."""
+    """Open and check the recipe. Without a checkpoint, the recipe must name weights to evaluate."""
     if found is None:
         placed = place(loaded, processes, training=False)
         model = placed.resolved.recipe.model
@@ -214,7 +224,7 @@ def _on_rank(
     prepared: Prepared | None,
     rendezvous: Rendezvous,
 ) -> int:
-    """Evaluate with the other ranks, which have joined: a checkpoint, else the weights that the recipe begins from."""
+    """Evaluate a checkpoint, or the initial weights of the recipe. All ranks call it after they joined."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
     weights = {} if found is None else {"weights": store.weights_sha256(found.snapshot.model)}
     with open_recipe_rank(rendezvous, loaded, weights) as session:
@@ -227,7 +237,7 @@ def _on_rank(
                 bind(world, recipe.threads)
             engine, loader = start_engine(prepared, world)
             if found is not None:
-                # An optimizer is not needed; what the engine has of it is as good as what was saved.
+                # Evaluation doesn't use the optimizer, so its saved state isn't loaded.
                 engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
             model = found.snapshot.model if found is not None else gather_whole(world, engine.state().model)
             sha256 = store.weights_sha256(model)

@@ -1,4 +1,4 @@
-"""The events of a run that say what it is and how well it does, from what the run was made of."""
+"""Creates the events of a recipe that describe the run at its start and report evaluations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from lockstep.training.progress import Progress
 
 
 def start_event(prepared: Prepared, rank: Rank, resumed_from: Path | None) -> Started:
-    """Return the first event of a run of a recipe. All ranks call it."""
+    """Return the first event of a run. All ranks must call it."""
     recipe, ready = prepared.recipe, prepared.ready
     task, data = ready.task, ready.data
     loop = loop_start_event(
@@ -56,7 +56,10 @@ def evaluation_event(
     progress: Progress,
     keep: Callable[[Report], None] | None = None,
 ) -> Evaluated:
-    """Evaluate exactly and return the event; `keep` gets what the task reports in detail. All ranks call it."""
+    """Evaluate every validation sample once and return the event. All ranks must call it.
+
+    If `keep` is set, it is called with the detailed report of the task.
+    """
     task, batch = ready.task, evaluation_batch(ready.recipe)
     batches, count = loader.validation(batch), loader.validation_batches(batch)
     sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
@@ -76,9 +79,9 @@ def evaluation_event(
 
 
 def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
-    """Return what all cards of the run could do, in FLOP/s; None on the CPU and on cards whose peak is not known.
+    """Return the total peak of all GPUs in FLOP/s, or None on the CPU and if the peak of the GPU isn't known.
 
-    Ranks may share a card. All ranks call it.
+    A GPU that several ranks share counts once. All ranks must call it.
     """
     if not world.on_gpu:
         return None

@@ -1,4 +1,4 @@
-"""How good a prediction was: what a step of the run takes beside what a plan said of it (planning/measure.py)."""
+"""Compares the time and memory of a step with the prediction of a plan (planning/measure.py)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,15 +12,16 @@ from lockstep.device.live_bytes import LiveBytes, can_count
 from lockstep.setup.resolved import Resolved
 
 T = TypeVar("T")
-_WATCHED: Final = 2  # the first step in which memory is looked at: the one before makes the optimizer's state
-_TIMED: Final = 7  # the first that is not, and whose time counts
+_WATCHED: Final = 2  # the first step whose memory is measured; the step before creates the optimizer state
+_TIMED: Final = 7  # from here on, time is measured instead of memory
 
 
 @final
 class Grading:
-    """Of one rank; to be made before its engine is, from where on memory is counted, as in a plan.
+    """Measures the steps of one rank. Create it before the engine: memory counts from then on, as in a plan.
 
-    The time is that of the steps after the watched ones, without input, evaluation and saving; `clock` splits it.
+    Time is measured in the steps after the memory measurement, without input, evaluation and saving. `clock` separates
+    these.
     """
 
     def __init__(self, world: World, clock: Clock) -> None:
@@ -29,14 +30,14 @@ class Grading:
         self._live = None if world.on_gpu else LiveBytes()
         self._peak = 0
         self._steps = 0
-        self._before = 0.0  # seconds of steps that do not count
+        self._before = 0.0  # seconds of the steps whose time isn't measured
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context in which what is not part of a step takes memory."""
+        """Return a context for allocations that are not part of a step. They don't count."""
         return nullcontext() if self._live is None else self._live.left_out()
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield what each step is to be done with; a step goes on until the next one is asked for."""
+        """Yield the items of `steps` and measure each step, which lasts until the next item is requested."""
         for each in steps:
             self._steps += 1
             if self._steps == _TIMED:
@@ -49,7 +50,7 @@ class Grading:
             self._peak = max(self._peak, most[0])
 
     def measured(self) -> dict[str, float]:
-        """Return the mean seconds of a step, and the most bytes in one; nothing where there were too few steps."""
+        """Return the mean time of a step in seconds and its peak memory in bytes. Empty if there were too few steps."""
         if self._steps < _TIMED:
             return {}
         peak = self._peak if self._live is not None else torch.cuda.max_memory_allocated(self._device)
@@ -58,6 +59,6 @@ class Grading:
 
 
 def is_predicted(resolved: Resolved) -> bool:
-    """Whether a plan said what a step takes on this placement, and it can be counted here: not without glibc."""
+    """Return whether a plan predicted this placement, and memory can be measured here, which needs glibc."""
     predicted, here = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
     return predicted is not None and (predicted.strategy, predicted.processes) == here and can_count()

@@ -1,6 +1,6 @@
-"""One rank's part of a run, whether a recipe is trained or a loop of the user's own: how far it is, and what it writes.
+"""The state of a rank in a run of a recipe or of a custom loop: its progress, its phase, and its outputs.
 
-Whoever runs the steps moves `progress` and says in which phase the rank is; other threads report both.
+The training loop updates `progress` and the phase. Other threads report them.
 """
 
 import sys
@@ -33,10 +33,12 @@ from lockstep.training.progress import Progress
 @final
 @dataclass(eq=False)
 class Rank:
-    """A rank in the run `folder`, None where nothing is kept; `sinks` are those of rank 0, and elsewhere none.
+    """A rank of a run.
 
-    `numerics` and `source` are what the bits may depend on beside the recipe: the machine with its libraries, and the
-    user's own files. A `clock` divides the rank's time among the phases.
+    - `folder`: The run folder, or None if nothing is saved.
+    - `numerics`, `source`: The machine with its libraries, and the hashes of the user's files. Besides the recipe, the
+      bits can depend on them.
+    - `clock`: If set, it measures the time of each phase.
     """
 
     rendezvous: Rendezvous
@@ -49,7 +51,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.sinks: list[Sink] = []
         self.progress = Progress()
-        self.digests: StepDigests | None = None  # where they are kept
+        self.digests: StepDigests | None = None  # None if no digests are saved
         self.phase: Phase = "setting up"
         self.preempted = ray.preempted if self.rendezvous.info.launcher == "ray" else None
         self._began = time.perf_counter()
@@ -57,31 +59,31 @@ class Rank:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """The time since the rank began, in seconds."""
         return time.perf_counter() - self._began
 
     def enter(self, phase: Phase) -> None:
-        """Be in another phase from here on."""
+        """Switch to a phase."""
         self.phase = phase
         if self.clock is not None:
             self.clock.turn_to(phase)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Be in another phase while the block runs."""
+        """Switch to a phase while the block runs."""
         before = self.phase
         self.enter(phase)
         yield
         self.enter(before)  # not after an error, which happened in this phase
 
     def write_corrupted(self, error: CorruptionError) -> None:
-        """Write what an audit found, which ends this start."""
+        """Write the event of a failed audit, which ends this start."""
         self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
-        """Write an event to all sinks, and into the folder how the run ended.
+        """Write an event to all sinks. If the run has ended, rank 0 writes result.json too.
 
-        The exit code is there too: torchrun makes 1 of every code that is not 0.
+        result.json includes the exit code, because torchrun exits with 1 for every nonzero exit code.
         """
         now = time.time()
         with os_error_as(HostError, f"{self.folder}: event not written"):
@@ -94,9 +96,10 @@ class Rank:
             run_folder.conclude(self.folder, {**figures(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
-        """Keep digests of the steps from here on in the folder, of every `every`-th one; only of exact ones.
+        """Save the digest of every `every`-th step from here on, if the strategy is bit-exact (`exactness` is `bits`).
 
-        Those of steps that are done again are cut off, also where no more are kept.
+        With `auto`, the interval depends on the time that a digest takes.
+        Existing digests of steps that are repeated are removed, even if no further digests are saved.
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
@@ -109,10 +112,10 @@ class Rank:
         self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)
 
     def last_step(self) -> int:
-        """Return the last step that an earlier start has logged, 0 for none."""
+        """Return the last step that earlier starts have logged, or 0."""
         return 0 if self.folder is None else last_step(self.folder / EVENTS)
 
     def warn(self, line: str) -> None:
-        """Warn on rank 0."""
+        """Print a warning on rank 0."""
         if self.world.rank == 0:
             print(printable_line(f"warning: {line}"), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The training of one rank: what its loop yields goes to the sinks, and its state to checkpoints."""
+"""Trains a recipe on one rank. The events of its loop are written to sinks, and its state to checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,19 +49,25 @@ _SEEDED: Final = (
     "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "
     "seeded before it is called"
 )
-_FILES: Final = 100  # that could not be read, in one event
+_FILES: Final = 100  # unreadable files in one event
 
 
 @dataclass(eq=False)
 class RankTraining:
-    """What the parts of it share."""
+    """The training of a recipe on one rank.
+
+    - `start`, `resumed`: The run folder, and the checkpoint to resume from, if any.
+    - `streams`: The terminal, and the log of this rank.
+    - `look`: Returns the findings of the probe at the start.
+    - `also`: A sink in addition to those of the configuration.
+    """
 
     prepared: Prepared
     rendezvous: Rendezvous
     world: World
     start: RunStart
     resumed: Resumed | None
-    streams: tuple[TextIO, TextIO]  # the terminal, and this rank's log
+    streams: tuple[TextIO, TextIO]  # the terminal and the log
     look: Look
     also: Sink | None
 
@@ -71,8 +77,8 @@ class RankTraining:
         numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
         self.grading = Grading(world, self.clock) if is_predicted(prepared.resolved) else None
-        self.reported: tuple[set[int], set[int]] = set(), set()  # of training and validation, the unreadable samples
-        # Before memory is pinned and loader processes start.
+        self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples in training and validation
+        # Bind to cores before memory is pinned and loader processes start.
         self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
             self.streams[1].write(f"cores {cores}\n")
@@ -85,7 +91,7 @@ class RankTraining:
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._origin, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
-        """Train, write what happens to the sinks, and return the exit code."""
+        """Train, write all events to the sinks, and return the exit code. All ranks must call it."""
         ready = self.prepared.ready
         if self.resumed is not None:
             self.checkpoints.resume(self.resumed)
@@ -104,7 +110,7 @@ class RankTraining:
                 self.rank.write_corrupted(error)
                 raise
         self.rank.enter("ending")
-        self.world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
+        self.world.barrier()  # rank 0 may still be writing, and a launcher may kill it when another rank exits
         self.checkpoints.close()
         self.engine.close()
         self.clock.close()
@@ -114,7 +120,7 @@ class RankTraining:
         rank, checkpoints = self.rank, self.checkpoints
         start = start_event(self.prepared, rank, self.start.checkpoint)
         with nullcontext() if self.grading is None else self.grading.left_out():
-            yield start  # at which sinks import what they need
+            yield start  # sinks import their libraries here
         for finding in self.look():
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
@@ -146,7 +152,7 @@ class RankTraining:
         yield self._done()
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        """Yield the steps from number `first` on with this rank's micro-batches; the wait for them is the data's."""
+        """Yield the steps from `first` on with the micro-batches of this rank. Waiting for them counts as data time."""
         batches = self._fetched(first)
         yield from batches if self.grading is None else self.grading.watch(batches)
 
@@ -165,17 +171,17 @@ class RankTraining:
             return evaluation_event(self.engine, self.world, self.prepared.ready, self.loader, progress, keep)
 
     def _keep(self, report: Report) -> None:
-        """Write what the task reports of the last evaluation, on rank 0."""
+        """Write the task's report about the last evaluation on rank 0."""
         if report and self.world.rank == 0:
             run_folder.keep_last_evaluation(self.start.folder, report)
 
     def _origin(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of what decided its numbers."""
+        """Return the settings and data facts that the numbers depend on, for a checkpoint."""
         recipe = comparable(values(self.prepared.recipe))
         return {"recipe": recipe, "data": model_facts(self.prepared.ready)}
 
     def _report_unreadable(self) -> Iterator[Skipped]:
-        """Report the files that some rank could not read since the last report. All ranks call it."""
+        """Report the files that any rank couldn't read since the last report. All ranks must call it."""
         for number, file in enumerate(self.prepared.ready.data.files or ()):
             met, reported = self.loader.unreadable[number], self.reported[number]
             of_all = self.world.told_by_all(sorted(met - reported))

@@ -1,7 +1,7 @@
-"""The opening of a rank: its device, the watch for stalls, the handshake with the other ranks, and its world.
+"""Opens a rank: its device, stall detection, the comparison with the other ranks, and its process group.
 
-Whatever ranks do, they begin here: training, evaluation, replay, verification, comparison, planning and loops of the
-user's own. So all of them have the same guards.
+All work on ranks begins here, so that it has the same checks: training, evaluation, replay, verification, comparison,
+planning and custom loops.
 """
 
 import platform
@@ -33,7 +33,7 @@ from lockstep.ranks.stall import StallDetector
 
 @final
 class Session:
-    """A rank whose device is ready, that is watched for stalls, and that agrees with the other ranks."""
+    """An open rank: its device is ready, stall detection is on, and its settings are the same as on all other ranks."""
 
     def __init__(self, rendezvous: Rendezvous, placement: Placement, device: torch.device) -> None:
         self.device = device
@@ -42,9 +42,9 @@ class Session:
 
     @contextmanager
     def open_world(self) -> Iterator[World]:
-        """Open the process group of the ranks, and leave it at the end of the block. All ranks call it, once.
+        """Open the process group, and close it at the end of the block. All ranks must call it once.
 
-        After an error the process group stays open: other ranks may be in the middle of an exchange.
+        After an error, the process group stays open, because other ranks may be in a collective.
         """
         world = open_world(self._rendezvous, self.device, self._placement.backend, self._placement.timeout_s)
         yield world
@@ -55,13 +55,13 @@ class Session:
 def open_rank(
     rendezvous: Rendezvous, placement: Placement, recipe: EngineRecipe, facts: Mapping[str, Any]
 ) -> Iterator[Session]:
-    """Open this rank, which has joined the others. All ranks call it, and leave it together.
+    """Open this rank. All ranks must call it after they joined.
 
-    From here on, the device's kernels, the number of threads and the memory allocator are set for the whole process. A
-    rank that the others wait for too long is reported, or ends the run, as `placement.on_stall` says.
+    From here on, the kernels, the number of threads and the memory allocator are set for the whole process. If a rank
+    stalls, this is reported or ends the run, depending on `placement.on_stall`.
 
-    `facts`, ready for JSON, the placement and the installed versions must be equal on all ranks, else RanksDifferError
-    is raised on all of them. An environment variable that would change the bits on a GPU raises UsageError.
+    `facts` must be JSON-serializable. Raises RanksDifferError on all ranks if `facts`, the placement or the installed
+    versions differ between ranks. Raises UsageError if an environment variable would change the bits on a GPU.
     """
     device = prepare_device(placement, rendezvous.info, recipe)
     with _stall_detector(rendezvous, placement, device):
@@ -73,7 +73,7 @@ def open_rank(
 def open_recipe_rank(
     rendezvous: Rendezvous, loaded: Loaded, facts: Mapping[str, Any] | None = None
 ) -> Iterator[Session]:
-    """Open this rank for a recipe, which must be equal on all ranks, as `open_rank` does."""
+    """Open this rank for a recipe, which must be the same on all ranks. Otherwise like `open_rank`."""
     recipe = loaded.config.recipe
     compared = {"recipe": comparable(values(recipe)), **(facts or {})}
     with open_rank(rendezvous, loaded.config.placement, recipe, compared) as session:
@@ -81,7 +81,7 @@ def open_recipe_rank(
 
 
 def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -> torch.device:
-    """Return the device of a rank; its kernels, threads and memory are set from here on for the whole process."""
+    """Return the device of a rank. Sets kernels, threads and memory allocator for the whole process."""
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
@@ -91,10 +91,10 @@ def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -
 
 
 def _placement_facts(placement: Placement, device: torch.device, *, compiled: bool) -> dict[str, Any]:
-    """Return the parts of the placement, and the installed versions, that must be equal on all ranks."""
+    """Return the placement settings and installed versions that must be the same on all ranks."""
     return {
         "placement.strategy": values(placement)["strategy"],
-        "placement.affinity": placement.affinity,  # with auto, all ranks exchange where they run
+        "placement.affinity": placement.affinity,  # with auto, all ranks communicate their host and cores
         "placement.backend": placement.backend,
         "placement.audit_every": placement.audit_every,
         "placement.on_corruption": placement.on_corruption,
@@ -104,25 +104,28 @@ def _placement_facts(placement: Placement, device: torch.device, *, compiled: bo
 
 
 def _stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
-    """Return a context manager that watches this thread for a stall and reports it, or ends the run, by `placement`."""
+    """Return a context manager that detects stalls of this thread, and reports them or ends the run."""
     info = rendezvous.info
 
     def end(report: str) -> None:
-        # The failure is that of the rank that the others wait for, not of the one that reports it.
+        # Attribute the failure to the late rank, not to the rank that reports it.
         rank = next(iter(detector.late), info.rank)
         text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
         host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
         rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
-    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # in gloo it is this thread that waits
+    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # with gloo, this thread itself waits
     record = partial(_record_exchanges, rendezvous, nccl)
     detector = StallDetector(rendezvous, placement.stall_timeout_s, tell, record, hidden=nccl)
     return detector
 
 
 def _record_exchanges(rendezvous: Rendezvous, nccl: bool) -> str:
-    """Write torch's record of this rank's exchanges beside its log; return where, "" where there is none of either."""
+    """Write torch's flight record of the collectives on this rank next to its log.
+
+    Returns the path, or "" if there is no log or no record.
+    """
     log = rendezvous.rank_log.log
     path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")
     return str(path) if path and flight.write(path, nccl) else ""

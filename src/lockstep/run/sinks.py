@@ -1,4 +1,4 @@
-"""Where the events of a run go: files of the run folder, the terminal, and what `run.sinks` names."""
+"""Opens the sinks of a run: files in the run folder, the terminal, and the sinks in `run.sinks`."""
 
 import os
 import re
@@ -35,7 +35,7 @@ _CONTRACT: Final = "see docs/extend.md"
 
 
 def check_sinks(run: RunConfig) -> None:
-    """Raise UsageError for a sink that is not installed, is none, or has options that it does not take."""
+    """Raise UsageError if a sink isn't installed, isn't callable, or has invalid options or a secret among them."""
     for number, sink in enumerate(run.sinks):
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
@@ -44,7 +44,7 @@ def check_sinks(run: RunConfig) -> None:
             _check_options(number, sink, ())
         else:
             spec = find_spec(sink.name)
-            if spec is None or spec.origin is None:  # a folder of that name
+            if spec is None or spec.origin is None:  # a namespace package: a folder with this name
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
@@ -58,7 +58,7 @@ def check_sinks(run: RunConfig) -> None:
 
 
 def own_paths(run: RunConfig) -> list[str]:
-    """Return the import paths among the sinks."""
+    """Return the import paths of custom sinks."""
     return [sink.name for sink in run.sinks if ":" in sink.name]
 
 
@@ -66,10 +66,11 @@ def own_paths(run: RunConfig) -> list[str]:
 def open_sinks(
     run: RunConfig, decided: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
-    """Give the sinks of a run while the block lasts; those that may fail are opened first. Only rank 0 enters it.
+    """Open the sinks of a run while the block runs. Only rank 0 calls it. Sinks that can fail are opened first.
 
-    `decided` is what services keep beside the figures, by name; `rule` says where the learning rate comes from.
-    `streams` are the terminal and, where there is one, the log of rank 0.
+    - `decided`: Settings that services such as MLflow save next to the figures, by name.
+    - `rule`: The formula of the learning rate.
+    - `streams`: The terminal and, if there is one, the log of rank 0.
     """
 
     def warn(text: str) -> None:
@@ -83,7 +84,7 @@ def open_sinks(
             optional.append(Optional(f"sink {named.name}", _open_sink(named, decided, folder), warn))
             held.callback(optional[-1].close)
         if run.tensorboard:
-            from lockstep.reporting.tensorboard import TensorBoard  # here, because it takes a second
+            from lockstep.reporting.tensorboard import TensorBoard  # imported here because it takes a second
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
             optional.append(Optional("tensorboard", curves, warn))
@@ -112,7 +113,7 @@ def _open_sink(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
 
 @final
 class _Own:
-    """A sink of the user's own, which takes an event as events.jsonl has it."""
+    """A custom sink. It receives events as mappings with the fields of events.jsonl."""
 
     def __init__(self, sink: Any) -> None:
         self._sink = sink
@@ -134,7 +135,7 @@ def _own(path: str, folder: Path, options: Mapping[str, Any]) -> _Own:
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each text among options, with its key; those of a list or a mapping below it, too."""
+    """Yield key and text for each text in the options, including nested lists and mappings."""
     for key, value in options.items():
         if isinstance(value, str):
             yield key, value
@@ -145,13 +146,13 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _is_secret(key: str, text: str) -> bool:
-    """Whether an option is one by its name, or a URL has one in it, and is written out."""
+    """Return whether an option is a plain-text secret: its name says so, or it is a URL that contains a secret."""
     named = _SECRET.search(key) and not _VARIABLE.fullmatch(text)
     return bool(named or _IN_URL.search(text))
 
 
 def _expand_variables(label: str, value: Any) -> Any:
-    """Return options with the values of the environment variables that they name."""
+    """Replace `${NAME}` by the values of environment variables. Raises UsageError if a variable isn't set."""
     if isinstance(value, Mapping):
         return {key: _expand_variables(label, each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""N ranks of a function: in this process, in processes that it starts, or as one rank that a launcher started."""
+"""Runs a function on N ranks: in this process, in new processes, or as a rank that a launcher started."""
 
 import io
 import pkgutil
@@ -27,15 +27,16 @@ from lockstep.setup.strategy import find_strategy
 from lockstep.strategies.base import ExternalEngine
 
 T = TypeVar("T")
-_SIGNALLED: Final = 128  # exit codes above it are of signals, as shells count
+_SIGNALLED: Final = 128  # larger exit codes stand for signals, as in a shell
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
 def as_launched(info: RankInfo, words: Sequence[str], check: Callable[[], tuple[Placement, Work]]) -> int:
-    """Meet the ranks that the launcher started and do the work that `check` returns; return its exit code.
+    """Join the ranks that the launcher started and do the work that `check` returns. Returns its exit code.
 
-    `check` checks what can be checked before the ranks join. What it finds ends this rank, and is reported once: to
-    the others too, if they come soon to the rendezvous place that `words`, dotted overrides, name.
+    `check` runs as many checks as possible before the ranks join. If it raises a LockstepError, this rank exits. Other
+    ranks are told if they soon join the rendezvous that `words` (dotted overrides) name, so that the error is reported
+    only once.
     """
     try:
         placement, work = check()
@@ -56,16 +57,18 @@ def on_ranks(
     in_subprocess: bool = False,
     hashes: str | None = None,
 ) -> int:
-    """Do `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code.
+    """Run `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code.
 
-    One rank is this process, unless `in_subprocess`; several are separate processes (ranks/local_launcher.py). Forked
-    ones share `ready`, whatever it holds; it cannot be sent to a spawned one, where there is CUDA, which gets None.
-    With `hashes`, a seed of Python's hashes, they are spawned, and have it.
+    A single rank runs in this process, unless `in_subprocess` is set. Several ranks run in separate processes
+    (ranks/local_launcher.py). On the CPU, they are forked and share `ready`. If CUDA may be used, they are spawned, and
+    `work` gets None instead of `ready`, which can't be sent to them.
+
+    `hashes` is a value for PYTHONHASHSEED. If it is set, processes are spawned with this hash seed.
     """
     if count == 1 and not in_subprocess:
         return work(ready, alone())
-    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
-    # CUDA does not survive a fork, which is quicker and shares what is in memory.
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
+    # Fork is faster and shares memory, but CUDA doesn't work after a fork.
     spawns = hashes is not None or (placement.device != "cpu" and torch.cuda.device_count())
     method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
     _, strategy = find_strategy(placement, count)
@@ -73,7 +76,7 @@ def on_ranks(
         strategy.preload()
     worker = partial(work, ready if method == "fork" else None)
     with ExitStack() as stack:
-        if method == "spawn":  # each would draw a seed of its own
+        if method == "spawn":  # otherwise each process would pick its own hash seed
             stack.enter_context(hash_seed_for_children(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
         if hashes is not None:
             stack.enter_context(_without_main())
@@ -81,18 +84,18 @@ def on_ranks(
 
 
 def can_be_spawned(work: Callable[..., object]) -> bool:
-    """Return whether a function can be sent to a new process: it is in a module, which is not the script itself."""
+    """Return whether a function can be pickled for a spawned process. It must be in a module other than the script."""
     with _without_main():
         try:
             ForkingPickler.dumps(work)
-        except Exception:  # whatever its parts raise
+        except Exception:  # pickling can raise any exception
             return False
     return True
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the script of this process from those that are spawned in the block: they would run it first."""
+    """Hide the script of this process from processes spawned in the block, which would run it first."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -102,7 +105,7 @@ def _without_main() -> Iterator[None]:
 
 
 def import_for_all() -> None:
-    """Import here, once, what strategies import when they start: FSDP alone takes each process half a second."""
+    """Import the modules that strategies need before processes fork. FSDP alone takes half a second per process."""
     for room in (comm, device):
         for module in pkgutil.iter_modules(room.__path__):
             import_module(f"{room.__name__}.{module.name}")
@@ -111,14 +114,14 @@ def import_for_all() -> None:
 def in_workers_silently(
     work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int, hashes: str | None = None
 ) -> tuple[int, str]:
-    """Do `work` on ranks that are all processes of their own; return the exit code, and the message of a failure.
+    """Run `work` on ranks in separate processes. Returns the exit code and the error message, if any.
 
-    `hashes` as in `on_ranks`. A signal that ended the workers ends this process, too.
+    `hashes` works as in `on_ranks`. If a signal ended the workers, this process exits too.
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
             code = on_ranks(work, ready, placement, count, in_subprocess=True, hashes=hashes)
-        except SystemExit as end:  # a signal came before there were workers
+        except SystemExit as end:  # a signal arrived before workers were started
             code = int(end.code or 0)
     if code > _SIGNALLED:
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""The first event of a run, from its steps and where they are done."""
+"""Creates the first event of a run from its steps and its placement."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def loop_start_event(
     parameters: int,
     base_lr: float,
 ) -> Started:
-    """Return the first event of a loop, its steps alone."""
+    """Return the first event of a loop, without the fields that only a recipe has."""
     world, progress = rank.world, rank.progress
     return Started(
         **progress.at,

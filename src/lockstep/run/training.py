@@ -1,7 +1,7 @@
-"""`lockstep train` below its options: check everything in one place, then train on the ranks.
+"""Implements `lockstep train`: checks everything in one place, then trains on all ranks.
 
-Ranks that are forked here, spawned here, or started by a launcher all come to `run_rank`. What a recipe names is opened
-and checked (setup/prepare.py) before the ranks are forked, or by each rank once they have joined.
+All ranks call `run_rank`, whether they are forked, spawned, or started by a launcher. The objects that a recipe names
+are opened and checked (setup/prepare.py) before ranks are forked, or else by each rank after the ranks joined.
 """
 
 import os
@@ -46,9 +46,10 @@ from lockstep.training.checkpoint.signing import signing_key
 
 
 def train_here(loaded: Loaded, also: Sink | None = None) -> int:
-    """Check everything in this process, then train in it, or start the processes that do; return the exit code.
+    """Check everything in this process, then train in it or in new processes. Returns the exit code.
 
-    `also` is a sink in addition to those that the configuration names; it can be sent to a spawned process.
+    `also` is a sink in addition to those of the configuration. It must be picklable for spawned processes. If an audit
+    names wrong ranks and `placement.on_corruption` is `go_on`, training continues without them.
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
@@ -80,9 +81,9 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
 def on_ranks_of(
     prepared: Prepared, work: Callable[[Prepared | None, Rendezvous], int], folder: Path, failures: list[Failure]
 ) -> int:
-    """Do `work` on the ranks of a placement, and return the exit code; the run folder has their logs and the end.
+    """Run `work` on the ranks of a placement and return the exit code. Logs and result are in the run folder.
 
-    The failure that ended the run is added to `failures`.
+    A failure that ends the run is appended to `failures`.
     """
     logs = folder / run_folder.LOGS
     code = on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
@@ -92,9 +93,9 @@ def on_ranks_of(
 
 
 def without(loaded: Loaded, ranks: Sequence[int], count: int, folder: Path) -> Loaded:
-    """Return the configuration that goes on with the run in `folder` on all of `count` processes but these ranks.
+    """Return the configuration to continue the run in `folder` on `count` processes without these ranks.
 
-    Their CUDA devices are hidden from this process, and so from those that it starts, where each had one of its own.
+    If each rank had its own CUDA device, the devices of these ranks are hidden from this process and its children.
     """
     devices = torch.cuda.device_count()
     if loaded.config.placement.device != "cpu" and devices >= count:
@@ -106,9 +107,9 @@ def without(loaded: Loaded, ranks: Sequence[int], count: int, folder: Path) -> L
 
 
 def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -> tuple[Placement, Work]:
-    """Check all that can be checked before the ranks of a launcher join; return their placement and work.
+    """Check as much as possible before the ranks of a launcher join. Returns their placement and work.
 
-    `also` is a sink of this rank in addition to those that the configuration names, which rank 0 has.
+    `also` is a sink of this rank. The sinks of the configuration are only opened on rank 0.
     """
     _check_launch(loaded.config, info)
     with with_places(loaded):
@@ -133,11 +134,10 @@ def run_rank(
 ) -> int:
     """Train as one of the ranks, which have joined, and return the exit code.
 
-    Where no process of ours came before (`start` None: another launcher), rank 0 claims the run folder, and the others
-    get from it where the run begins, and `also` is a sink of this rank in addition to those that the configuration
-    names; else it is one of rank 0.
+    If another launcher started the ranks, `start` is None. In this case, rank 0 claims the run folder and tells the
+    other ranks where the run starts, and `also` is a sink of this rank. Otherwise, `also` is a sink of rank 0 only.
     """
-    # What first weights are is compared between the ranks.
+    # Load the initial weights first: their hash is added to the recipe, which is compared between ranks.
     placed = prepared or place(resolved.loaded, resolved.processes)
     loaded, info = placed.resolved.loaded, rendezvous.info
     stop = StopRequest()
@@ -146,7 +146,7 @@ def run_rank(
         session = held.enter_context(open_recipe_rank(rendezvous, loaded))
         where = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
         where = f"{where}  host {rendezvous.rank_log.host}  device {session.device}\n"
-        terminal.write(where)  # at once: ranks share the terminal
+        terminal.write(where)  # in one write, because ranks share the terminal
         terminal.flush()
         claim = partial(recipe_folder.claim, loaded)
         agreed = start or held.enter_context(run_folder.hold_run_folder(rendezvous, claim))
@@ -157,11 +157,11 @@ def run_rank(
         log.write(where)
         if isinstance(placed, Placed):
             prepared = placed.open()
-            if start is None and info.rank == 0:  # else the process that started this one has warned
+            if start is None and info.rank == 0:  # otherwise the parent process has warned
                 warn(prepared)
         else:
             prepared = placed
-        if info.size > 1:  # else there is nobody to compare with, and samples need not be read for it
+        if info.size > 1:  # a single rank has no other rank to compare with, and needn't read samples
             rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if agreed.checkpoint:
@@ -180,13 +180,13 @@ def run_rank(
 
 
 def warn(prepared: Prepared) -> None:
-    """Warn of what is legal in a recipe, and probably not meant."""
+    """Warn about settings that are valid, but probably not intended."""
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.say(f"warning: {warning}")
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:
-    """Raise UsageError where the launcher started another run than the one that was asked for."""
+    """Raise UsageError if the launcher started the ranks in a way that doesn't match the configuration."""
     goes_on = config.placement.on_corruption == "go_on"
     if info.launcher == "torchrun":
         agent = parent_command()

@@ -1,1 +1,1 @@
-"""The folder of a run: what it keeps, how it is claimed, and which runs there are."""
+"""Run folders: their files, how a start claims a folder, and how to find existing runs."""

@@ -1,8 +1,9 @@
-"""digests.bin: a digest of the summed gradient of each step, and of the weights at each save, 16 bytes each.
+"""Reads and writes digests.bin: digests of the summed gradient of steps, and of the weights at each save.
 
-All numbers are little-endian and of 64 bits. First come b"lockstep" and the version of the format; then pairs of the
-number of updates that are done, with its highest bit set where the digest is one of weights, and the digest. They are
-in the order of the steps. A resumed run first cuts off those of the steps that it does again.
+All numbers are 64-bit little-endian integers. The file begins with b"lockstep" and the version of the format. Records
+of 16 bytes follow in the order of the steps. A record consists of the number of completed updates and the digest. The
+highest bit of the first number is set if the digest is of weights. A resumed run first removes the records of the steps
+that it repeats.
 """
 
 import os
@@ -25,7 +26,10 @@ _WEIGHTS: Final = 1 << 63
 
 
 def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
-    """Let the file end with the digests of `step`, so that a run can go on from there; one that is none begins anew."""
+    """Truncate the file after the digests of `step`, so that a run can continue from there. Creates the file if needed.
+
+    An invalid file is replaced by an empty one, with a warning. Raises HostError if the file can't be written.
+    """
     try:
         records = _records(path)
     except UsageError as error:
@@ -39,7 +43,7 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
-    """Add digests, of steps that follow those in the file."""
+    """Append digests. Their steps must follow the steps in the file. Raises HostError if the file can't be written."""
     records = np.array([(each.step | each.weights * _WEIGHTS, each.value) for each in digests], "<u8")
     wrong = os_error_as(HostError, f"{path}: digests not written")
     with wrong, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
@@ -47,12 +51,12 @@ def append(path: Path, digests: Sequence[Digest]) -> None:
 
 
 def read(path: Path) -> list[Digest]:
-    """Return the digests of a run, in their order; UsageError where there are none, or the file is none of them."""
+    """Return the digests of a run in order. Raises UsageError if the file can't be read or isn't a file of digests."""
     return [Digest(step % _WEIGHTS, value, step >= _WEIGHTS) for step, value in _records(path).tolist()]
 
 
 def _records(path: Path) -> NDArray[np.uint64]:
-    """Return the records of a file, none where it is not there; one that is not whole is left out."""
+    """Return the records of a file, or no records if it doesn't exist. An incomplete last record is ignored."""
     head, data = _HEAD, b""
     wrong = os_error_as(UsageError, f"{path}: cannot be read")
     with wrong, suppress(FileNotFoundError), plainfile.reader(path) as file:
@@ -64,5 +68,5 @@ def _records(path: Path) -> NDArray[np.uint64]:
 
 
 def _parse(data: bytes) -> NDArray[np.uint64]:
-    """Return the records, of shape [n, 2]."""
+    """Return the complete records as an array of shape [n, 2]."""
     return np.frombuffer(data[: len(data) // _RECORD * _RECORD], "<u8").reshape(-1, 2)

@@ -1,17 +1,17 @@
-"""The run folder: which one, whether a run in it goes on, and what is written there before the first step.
+"""The run folder: how it is claimed, whether its run resumes, and the files written before the first step.
 
 runs/<recipe>-<model>-<time>/
-├── config.yaml         the resolved configuration, with where each value came from; an own loop has none
+├── config.yaml         the resolved configuration with the origin of each value; not written for a custom loop
 ├── environment.json    versions, devices, commit, hashes of the user's source files
-├── deepspeed.json      what DeepSpeed was given, where the strategy is of that name
-├── events.jsonl        everything that happened: the source of truth
-├── digests.bin         a digest of each step's gradient (runs/digest_file.py)
-├── skipped.txt         files that could not be read, where data.on_error is skip and there are any
-├── last-evaluation.json  what the task reports in detail of the last evaluation
-├── result.json         the last event and the exit code, once the run has ended, stopped or failed; then the reason too
+├── deepspeed.json      the configuration of DeepSpeed, with the strategy deepspeed
+├── events.jsonl        all events: the source of truth
+├── digests.bin         digests of gradients and weights (runs/digest_file.py)
+├── skipped.txt         unreadable files, if there are any and data.on_error is skip
+├── last-evaluation.json  detailed results of the last evaluation
+├── result.json         exit code and last event of a run that ended or stopped, or the reason if it failed
 ├── checkpoints/        see training/checkpoint/store.py
-├── logs/               rank-0.log, rank-1.log, ...: what each rank printed
-├── tensorboard/        and of run.sinks: steps.csv, evaluations.csv, logged.csv, wandb/, mlflow/, the ids of their runs
+├── logs/               rank-0.log, rank-1.log, ...: the output of each rank
+├── tensorboard/        and for run.sinks: steps.csv, evaluations.csv, logged.csv, wandb/, mlflow/, ids of their runs
 └── lock
 """
 
@@ -57,10 +57,13 @@ _LONGEST_REASON: Final = 500
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder that is ours, and the checkpoint to go on from, if any; `notes` are for the user to read.
+    """A run folder that this start has locked.
 
-    `made` are the folders that were not there before, the innermost first; `done` is what to say of a run that has
-    nothing left to do. `before` is what the folder's last start left.
+    - `made`: The folders that were created for it, innermost first.
+    - `checkpoint`: The checkpoint to resume from, if any.
+    - `notes`: Lines for the user.
+    - `done`: The message for a run that is complete. Empty for any other run.
+    - `before`: The state that the last start left in the folder.
     """
 
     folder: Path
@@ -73,41 +76,41 @@ class Claim:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the folder while the block runs; where that raises an error, result.json has its exit code and reason.
+        """Hold the lock while the block runs. If the block raises an error, write exit code and reason to result.json.
 
-        If a mistake is found before the run began, the folder stays as it was: a folder that was made for this start is
-        removed, and result.json is that of the start before.
+        If the error is a mistake of the user and the run hasn't begun, the folder is restored: a folder created for
+        this start is removed, and result.json is the file of the previous start.
         """
         with self.lock, _settle_on_error(self.folder, self.made, self.before):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
-        """Write result.json for a failure of any rank, unless it refused this start."""
+        """Write result.json for a failure of any rank, unless the failure prevented the start (see `is_refused`)."""
         if not self.before.is_refused(self.folder, failure):
             keep_failure(self.folder, failure)
 
 
 @dataclass(frozen=True)
 class LastStart:
-    """What the last start left in a run folder: its result.json, and how long events.jsonl was."""
+    """The state that the last start left in a run folder: its result.json and the size of events.jsonl in bytes."""
 
     result: bytes | None
     events: int
 
     @classmethod
     def read(cls, folder: Path) -> "LastStart":
-        """Read it before this start changes anything."""
+        """Read the state. Call this before the current start changes the folder."""
         result, events = folder / RESULT, folder / EVENTS
         return cls(result.read_bytes() if result.exists() else None, events.stat().st_size if events.exists() else 0)
 
     def is_refused(self, folder: Path, failure: Failure) -> bool:
-        """Say whether a failure is a mistake that was found before this start wrote an event."""
+        """Return whether a failure is a usage error that was found before this start wrote an event."""
         return failure.cause == "usage" and LastStart.read(folder).events <= self.events
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run begins: its folder, the checkpoint it goes on from, and what to say where nothing is left to do."""
+    """The start of a run: its folder, the checkpoint to resume from, and the message `done` if the run is complete."""
 
     folder: Path
     checkpoint: Path | None
@@ -116,7 +119,7 @@ class RunStart:
 
 @contextmanager
 def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> Iterator[RunStart]:
-    """Hold the run folder, which rank 0 claims, while the block runs; all ranks get where the run begins."""
+    """Hold the run folder, which rank 0 claims, while the block runs. All ranks call it and get the same RunStart."""
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
@@ -132,9 +135,10 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
 
 
 def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
-    """Lock `folder`, made if missing; then `done` says whether all is done, and `begin` where the run begins.
+    """Lock `folder`, and create it if needed.
 
-    `begin` returns the checkpoint to go on from, if any, and notes for the user.
+    `done` returns a message if the run is complete, else "". `begin` returns the checkpoint to resume from, if any, and
+    notes for the user. Raises UsageError if the folder is in use or can't be used.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     _refuse_foreign(folder)
@@ -146,7 +150,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
         before = LastStart.read(folder)
         with _settle_on_error(folder, made, before):
             checkpoint_path, notes = begin()
-        (folder / RESULT).unlink(missing_ok=True)  # a script must not take it for the result of this start
+        (folder / RESULT).unlink(missing_ok=True)  # a script could mistake it for the result of this start
     except BaseException:
         held.release()
         raise
@@ -154,7 +158,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
 
 
 def claim_own(folder: Path, key: bytes | None) -> Claim:
-    """Lock the folder of a run whose loop is the user's own; it goes on from its newest checkpoint."""
+    """Lock the run folder of a custom loop, which resumes from the newest checkpoint in it."""
 
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
@@ -166,14 +170,14 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
 
 
 def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
-    """Return a line for the user for each newer checkpoint that is damaged."""
+    """Return a warning for each newer checkpoint that is damaged."""
     return [f"warning: {problem}" for problem in checkpoint.problems]
 
 
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
-    """Write the text of config.yaml and, by their names, the files that another framework's engine was given."""
+    """Write config.yaml and the configuration files of the engine of another framework, which are passed by name."""
     _write(folder / CONFIG, config)
-    (folder / _HANDED_OVER).unlink(missing_ok=True)  # of a start under another strategy
+    (folder / _HANDED_OVER).unlink(missing_ok=True)  # from a start with a different strategy
     for name, text in engine_files.items():
         _write(folder / name, text)
 
@@ -187,8 +191,10 @@ def record_environment(
 ) -> None:
     """Write environment.json.
 
-    `cores` are those that each rank was bound to, by rank; `exchange` is how tensors travel between ranks, and
-    `first_weights` what they were, if not the seed's.
+    - `source`: The hashes of the user's source files.
+    - `cores`: The cores that each rank is bound to, by rank.
+    - `exchange`: How ranks communicate tensors.
+    - `first_weights`: The initial weights, if they don't come from the seed.
     """
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
     placed |= {"first weights": dict(first_weights)} if first_weights else {}
@@ -196,24 +202,24 @@ def record_environment(
 
 
 def keep_last_evaluation(folder: Path, report: Report) -> None:
-    """Write what a task reports of the last evaluation; TrainingError where the disk does not take it."""
+    """Write the report of a task about the last evaluation. Raises HostError if the file can't be written."""
     _write(folder / LAST_EVALUATION, json.dumps(report, indent=1))
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write result.json: how the last start of the run ended. It is gone while the run goes on."""
+    """Write result.json with the end of the last start. The file doesn't exist while the run is in progress."""
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
 def say(text: str) -> None:
-    """Write a line for the user, beside what a run prints."""
+    """Print a line for the user to stderr."""
     print(printable(text), file=sys.stderr)
 
 
 def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
-    """Write result.json for a start that ended with another exit code than 0 and has not concluded.
+    """Write result.json for a start with a nonzero exit code, unless the file exists.
 
-    Without a failure it was a signal, before the training began.
+    If there is no `failure`, a signal ended the start before the training began.
     """
     if code and not (folder / RESULT).exists():
         stopped = Failure(0, 1, socket.gethostname(), "ended by a signal", code, cause="transient")
@@ -221,12 +227,12 @@ def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
 
 
 def keep_failure(folder: Path, failure: Failure) -> None:
-    """Write result.json for a start that failed: the first line of the error, its cause, and where it was."""
+    """Write result.json for a failed start: the first line of the error, its cause, ranks and host."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
     found = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
-    # Of ranks that an audit named the reason has the hosts: the failure is that of a rank which reports them.
+    # If an audit named ranks, the reason contains their hosts. `failure.host` is the host of the reporting rank.
     where = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
-    with suppress(TrainingError):  # there is another error to report
+    with suppress(TrainingError):  # don't hide the original error
         conclude(folder, {"event": "failed", "time": time.time(), **found, **where})
 
 
@@ -236,19 +242,19 @@ def _settle_on_error(folder: Path, made: Sequence[Path], before: LastStart) -> I
         yield
     except Exception as error:
         failure = failure_of(error, ALONE, RankLog(ALONE))
-        if isinstance(error, ConfigError):  # whose text has the number of problems before the first
+        if isinstance(error, ConfigError):  # its text begins with the number of problems
             failure = replace(failure, text=str(error))
         if not before.is_refused(folder, failure):
             settle(folder, failure.exit_code, failure)
         elif made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
             _remove(folder, made)
-        elif before.result is not None:  # a refused start leaves the reason of the one before
+        elif before.result is not None:  # restore the reason of the previous start
             _write(folder / RESULT, before.result.decode(errors="replace"))
         raise
 
 
 def _remove(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the folders that a refused start made, and what it wrote; whatever else lies there stays."""
+    """Remove the folders and files that a rejected start created. Any other files are kept."""
     with suppress(OSError):
         for log in (folder / LOGS).glob("rank-*.log"):
             log.unlink()
@@ -265,18 +271,18 @@ def _write(path: Path, text: str) -> None:
 
 
 def fresh_folder(name: str) -> Path:
-    """Return a folder of this name and the time that is not there yet; beside one of the same second, with a number."""
+    """Return a folder runs/NAME-TIME that doesn't exist yet. If needed, a number is appended to the time."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise UsageError where what has the name of a run's file is none, or a link that leads out of the run's folder.
+    """Raise UsageError if a path in the run folder isn't a file but should be, or is a link out of the run folder.
 
-    The folder itself may be a link, which the user named.
+    The folder itself can be a link, since the user named it.
     """
-    inside = Path(os.path.realpath(folder))  # not resolve: of a link to itself that raises RuntimeError
+    inside = Path(os.path.realpath(folder))  # Path.resolve raises RuntimeError for a link to itself
     folders = [folder / name for name in (LOGS, TENSORBOARD, store.FOLDER, "mlflow", "wandb")]
     folders += (folder / store.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]

@@ -1,4 +1,4 @@
-"""Run folders from outside: where they are, whether one is in use, its job, its machine, its failure. No torch."""
+"""Finds run folders and reads their state: lock, job, machine and failure. Never imports torch."""
 
 import fcntl
 import json
@@ -17,28 +17,28 @@ from lockstep.training.checkpoint import durable
 from lockstep.training.lock import LOCK
 
 RESULT: Final = "result.json"
-JOB_SCRIPT: Final = "job.sh"  # what `lockstep submit` leaves
+JOB_SCRIPT: Final = "job.sh"  # written by `lockstep submit`
 JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"
-_SIGNS: Final = (EVENTS, JOB, LOCK)  # any of them makes a folder a run's
+_SIGNS: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
 _DEEPEST: Final = 4
-_LARGEST: Final = 1 << 20  # bytes of a file of JSON
+_LARGEST: Final = 1 << 20  # bytes of a JSON file
 _LONGEST: Final = 500  # characters of a reason
 _LONGEST_MACHINE: Final = 200
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """The last job of a run; `time` is when it was submitted, in seconds since 1970."""
+    """The last job of a run. `time` is the time of submission in seconds since 1970."""
 
     job: int
     time: float
 
 
 def run_folders(*folders: Path) -> Iterator[Path]:
-    """Yield each of `folders` that is a run's, else those of runs in it and below; one that is not there is an error.
+    """Yield the run folders among `folders` and below them, at most four levels deep.
 
-    A run is found once, whatever links to it.
+    A run is yielded once, even if links lead to it. Raises UsageError if a folder doesn't exist or can't be read.
     """
     found = set()
     for folder in folders:
@@ -54,12 +54,12 @@ def run_folders(*folders: Path) -> Iterator[Path]:
 
 
 def record_job(folder: Path, submitted: Submitted) -> None:
-    """Keep the job of a run folder, whole or not at all."""
+    """Write the job of a run folder atomically."""
     durable.replace(folder / JOB, (json.dumps(asdict(submitted)) + "\n").encode())
 
 
 def job_of(folder: Path) -> Submitted | None:
-    """Return the last job of a run folder, None where it was never submitted; UsageError where it cannot be read."""
+    """Return the last job of a run folder, or None if there is no job. Raises UsageError if it can't be read."""
     try:
         match plainfile.parse_json(plainfile.content(folder / JOB, _LARGEST)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
@@ -72,14 +72,14 @@ def job_of(folder: Path) -> Submitted | None:
 
 
 def failure(folder: Path) -> str:
-    """Return why the last start of a run failed, as its result.json says; empty where it does not."""
+    """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure."""
     found = json_in(folder / RESULT)
     reason = found.get("reason") if found.get("event") == "failed" else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
 
 
 def machine_of(folder: Path) -> str:
-    """Return cores, GPUs and versions in words, as a run's environment.json says; empty where it cannot be read."""
+    """Describe CPU cores, GPUs and torch version of a run, from environment.json. Returns "" if it can't be read."""
     found = json_in(folder / _ENVIRONMENT)
     cpu, packages, gpus = found.get("cpu"), found.get("packages"), found.get("gpus")
     cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
@@ -92,10 +92,10 @@ def machine_of(folder: Path) -> str:
 def is_held(folder: Path) -> bool:
     """Return whether a process holds the lock of a run folder.
 
-    The kernel tells only whoever asks for the lock. Asked for is the shared kind, for a moment, with which several may
-    ask at once; a run that begins in that moment tries again (training/lock.py).
+    The only way to find out is to request the lock. This function requests a shared lock for a moment, so that several
+    processes can check at the same time. A run that starts at this moment tries again (training/lock.py).
     """
-    # OSError: there is no lock, or a file system that cannot lock, where no run begins either.
+    # OSError: there is no lock file, or the file system doesn't support locks, so that no run can start there either.
     with suppress(OSError), plainfile.reader(folder / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -105,7 +105,8 @@ def is_held(folder: Path) -> bool:
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))  # a run by its own name
+    # Links come last, so that a run is found by its own name.
+    entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
     if any(entry.name in _SIGNS for entry in entries):
         yield folder
     elif depth:
@@ -115,7 +116,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def json_in(file: Path) -> dict[str, Any]:
-    """Return what a file of JSON holds, empty where it cannot be read."""
+    """Return the mapping in a JSON file, or an empty mapping if it can't be read."""
     try:
         found = plainfile.parse_json(plainfile.content(file, _LARGEST))
     except (OSError, ValueError):

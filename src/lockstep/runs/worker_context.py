@@ -1,4 +1,4 @@
-"""The context of a worker process in which Lockstep calls a user's function: its ranks, and settings it overrides."""
+"""The context of a worker process in which Lockstep calls a user's function: its ranks and settings to override."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -11,23 +11,23 @@ from torch import nn
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
 
-# Given a step's number from 1, its loss, and a digest of each of the model's tensors after it.
+# Called with the number of a step (from 1), its loss, and a digest of each tensor of the model after the step.
 Observe = Callable[[int, float, Mapping[str, str]], None]
 
 
 class OpenRun(Protocol):
-    """A run that must be closed when the function that joined it returns."""
+    """A run in a custom loop. It must be closed when the function that joined it returns."""
 
     @property
     def _computing(self) -> int:
-        """0 where no batch is under way, and another number after generators were seeded for another."""
+        """0 if no batch is in progress. Otherwise a number that changes when generators are seeded for a new batch."""
 
     @property
     def _model(self) -> nn.Module | None:
-        """The model that was placed, None before."""
+        """The placed model, or None before it is placed."""
 
     def _is_in(self, folder: str | None) -> bool:
-        """Return whether it is in the way of another run in `folder`."""
+        """Return whether this run uses `folder`, so that it blocks a new run there."""
 
     def _abandon(self) -> None: ...
 
@@ -36,11 +36,12 @@ class OpenRun(Protocol):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The ranks, which have joined already; `strategy` and `folder` replace what the function asks for.
+    """The ranks, which have already joined, and settings that override the arguments of the function.
 
-    A run without a folder has none here either, unless it is the first one and the context `keeps` it.
-
-    Unless `guarded`, code that would make the numbers depend on the placement is not refused (loop/guard.py).
+    - `strategy`: Replaces the strategy that the function asks for.
+    - `folder`: Replaces its run folder. A run without a folder still has no folder, unless it is the first run and
+      `keeps` is set.
+    - `guarded`: If False, code whose results depend on the placement is not rejected (loop/guard.py).
     """
 
     rendezvous: Rendezvous
@@ -48,11 +49,11 @@ class WorkerContext:
     folder: Path | None = None
     keeps: bool = False
     observe: Observe | None = None
-    sinks: Sequence[Sink] = ()  # of one that observes
+    sinks: Sequence[Sink] = ()  # of a context that observes
     guarded: bool = True
-    claimed: Callable[[Path], None] | None = None  # called with the folder of each run
+    claimed: Callable[[Path], None] | None = None  # called with the run folder of each run
     runs: list[OpenRun] = field(default_factory=list)
 
 
-# That of this process, None where Lockstep did not start it for a function.
+# The context of this process, or None if Lockstep did not start it to call a function.
 WORKER_CONTEXT: Final[ContextVar[WorkerContext | None]] = ContextVar("lockstep", default=None)

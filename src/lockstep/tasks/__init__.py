@@ -1,1 +1,1 @@
-"""What is learned: a model, its loss as a sum, and its metrics as counts."""
+"""Tasks: the loss of a model as a sum, and its metrics as sums of counts."""

@@ -1,4 +1,4 @@
-"""What is learned, as the rest sees it: a batch becomes inputs, a weight, a loss that is a sum, and figures."""
+"""The interface of a task, which turns a batch into model inputs, a weight, a loss (as a sum), and figures."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,23 @@ from torch import Tensor, nn
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 
-Build = Callable[[], nn.Module]  # of a model
-Note = Callable[[str, Tensor], None]  # what something is, and its value
+Build = Callable[[], nn.Module]  # builds a model
+Note = Callable[[str, Tensor], None]  # a description and its value
 Figures = dict[str, float]
 Report = dict[str, Any]  # ready for JSON
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One cut of the global batch: the unit of work, computed at the same shape on every rank.
+    """A slice of the global batch and the unit of work. It has the same shape on every rank that may compute it.
 
-    `index` is its number in the step, `samples` are along dim 0 of each tensor of `batch`, and `weight` is what it
-    counts for in the step's loss. A `dummy` is computed by another rank too: this one only takes part in what all do
-    together meanwhile, and its result counts for nothing. `note`, where there is one, sees what the micro-batch
-    gives: its loss, its BatchNorm statistics, and each gradient as it goes into the step's sum.
+    - `index`: Its number in the step.
+    - `samples`: The number of samples, which are along dim 0 of each tensor of `batch`.
+    - `weight`: Its weight in the loss of the step.
+    - `dummy`: A different rank computes this micro-batch for the step. This rank computes it too, to join the
+      collectives or for an audit, and its results aren't added to the step.
+    - `note`: If set, it is called with the loss, the BatchNorm statistics, and each gradient as it is added to the sum
+      of the step.
     """
 
     index: int
@@ -33,11 +36,11 @@ class MicroBatch:
     note: Note | None = field(default=None, compare=False)
 
 
-MicroBatches = Sequence[MicroBatch]  # a rank's own, of a step
+MicroBatches = Sequence[MicroBatch]  # of one rank in one step
 
 
 class Monitor(NamedTuple):
-    """The figure that decides which evaluation is the best, and whether a higher one is better."""
+    """The figure that determines the best evaluation, and whether higher values are better."""
 
     name: str
     higher: bool
@@ -47,58 +50,66 @@ LOSS: Final = Monitor("loss", higher=False)
 
 
 class Task(Protocol):
-    """What a model learns from a batch; a step's loss is the sum over its micro-batches, divided by their weight."""
+    """What a model learns from a batch.
+
+    The loss of a step is the sum of the losses of its micro-batches, divided by the sum of their weights.
+    """
 
     @property
     def counts_samples(self) -> bool:
-        """Whether a batch weighs as many as it has samples: a step's weight is known then, and not communicated."""
+        """Whether the weight of a batch is its number of samples. If so, ranks don't need to communicate weights."""
 
     @property
     def unit(self) -> str:
-        """What a weight counts, in the plural: `samples`, `tokens`."""
+        """The unit of a weight, in the plural: `samples`, `tokens`."""
 
     @property
     def fractions(self) -> Collection[str]:
-        """The names of those figures that are shares of one, which people read in per cent."""
+        """The names of the figures between 0 and 1 that are displayed in percent."""
 
     @property
     def monitor(self) -> Monitor:
-        """Which of the figures is the one that matters; where two evaluations are equal in it, the loss decides."""
+        """The figure that determines the best evaluation. Ties are resolved by the loss."""
 
     def inputs(self, batch: Batch) -> Inputs:
-        """Return what the model's forward takes: a tuple, or a mapping of names."""
+        """Return the arguments of the model's forward: a tuple, or a mapping by name."""
 
     def weight(self, batch: Batch) -> int:
-        """Return what a batch counts for: a whole number, such as of samples or of tokens that are not padding.
+        """Return the weight of a batch: an integer, such as the number of samples, or of tokens without padding.
 
-        `batch` is on the CPU, as the dataset gave it. 0 is legal: the batch then counts for nothing.
+        `batch` is on the CPU, as returned by the dataset. If the weight is 0, the batch is ignored.
         """
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the loss added over the batch, 0-dim, never its mean: means of uneven micro-batches do not add up."""
+        """Return the loss summed over the batch, 0-dim.
+
+        Don't return the mean, since the means of uneven micro-batches don't add up.
+        """
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return what may be added over batches, such as `correct1`: tensors of any shape.
+        """Return values that are summed over batches, such as `correct1`: tensors of any shape.
 
-        Whole numbers are added as int64 and stay exact, all else as float64.
+        Integers are summed as int64 and stay exact. All other values are summed as float64.
         """
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return what a person reads, from the sums over all batches, on the CPU; `loss` and `weight` are among them.
+        """Return the figures to display, from the sums over all batches. `sums` are on the CPU.
 
-        A figure `loss` replaces the sum of the losses over the weight.
+        `sums` includes `loss`, `weight` and `samples`. By default, the reported loss is `loss` / `weight`. To replace
+        it, return a figure `loss`.
         """
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return what is added to `sums` in a run's last evaluation alone, such as a matrix of confusions."""
+        """Return values that are added to `sums` only in the last evaluation of a run, such as a confusion matrix."""
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return what a file of the run keeps of its last evaluation, too long for a line; nothing means no file."""
+        """Return detailed results of the last evaluation, which are saved to a file. If empty, no file is written."""
 
     def check(self, outputs: Any, batch: Batch) -> None:
-        """Raise UsageError where a batch cannot be learned from, or outputs do not fit it; called before a run.
+        """Raise UsageError if the task can't learn from a batch, or if outputs don't match it. Called before a run.
 
-        `batch` has real samples, on the CPU; `outputs` have their shapes and dtypes, and may lack values (meta).
+        `batch` contains real samples, on the CPU. `outputs` have the right shapes and dtypes, but can be on the meta
+        device.
         """
 
 
@@ -107,21 +118,21 @@ class CutsSequences(Task, Protocol):
     """A task whose samples are sequences that can be computed in chunks."""
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
-        """Return the part `number` of `chunks` equal ones of each sequence of a batch, which is a batch of this task.
+        """Split each sequence of a batch into `chunks` equal chunks, and return chunk `number` as a batch of this task.
 
-        Its inputs begin with a tensor of shape [n, positions]. The losses and weights of all parts add up to those of
-        the batch. UsageError where it cannot be cut.
+        The first input of the chunk is a tensor of shape [n, positions]. The losses and weights of all chunks add up
+        to those of the batch. Raises UsageError if the batch can't be split.
         """
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A task, and the model that is to learn it.
+    """A task and the model that learns it.
 
-    `build_model` builds it on the CPU, with the same weights in every process. `name` is what errors call it, such as
-    `model my.nets:net`. `example` has the inputs of two samples, on the meta device, where they are known.
-
-    A loop of the user's own has no task: it computes outputs and losses itself, and drives the phases of an engine.
+    - `optional_task`: None in a custom loop, which computes outputs and losses itself and drives the engine.
+    - `build_model`: Builds the model on the CPU, with the same weights in every process.
+    - `name`: The name of the model in errors, such as `model my.nets:net`.
+    - `example`: The inputs of two samples on the meta device, if they are known.
     """
 
     optional_task: Task | None
@@ -131,7 +142,7 @@ class Problem:
 
     @property
     def task(self) -> Task:
-        """The task; UsageError in a loop of the user's own."""
+        """The task. Raises UsageError in a custom loop."""
         if self.optional_task is None:
             raise UsageError(
                 f"{self.name}: a loop of your own has no task, and the engine of this strategy asks for one; use "

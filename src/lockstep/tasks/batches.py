@@ -1,4 +1,4 @@
-"""What a batch and a model's outputs usually look like: which part is the targets, and which tensor the predictions."""
+"""Finds the targets in a batch and the predictions in the outputs of a model."""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -8,19 +8,22 @@ from torch import Tensor
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 
-TARGETS: Final = ("labels", "targets", "target", "label")  # of these names, the first that a batch has
-_OUTPUTS: Final = ("logits", "out")  # transformers', and that of torchvision's segmentation models
+TARGETS: Final = ("labels", "targets", "target", "label")  # the first of these names in a batch is used
+_OUTPUTS: Final = ("logits", "out")  # of transformers, and of torchvision's segmentation models
 
 
 class Parts(NamedTuple):
-    """A batch split in two: the inputs of the model's forward, and the targets."""
+    """The two parts of a batch: the inputs of the model's forward, and the targets."""
 
     inputs: Inputs
     targets: Any
 
 
 def parts(batch: Batch) -> Parts:
-    """Split a batch: of a tuple the last is the targets, of a mapping what is called `labels` or `targets`."""
+    """Split a batch. The targets are the last item of a tuple or list, or the item of a mapping with a name in TARGETS.
+
+    Raises UsageError if a batch has no targets.
+    """
     if isinstance(batch, Mapping):
         name = next((each for each in TARGETS if each in batch), None)
         if name is None:
@@ -35,7 +38,7 @@ def parts(batch: Batch) -> Parts:
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """Return the targets of a batch, one tensor."""
+    """Return the targets of a batch. Raises UsageError unless they are a single tensor."""
     targets = parts(batch).targets
     if not isinstance(targets, Tensor):
         raise UsageError(f"the targets of a batch are {_kind(targets)}; expected one tensor")
@@ -43,7 +46,7 @@ def targets_of(batch: Batch) -> Tensor:
 
 
 def targets_if_any(batch: Batch) -> Any:
-    """Return the targets of a batch, and all of one that is not made of inputs and targets."""
+    """Return the targets of a batch, or the whole batch if it doesn't consist of inputs and targets."""
     try:
         return parts(batch).targets
     except UsageError:
@@ -51,10 +54,13 @@ def targets_if_any(batch: Batch) -> Any:
 
 
 def predictions(outputs: Any, model: str = "model") -> Tensor:
-    """Return the tensor to compare with the targets: the outputs of `model`, or what they call `logits` or `out`."""
+    """Return the tensor to compare with the targets: the outputs themselves, or their item `logits` or `out`.
+
+    `model` is the name of the model in errors. Raises UsageError if there is no such tensor.
+    """
     if isinstance(outputs, Tensor):
         return outputs
-    # A ModelOutput of transformers is a mapping too.
+    # The ModelOutput of transformers is a mapping too.
     named = outputs if isinstance(outputs, Mapping) else {}
     found = next((named[name] for name in _OUTPUTS if name in named), getattr(outputs, "logits", None))
     if not isinstance(found, Tensor):

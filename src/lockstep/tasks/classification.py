@@ -1,4 +1,4 @@
-"""Classification: cross entropy or the user's loss as a sum, and how often the truth is among k guesses."""
+"""Classification, with cross entropy or a custom loss as a sum, and top-k accuracy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,21 @@ from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
 from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, sum_loss
 
-SKIPPED: Final = -100  # the target of a sample that could not be read: F.cross_entropy's ignore_index
-_TOLERANCE: Final = 1e-2  # of the sum of a mixture, which may have been rounded to bfloat16
-_SHOWN: Final = 6  # values of a target
-_MOST_COPIES: Final = 256  # of a matrix of confusions
+SKIPPED: Final = -100  # the target of an unreadable sample, and ignore_index of F.cross_entropy
+_TOLERANCE: Final = 1e-2  # for the sum of class weights, which may be rounded to bfloat16
+_SHOWN: Final = 6  # values of a target in an error
+_MOST_COPIES: Final = 256  # of a confusion matrix
 
 
 @final
 @dataclass(frozen=True)
 class Classification:
-    """A task whose outputs have shape [n, classes]; a batch is (inputs, targets), or a mapping with `labels`.
+    """A task whose outputs have shape [n, classes]. A batch is (inputs, targets), or a mapping with `labels`.
 
-    Targets are int64 of shape [n], with SKIPPED for a sample that counts as nothing, or the weights of a
-    mixture of classes: floats of shape [n, classes], where a row of zeros counts as nothing. `own_loss` None is
-    cross entropy, in which a sample's is multiplied by that of its class in `class_weights`. `classes` are their names.
+    Targets are int64 class indices of shape [n], where SKIPPED ignores a sample. Alternatively, targets are the weights
+    of a mixture of classes: floats of shape [n, classes], where a row of zeros ignores a sample. If `own_loss` is None,
+    the loss is cross entropy, and the loss of a sample is multiplied by the weight of its class in `class_weights`.
+    `classes` are the names of the classes.
     """
 
     own_loss: Loss | None = None
@@ -81,9 +82,9 @@ class Classification:
         return self.loss_sum(predictions(outputs, self.model_name), targets_of(batch))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss added over the samples: a 0-dim tensor.
+        """Return the loss summed over the samples: a 0-dim tensor.
 
-        A user's loss that returns one value for each sample is added up here; a scalar is taken as their sum.
+        If a custom loss returns one value per sample, the values are summed. A scalar is used as the sum.
         """
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
@@ -91,9 +92,9 @@ class Classification:
             return cross_entropy_sum(outputs, targets, self.label_smoothing, self._weights_beside(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return `counted`, the samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
+        """Return `counted`, the number of samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
 
-        With a mixture of classes the heaviest one is the truth.
+        In a mixture of classes, the class with the largest weight is the correct class.
         """
         truth, counted = truth_of(targets_of(batch))
         found = predictions(outputs, self.model_name)
@@ -103,19 +104,19 @@ class Classification:
         return {**correct, "counted": counted.sum()}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the loss over the samples that count, and how often the truth was among k guesses."""
+        """Return the mean loss and the top-k accuracies over the samples that aren't ignored."""
         counted = max(int(sums["counted"]), 1)
         shares = {f"top{k}": int(sums[f"correct{k}"]) / counted for k in self.topk}
         return {"loss": float(sums["loss"]) / counted, **shares}
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
+        """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
         truth, counted = truth_of(targets_of(batch))
         found = predictions(outputs, self.model_name)
         return {"confusion": confusion(truth, found.argmax(1), found.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return how often the first guess was right of each class, None where it has no sample, and the confusions."""
+        """Return the accuracy of each class, or None if it has no samples, and the confusion matrix."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         pairs = zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
@@ -131,7 +132,7 @@ class Classification:
             check_loss(self.own_loss, len(self.classes), targets)
 
     def _weights_beside(self, outputs: Tensor) -> Tensor | None:
-        """Return the weights of the classes where the outputs are: they travel there once."""
+        """Return the class weights on the device of the outputs. They are copied only once."""
         if not self.class_weights:
             return None
         dtype = torch.promote_types(outputs.dtype, torch.float32)
@@ -141,15 +142,15 @@ class Classification:
 
 
 def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
-    """Return how often each class was taken for each: int64 of shape [classes, classes], a row for each truth.
+    """Return the confusion matrix: int64 of shape [classes, classes], a row per target and a column per prediction.
 
-    Whatever is not `counted` goes to a cell of its own, which is left out: to pick out the others, or to ask for the
-    largest as bincount does, a device would have to be waited for.
+    Items that aren't `counted` are added to an extra cell, which is dropped. Boolean indexing, or the maximum that
+    bincount computes, would synchronize with the device.
     """
     size = classes**2 + 1
     cells = torch.where(counted, truth * classes + guess, size - 1).flatten()
-    # Into several matrices, added in the end: CUDA's deterministic kernel has one warp for a cell, and most pixels fall
-    # on few cells. The matrices together have hardly more cells than there are guesses.
+    # Count into several matrices and sum them at the end. The deterministic kernel of CUDA uses one warp per cell, and
+    # most pixels fall into few cells. The matrices together have hardly more cells than there are predictions.
     copies = min(_MOST_COPIES, 1 + len(cells) // size)
     places = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
@@ -158,21 +159,24 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
 
 
 def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the class of each sample, of a mixture the heaviest one, and which samples count: int64 and bool, [n]."""
+    """Return the class of each sample, and whether the sample counts: int64 and bool of shape [n].
+
+    In a mixture, this is the class with the largest weight.
+    """
     if targets.is_floating_point():
         return targets.argmax(dim=1), targets.sum(dim=1) > 0
     return targets, targets != SKIPPED
 
 
 def skip_mask(batch: Batch) -> Tensor:
-    """Return which samples of a batch count as nothing: bool of shape [n]; none where a target is no single number."""
+    """Return which samples of a batch are ignored: bool of shape [n]. All False if targets aren't class indices."""
     targets = targets_of(batch)
     whole = targets.ndim == 1 and not targets.is_floating_point()
     return targets == SKIPPED if whole else torch.zeros(len(targets), dtype=torch.bool)
 
 
 def find_loss(name: str) -> Loss | None:
-    """Return the loss that a recipe names: None for cross entropy, else what `package.module:function` is."""
+    """Return the loss that a recipe names: None for cross entropy, or the function at `package.module:function`."""
     if name == "cross_entropy":
         return None
     if OWN not in name:
@@ -181,9 +185,9 @@ def find_loss(name: str) -> Loss | None:
 
 
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
-    """Raise UsageError unless `loss` gives a sum or one value for each sample, tested with two equal samples.
+    """Raise UsageError unless `loss` returns a sum or one value per sample, tested with two equal samples.
 
-    The first of `targets` that counts is the target of both.
+    The first target that isn't ignored is the target of both.
     """
     counted = truth_of(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
@@ -191,7 +195,7 @@ def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
 
 
 def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
-    """Raise UsageError unless `targets` are what a Classification takes; `samples` are their numbers in `label`."""
+    """Raise UsageError unless targets are valid for Classification. `samples` are their indices in dataset `label`."""
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
         found = f"its target has shape {list(targets.shape[1:])} and {targets.dtype}"
@@ -208,7 +212,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
 
 
 def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
-    """Raise UsageError unless `outputs` of the model `name` are floats of shape [samples, classes]."""
+    """Raise UsageError unless the outputs of model `name` are floats of shape [samples, classes]."""
     if outputs.shape != (samples, classes):
         raise UsageError(
             f"model {name} gives outputs of shape {tuple(outputs.shape)} for {samples} samples, but the data "
@@ -222,11 +226,11 @@ def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> Non
 def cross_entropy_sum(
     outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the cross entropy added over samples, in float32 at least; `weights` are those of the classes."""
+    """Return the cross entropy summed over samples, in at least float32. `weights` are the class weights."""
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     if targets.is_floating_point():
-        # F.cross_entropy would also smooth a row of zeros, and a skipped sample would then count.
+        # F.cross_entropy would also smooth a row of zeros, so that an ignored sample would count.
         targets = targets.to(outputs.dtype)
         smooth = targets * (1 - label_smoothing) + targets.sum(dim=1, keepdim=True) * (
             label_smoothing / targets.shape[1]

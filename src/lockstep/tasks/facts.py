@@ -1,6 +1,6 @@
-"""What data states of what is to be learned from it: the names of its classes, and of what kind its targets are.
+"""Facts about a dataset for the task: the names of its classes, and the kind of its targets.
 
-They are among a dataset's `facts`, which tasks and models read, and which a checkpoint keeps.
+They are part of the `facts` of a dataset. Tasks and models read them, and checkpoints save them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, skip_mask
 
-NAMES: Final = "classes"  # the fact, and the option of data of the user's own that gives it
-DECIDE_OUTPUTS: Final = (NAMES,)  # facts that the last layer of a model was trained for
-_MOST: Final = 1 << 24  # each has a name: a number in the wrong place would take all memory
+NAMES: Final = "classes"  # the name of the fact, and of the option of a custom dataset that sets it
+DECIDE_OUTPUTS: Final = (NAMES,)  # facts that determine the last layer of a model
+_MOST: Final = 1 << 24  # each class has a name, so a misplaced number would use up all memory
 
 
 def facts(
@@ -26,17 +26,18 @@ def facts(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the names of the classes by their numbers and the shape of a sample as the model sees it.
+    """Return the facts of a dataset: class names by index, and the shape of a sample as the model sees it.
 
-    For images also mean and std of each channel, of values in [0, 1].
+    For images, pass the mean and std of each channel too, of values in [0, 1].
     """
     return {NAMES: list(classes), "shape": list(shape), "mean": mean and list(mean), "std": std and list(std)}
 
 
 def find_class_names(label: str, given: Any, train: Any) -> list[str]:
-    """Return the names of the classes of a user's training set; an empty list where there are none.
+    """Return the class names of a custom training set, or an empty list if it has no classes.
 
-    They are `given`, a number or a list, else its attribute `classes`, else counted from its `targets`.
+    They are taken from `given` (a number or a list of names), or else from the attribute `classes` of `train`, or else
+    counted in its `targets`. Raises UsageError if `given` is neither a number nor a list.
     """
     named = getattr(train, NAMES, None) if given is None else given
     if isinstance(named, int | np.integer) and not isinstance(named, bool) and 0 < named <= _MOST:
@@ -50,7 +51,12 @@ def find_class_names(label: str, given: Any, train: Any) -> list[str]:
 
 
 def of_targets(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
-    """Return what a batch, and the names of the classes, say of the targets."""
+    """Return the facts about the targets that follow from a batch and the class names.
+
+    - `classes`: The class names, if there are any.
+    - `pixels`: True if each pixel has a class.
+    - `outputs`: The number of values in a target, if targets are floats and there are no classes.
+    """
     known: dict[str, Any] = {NAMES: list(names)} if names else {}
     if is_pair(batch):
         targets = batch[1]
@@ -62,9 +68,9 @@ def of_targets(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
 
 
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
-    """Raise UsageError where a pair's targets are none of the classes; those of pixels the task looks at.
+    """Raise UsageError if the targets of a pair are not valid classes. The task checks the classes of pixels itself.
 
-    `numbers` are those of the samples in the dataset `label`.
+    `numbers` are the sample indices in dataset `label`.
     """
     targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
@@ -72,25 +78,25 @@ def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence
 
 
 def skipping(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
-    """Return what says which samples of such batches count as nothing, None where that cannot be."""
+    """Return a function that returns a mask of ignored samples, or None if such batches can't have ignored samples."""
     return skip_mask if names and is_pair(batch) else None
 
 
 def whole_samples(known: Mapping[str, Any]) -> int | None:
-    """Return how many classes samples have by these facts; None where a sample as a whole has none."""
+    """Return the number of classes, or None if a class isn't assigned to a sample as a whole."""
     return None if NAMES not in known or known.get("pixels") else len(known[NAMES])
 
 
 def is_pair(batch: Batch) -> bool:
-    """Return whether a batch is (inputs, targets), a tensor each."""
+    """Return whether a batch is a tuple (inputs, targets) of two tensors."""
     return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
 
 
 def _count_classes(targets: Any) -> int:
-    """Return how many classes the targets of a training set number, 0 where they are no such numbers."""
+    """Return the number of classes in the targets of a training set, or 0 if targets aren't class indices."""
     try:
         numbers = torch.as_tensor(targets)
         counted = 0 if numbers.is_floating_point() or not numbers.numel() else int(numbers.max()) + 1
-    except (TypeError, ValueError, RuntimeError):  # no numbers
+    except (TypeError, ValueError, RuntimeError):  # not numbers
         return 0
     return counted if 0 < counted <= _MOST else 0

@@ -1,4 +1,4 @@
-"""The task of a recipe: one of ours by its name, what `auto` makes of the data, or the user's own by its path."""
+"""Finds the task of a recipe: a shipped task by name, a custom task by import path, or by `auto` from the data."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -28,17 +28,17 @@ Facts = Mapping[str, Any]
 
 
 class TaskChoice(NamedTuple):
-    """A task, and one line with its name and the reason for it."""
+    """A task, and a line with its name and the reason for the choice."""
 
     task: Task
     line: str
 
 
 def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
-    """Return the task of a recipe, as plain values, for data with these facts; `model` is what errors call the model.
+    """Return the task of a recipe, which is passed as plain values, for data with these facts.
 
-    `example` has a few samples of the data as training sees them. UsageError where there is no such task, the data
-    lacks what it needs, or an option is wrong.
+    `model` is the name of the model in errors. `example` contains a few samples as training sees them. Raises
+    UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is wrong.
     """
     options = dict(recipe["task"])
     name, why = options.pop("name"), ""
@@ -76,7 +76,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
 
 
 def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
-    """Return the task that follows from the data, and why."""
+    """Infer the task from the data. Returns its name and the reason."""
     if "classes" in facts and facts.get("pixels"):
         return "segmentation", f": the data has a class for each pixel, {len(facts['classes'])} of them"
     if "classes" in facts:
@@ -110,7 +110,7 @@ def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 
 
 def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
-    """Return the user's task: what the class, or the function, of the path gives for the options."""
+    """Return a custom task: call the class or function at `path` with the options, and `facts` if it accepts them."""
     made = import_callable(path, "task", "a class")
     with OwnCode(f"task {path}"):
         parameters = inspect.signature(made).parameters
@@ -121,7 +121,7 @@ def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
-    """Call what makes a task with what follows from the data, and the options of a recipe, whose types are checked."""
+    """Call `function` with facts and the options of a recipe, whose names and types are checked."""
     valid = [each for each in inspect.signature(function).parameters if each not in facts]
     _check_names(function.__name__, options, valid)
     try:

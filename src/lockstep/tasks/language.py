@@ -1,4 +1,4 @@
-"""Language modelling: how well each token is predicted from those before it, counted in tokens, not sequences."""
+"""Language modeling: next-token prediction, weighted by tokens, not sequences."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from lockstep.tasks.batches import predictions
 LABELS: Final = "labels"
 _IDS: Final = "input_ids"
 _MASK: Final = "attention_mask"  # 0: padding
-_POSITIONS: Final = "position_ids"  # 0: a packed sequence begins
+_POSITIONS: Final = "position_ids"  # 0: the first token of a packed sequence
 
 
 class NextTokenBatch(NamedTuple):
-    """What the model is given, and the token that is to follow each place of its outputs but the last `beyond`."""
+    """The inputs of the model, and the next token at each position of its outputs, except for the last `beyond`."""
 
     inputs: Inputs
     targets: Tensor
@@ -32,17 +32,17 @@ class NextTokenBatch(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Language:
-    """A task whose outputs have shape [n, t, vocabulary], the next token's logits at each place.
+    """A task whose outputs have shape [n, t, vocabulary]: the logits of the next token at each position.
 
-    A batch is one of four:
-    - int64 of shape [n, t + 1]: the model sees the first t tokens of each sequence, and is to give the last t;
-    - (inputs, targets), both of shape [n, t]: target i is what follows input i;
-    - a mapping as transformers have it, with `input_ids` [n, t] and perhaps `attention_mask`, `position_ids` and
-      `labels`, which are aligned with the tokens and are shifted here. Without labels every token is to be given, but
-      padding and the first one of each packed sequence, whose position is 0;
-    - a NextTokenBatch, which `chunk` makes.
+    A batch is one of:
+    - An integer tensor of shape [n, t + 1]: The model sees the first t tokens of each sequence and predicts the last t.
+    - (inputs, targets), both of shape [n, t]: Target i is the token after input i.
+    - A mapping as in transformers, with `input_ids` of shape [n, t] and optionally `attention_mask`, `position_ids` and
+      `labels`. Labels are aligned with the tokens and are shifted here. Without labels, the model predicts every token
+      except padding and the first token of each packed sequence, whose position is 0.
+    - A NextTokenBatch, as returned by `chunk`.
 
-    A target that is `ignore` counts as nothing: what a batch weighs is the number of the others.
+    Targets equal to `ignore` don't count. The weight of a batch is the number of all other targets.
     """
 
     ignore: int = -100
@@ -66,17 +66,17 @@ class Language:
         return self._cross_entropy(outputs, self._next_token_batch(batch), "sum")
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each target, and whether it counts: floats and bool of shape [n, t]; others are 0."""
+        """Return the loss of each target and whether it counts: floats and bool of shape [n, t]. Others have loss 0."""
         parts = self._next_token_batch(batch)
         losses = self._cross_entropy(outputs, parts, "none")
         return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """See Task: the loss and the weight say all."""
+        """See Task. The figures only need the loss and the weight."""
         return {}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the perplexity, infinite where it is more than a float can be."""
+        """Return the perplexity, or infinity if it is too large for a float."""
         loss = float(sums["loss"]) / max(int(sums["weight"]), 1)
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
@@ -110,7 +110,7 @@ class Language:
             )
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
-        """See CutsSequences. The target of a chunk's last place is the first token of the next one."""
+        """See CutsSequences. The target of the last position in a chunk is the first token of the next chunk."""
         inputs, targets, beyond = self._next_token_batch(batch)
         [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
         if len(values) != 1 or names not in ([], [_IDS]):
@@ -173,12 +173,12 @@ class Language:
 
 
 def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> Language:
-    """Return the task by the options of a recipe, for data of such a vocabulary."""
+    """Return the task for the options of a recipe. `vocabulary` is the vocabulary size of the data."""
     return Language(ignore, vocabulary, model)
 
 
 def _part(length: int, number: int, chunks: int) -> slice:
-    """Return part `number` of `chunks` equal ones; one of a single token would not be known to be causal."""
+    """Return the positions of chunk `number`. A single token per chunk is an error: causality can't be checked then."""
     if length % chunks or (chunks > 1 and length == chunks):
         fitting = ", ".join(str(each) for each in divisors(length) if each < length)
         raise UsageError(

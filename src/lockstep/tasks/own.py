@@ -1,7 +1,8 @@
-"""A task of the user's own, made whole: what it leaves out follows from what it has, and its errors have their line.
+"""Custom tasks and metrics.
 
-Metrics of the user's own, by import path, come on top of any task: functions of outputs and batch that return sums,
-which are read over the weight.
+A custom task is wrapped in a Task that supplies defaults for missing methods, and reports errors with their line.
+Custom metrics, by import path, extend any task. They are functions of outputs and batch that return sums, which are
+divided by the weight.
 """
 
 import json
@@ -22,7 +23,7 @@ from lockstep.tasks.batches import parts
 from lockstep.tasks.own_loss import is_mean
 
 Metric = Callable[[Any, Batch], Mapping[str, Any]]
-Metrics = Mapping[str, Metric]  # by their import paths
+Metrics = Mapping[str, Metric]  # by import path
 
 _CONTRACT: Final = "see docs/extend.md"
 _MEMBERS: Final = (
@@ -33,11 +34,15 @@ _MEMBERS: Final = (
 
 @final
 class OwnTask:
-    """The Task that `task` means, of which only `loss` must be there; `name` is what errors call it.
+    """A complete Task around a custom `task`, which only needs a method `loss`. `name` is its name in errors.
 
-    Without `inputs` the model is given all of a batch but its targets (tasks/batches.py), without `weight` a batch
-    weighs its samples, without `sums` and `figures` there is the loss alone, which `monitor` watches. Sums and figures
-    of `metrics` come on top of the task's.
+    These are the defaults for missing members:
+    - `inputs`: The batch without its targets (tasks/batches.py).
+    - `weight`: The number of samples.
+    - `sums`, `figures`: Empty, so that only the loss is reported.
+    - `monitor`: The loss.
+
+    The sums and figures of `metrics` are added to those of the task.
     """
 
     def __init__(self, name: str, task: Any, metrics: Metrics | None = None) -> None:
@@ -124,9 +129,9 @@ class OwnTask:
         return dict(self._mapping("report", sums))
 
     def check(self, outputs: Any, batch: Batch) -> None:
-        """Raise UsageError where the task does not work with a batch, or its loss is a mean; see Task.
+        """Raise UsageError if the task doesn't work with a batch, or if its loss is a mean. See Task.
 
-        Outputs without values get some, which say nothing of the model and enough of the task.
+        Outputs on the meta device are replaced by arbitrary values, which are sufficient to test the task.
         """
         if self._own["check"] is not None:
             self._call("check", outputs, batch)
@@ -137,7 +142,7 @@ class OwnTask:
             self._check_sum(filled, batch, samples)
         loss = self.loss(map_tensors(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
         if not loss.isfinite():
-            return  # what the outputs are may not suit it, a logarithm say: the first step will tell
+            return  # the arbitrary outputs may be invalid, e.g. for a logarithm; the first step will show errors
         weight = self.weight(batch)
         counts = {"loss": loss.detach().double(), "weight": torch.tensor(weight), "samples": torch.tensor(samples)}
         sums = {**self.sums(filled, batch), **self.details(filled, batch)}
@@ -151,7 +156,7 @@ class OwnTask:
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
-        """Refuse a mean: two equal samples then give what one of them does."""
+        """Raise UsageError if the loss is a mean: the loss of two equal samples is then the loss of one sample."""
 
         def of(rows: list[int], values: Any) -> Any:
             return map_tensors(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
@@ -204,17 +209,17 @@ class OwnTask:
 
 
 def with_metrics(task: Task, paths: Sequence[str]) -> Task:
-    """Return the task with the metrics of these import paths; UsageError where one is not there or no function."""
+    """Return the task extended by metrics. Raises UsageError if an import path isn't a function."""
     return OwnTask("task", task, find_metrics(paths)) if paths else task
 
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
-    """Return the metrics of these import paths; UsageError where one is not there or no function."""
+    """Return metrics by import path. Raises UsageError if an import path isn't a function."""
     return {path: import_callable(path, "metric", f"a function ({_CONTRACT})") for path in paths}
 
 
 def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of all metrics, each behind its path: `my.metrics:absolute/error`."""
+    """Return the sums of all metrics, prefixed by the path of the metric: `my.metrics:absolute/error`."""
     return {
         f"{path}/{name}": value
         for path, metric in metrics.items()
@@ -223,7 +228,7 @@ def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tenso
 
 
 def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figures) -> Figures:
-    """Return each sum of a metric over the weight; UsageError where `figures` has one of that name."""
+    """Return each sum of a metric, divided by the weight. Raises UsageError if a name is already in `figures`."""
     weight = max(int(sums.get("weight", 1)), 1)
     found: Figures = {}
     for key, value in sums.items():
@@ -237,10 +242,10 @@ def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figure
 
 
 def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError unless each metric gives sums: of two samples together what they add up to one by one.
+    """Raise UsageError unless each metric returns sums: for two samples, the sum of their separate values.
 
-    Outputs on the meta device stand for some numbers of their shape. With a mean the size of a batch would decide the
-    weight of its samples.
+    With a mean, the weight of a sample would depend on the size of its batch. Outputs on the meta device are replaced
+    by arbitrary values. A batch with fewer than two samples isn't checked.
     """
     if length(batch) < 2:
         return
@@ -265,7 +270,7 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
         found = metric(outputs, batch)
         if not isinstance(found, Mapping):
             raise UsageError(f"metric {path}: it returned {type(found).__name__}; return a mapping of names to sums")
-        # To be read, not learned from.
+        # Metrics are only reported, so they don't need gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
     if (taken := first_taken(sums, OF_TRAINING)) is not None:
         raise UsageError(
@@ -279,7 +284,7 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """Return a tensor with values: its own, or, of one that lacks them, small ones that differ."""
+    """Return a detached copy of a tensor. A tensor on the meta device becomes small, distinct floats, or zeros."""
     if tensor.device.type != "meta":
         return tensor.detach().clone()
     count = max(tensor.numel(), 1)

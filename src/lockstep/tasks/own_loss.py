@@ -1,4 +1,4 @@
-"""A loss of the user's own: a function of outputs and targets that gives a sum, or one value for each sample."""
+"""Custom losses: functions of outputs and targets that return a sum or one value per sample."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,11 +12,11 @@ from lockstep.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-OWN: Final = ":"  # in the name of a loss: it is an import path
+OWN: Final = ":"  # marks the name of a loss as an import path
 
 
 def find_own_loss(path: str) -> Loss:
-    """Return the function that `package.module:function` names; what it raises is reported with its file and line."""
+    """Return the function at `package.module:function`. Its errors are reported with file and line."""
     loss = import_callable(path, "loss", "a function of outputs and targets")
     code = OwnCode(f"loss {path}")
 
@@ -29,7 +29,11 @@ def find_own_loss(path: str) -> Loss:
 
 
 def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
-    """Return what a loss of `outputs` gave as their sum; UsageError where it is neither that nor a value for each."""
+    """Return the sum of the value that a loss returned for `outputs`.
+
+    Raises UsageError unless the value is a float tensor with a sum or one value per sample, and carries a gradient if
+    the outputs do.
+    """
     samples = len(outputs)
     if not isinstance(loss, Tensor):
         raise UsageError(f"loss: the function returned {type(loss).__name__}; return a tensor")
@@ -48,9 +52,10 @@ def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
 
 
 def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Raise UsageError unless `loss` gives a sum or one value for each sample, tested with two equal samples.
+    """Raise UsageError unless `loss` returns a sum or one value per sample, tested with two equal samples.
 
-    With a mean the size of a micro-batch would decide the weight of its samples. `output` and `target` have one sample.
+    With a mean, the weight of a sample would depend on the size of its micro-batch. A loss that modifies its arguments
+    is an error too. `output` and `target` contain one sample.
     """
     outputs, targets = torch.cat([output, output]), torch.cat([target, target])
     given = outputs.clone(), targets.clone()
@@ -66,5 +71,5 @@ def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
 
 
 def is_mean(once: Tensor, twice: Tensor) -> bool:
-    """Return whether two equal samples give what one of them does."""
+    """Return whether a loss is a mean: two equal samples have the loss of one sample."""
     return bool(once != 0 and torch.isclose(twice, once))

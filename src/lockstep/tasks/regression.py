@@ -1,4 +1,4 @@
-"""Regression: squared, absolute or Huber errors, or the user's loss, of one number a sample or of several."""
+"""Regression of one or several numbers per sample, with squared, absolute or Huber error, or a custom loss."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,10 +23,11 @@ LOSSES: Final = ("mse", "mae", "huber")
 @final
 @dataclass(frozen=True)
 class Regression:
-    """A task whose targets are floats of shape [n] or [n, ...]; outputs have their shape, or [n, 1] for [n].
+    """A task whose targets are floats of shape [n] or [n, ...].
 
-    A sample's loss is the mean over its numbers, as that of torch's losses is; `delta` is Huber's. What it weighs is
-    its samples.
+    Outputs have the shape of the targets. A last dim of size 1 can be missing on either side. The loss of a sample is
+    the mean over its numbers, as in torch. `delta` is the parameter of the Huber loss. The weight of a batch is its
+    number of samples.
     """
 
     loss_name: str = "mse"
@@ -35,7 +36,7 @@ class Regression:
     model_name: str = "model"
     counts_samples: ClassVar[bool] = True
     unit: ClassVar[str] = "samples"
-    fractions: ClassVar[tuple[str, ...]] = ()  # R2 may be negative
+    fractions: ClassVar[tuple[str, ...]] = ()  # R2 can be negative
     monitor: ClassVar[Monitor] = LOSS
 
     def inputs(self, batch: Batch) -> Inputs:
@@ -51,13 +52,13 @@ class Regression:
         found, targets = match_shapes(self.model_name, outputs, batch)
         if self.own_loss is not None:
             return sum_loss(self.own_loss(found, targets), found)
-        numbers = max(targets.numel() // max(len(targets), 1), 1)  # of a sample
+        numbers = max(targets.numel() // max(len(targets), 1), 1)  # per sample
         losses: dict[str, Callable[..., Tensor]]
         losses = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=self.delta)}
         return losses[self.loss_name](found, targets, reduction="sum") / numbers
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the sums of errors and targets, and of their squares, for each number of a sample: float64."""
+        """Return float64 sums of absolute errors, targets and their squares per number of a sample, and `counted`."""
         found, targets = (
             each.detach().double().flatten(1) for each in match_shapes(self.model_name, outputs, batch, columns=True)
         )
@@ -71,7 +72,7 @@ class Regression:
         }
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the root of the mean squared error, the mean absolute one, and R2 as the mean over the outputs."""
+        """Return the root mean squared error, the mean absolute error, and the mean R2 over the outputs."""
         counted = max(int(sums["counted"]), 1)
         each = [_r2(*column) for column in zip(*_columns(sums), strict=True)]
         return {
@@ -85,7 +86,7 @@ class Regression:
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return R2 and the errors of each output, where there are several."""
+        """Return R2 and the errors of each output, if there are several outputs."""
         counted = max(int(sums["counted"]), 1)
         if len(sums["squared"]) < 2:
             return {}
@@ -106,7 +107,7 @@ class Regression:
 
 
 def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
-    """Return the task by the options of a recipe: `loss` mse, mae, huber or package.module:function."""
+    """Return the task for the options of a recipe. `loss` is mse, mae, huber or package.module:function."""
     if OWN in loss:
         return Regression(own_loss=find_own_loss(loss), model_name=model)
     if loss not in LOSSES:
@@ -118,7 +119,10 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
 
 
 def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets in one shape and, unless they are, floats of 32 bits; with `columns` of two dims."""
+    """Return outputs and targets in the same shape and dtype, at least float32.
+
+    With `columns`, both have at least two dims. Raises UsageError if the shapes don't match.
+    """
     found, targets = predictions(outputs, model), targets_of(batch)
     if found.ndim == targets.ndim + 1 and found.shape[-1] == 1:
         found = found.squeeze(-1)
@@ -141,7 +145,7 @@ def _columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
 
 
 def _r2(squared: float, total: float, total_squared: float, counted: float) -> float:
-    """Return 1 - errors / variance; of targets that are all the same 1 without an error, else 0, as scikit-learn."""
+    """Return 1 - errors / variance. If all targets are equal, returns 1 without errors, else 0, like scikit-learn."""
     spread = total_squared - total * total / max(counted, 1.0)
     if spread <= 0:
         return float(squared == 0)

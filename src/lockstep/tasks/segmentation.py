@@ -1,4 +1,4 @@
-"""Segmentation: the cross entropy of every pixel that counts, and how far the regions of truth and guess overlap."""
+"""Semantic segmentation, with cross entropy per pixel and intersection over union."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
 from lockstep.tasks.classification import SKIPPED, confusion, cross_entropy_sum
 
-_AUXILIARY: Final = "aux"  # what torchvision's models call the outputs of their second head
+_AUXILIARY: Final = "aux"  # the outputs of the second head of torchvision's models
 
 
 @final
 @dataclass(frozen=True)
 class Segmentation:
-    """A task whose outputs have shape [n, classes, height, width]; targets are whole numbers of [n, height, width].
+    """A task whose outputs have shape [n, classes, height, width]. Targets are integers of shape [n, height, width].
 
-    What a batch weighs is its pixels but those of the class `ignore`. Where the model gives `aux` too, as torchvision's
-    do, the loss of that counts `auxiliary` times.
+    The weight of a batch is its number of pixels, without pixels of the class `ignore`. If the model also returns
+    `aux`, like the models of torchvision, its loss is multiplied by `auxiliary` and added.
     """
 
     classes: tuple[str, ...]
@@ -51,12 +51,12 @@ class Segmentation:
         return loss
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return `confusion`: int64 of shape [classes, classes], with a row for each truth, a column for each guess."""
+        """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
         targets, found = self._targets(batch), predictions(outputs, self.model_name)
         return {"confusion": confusion(targets, found.argmax(1), found.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the mean, over the classes that occur, of intersection over union, and the share of pixels right."""
+        """Return the mean intersection over union of all classes that occur, and the pixel accuracy."""
         matrix = sums["confusion"]
         overlaps = [each for each in _overlaps(matrix) if each is not None]
         return {
@@ -69,7 +69,7 @@ class Segmentation:
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return intersection over union of each class, None where it does not occur, and the confusions."""
+        """Return the intersection over union of each class, None if it doesn't occur, and the confusion matrix."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         return {"iou": dict(zip(names, _overlaps(matrix), strict=True)), "confusion": matrix.tolist()}
@@ -102,14 +102,14 @@ class Segmentation:
 
 
 def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
-    """Return the task by the options of a recipe."""
+    """Return the task for the options of a recipe."""
     if auxiliary < 0:
         raise UsageError(f"recipe.task.auxiliary: {auxiliary}; use 0, which leaves the second head out, or more")
     return Segmentation(classes, ignore, auxiliary, model)
 
 
 def _overlaps(matrix: Tensor) -> list[float | None]:
-    """Return intersection over union of each class, None where it is neither the truth nor guessed."""
+    """Return the intersection over union of each class, or None if it occurs in neither targets nor predictions."""
     both = matrix.diag()
     either = matrix.sum(0) + matrix.sum(1) - both
     return [one / all_ if all_ else None for one, all_ in zip(both.tolist(), either.tolist(), strict=True)]

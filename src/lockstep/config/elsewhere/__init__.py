@@ -1,1 +1,1 @@
-"""Configurations of other frameworks, read as ours, with what became of each of their keys."""
+"""Imports configurations of other frameworks, and reports how each key was translated."""

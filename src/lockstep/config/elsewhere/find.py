@@ -1,4 +1,4 @@
-"""Which framework a configuration is of, and the recipe that it becomes."""
+"""Detects the framework of a configuration file and translates the file to a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from lockstep.errors import ConfigError, UsageError
 
 _OURS: Final = ("recipe.", "placement.", "run.")
 _NOTHING: Final = ("None", "none", "")
-# The first one that knows a configuration's keys translates it: Distribuuuu's have no mark of their own.
+# The first framework that knows a key of the file translates it. Distribuuuu is last, since its keys have no marks.
 _FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
     "pycls": imagenet.pycls,
     "distribuuuu": imagenet.distribuuuu,
 }
-# A file with one of these keys is another library's, of which the documentation has a table.
+# A file with one of these keys belongs to a library for which the documentation has a table of keys.
 _TABULATED: Final = {
     "Accelerate": ("distributed_type",),
     "the Trainer": ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"),
@@ -32,27 +32,31 @@ _TABULATED: Final = {
 @final
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A configuration of the framework `of`, translated, with the overrides in our words that came with it."""
+    """A translated configuration of the framework `of`, with Lockstep overrides applied."""
 
     of: str
     file: str
     translated: TranslatedConfig
 
     def to_yaml(self) -> str:
-        """Write it as a recipe."""
+        """Return it as the YAML text of a recipe."""
         return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.")
 
     def load(self) -> Loaded:
-        """Return the configuration; ConfigError as for any recipe."""
+        """Load it. Raises ConfigError like any recipe."""
         name = FilePath(self.file).stem
         loaded = load_text(self.to_yaml(), f"{self.file}, as imported", name)
         return replace(loaded, notes=[*loaded.notes, *self.translated.remarks()])
 
 
 def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
-    """Translate a file with `words` behind it: pairs KEY VALUE of its framework, and our overrides a.b=value.
+    """Translate a file. `words` are pairs KEY VALUE of its framework and Lockstep overrides `a.b=value`.
 
-    `gpus` is the number of GPUs that it is meant for, where the file gives a batch for each and no number of them.
+    `gpus` is the number of GPUs that the file is meant for. It is used if the file sets the batch size per GPU but not
+    the number of GPUs.
+
+    Raises UsageError if the framework is unknown or a value has no counterpart, and ConfigError if the file can't be
+    read, or has unknown keys or values of a wrong type.
     """
     overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
     typed, places = _read_keys(read(file), [word for word in words if word not in overrides])
@@ -78,8 +82,9 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
 
 
 def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
-    """Return the keys of a file's document and of pairs `KEY VALUE`, of which the last one of a key counts, as yacs has
-    them: dotted; and where each stands.
+    """Return values and positions by dotted key, from the document of a file and pairs `KEY VALUE`.
+
+    The last pair of a key wins, as in yacs.
     """
     if len(words) % 2:
         raise UsageError(f"{words[-1]}: a key without a value; they come as KEY VALUE, such as OPTIM.BASE_LR 0.1")
@@ -97,7 +102,7 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
 
 
 def _check(table: KeyTable, typed: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
-    """Raise ConfigError for keys that the framework does not know, and values of another type."""
+    """Raise ConfigError for keys that the framework doesn't know and for values of a wrong type."""
     problems = []
     for key, value in typed.items():
         if key not in table.defaults:
@@ -112,7 +117,7 @@ def _check(table: KeyTable, typed: Mapping[str, Any], places: Mapping[str, Sourc
 
 
 def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> TranslatedConfig:
-    """Return it with our overrides set, where a recipe is written out."""
+    """Apply Lockstep overrides to a translated configuration."""
     places = {path: SourcePosition(translated.origins[format_key(path)]) for path, _ in write.leaves(translated.values)}
     before = Document(translated.values, {(): SourcePosition(""), **places}, [])
     document = apply(before, overrides)

@@ -1,4 +1,4 @@
-"""Distribuuuu and pycls, of which one took over from the other: keys that need more than a row in their tables."""
+"""Keys of Distribuuuu and pycls that need more than a row in their tables. The two frameworks share many keys."""
 
 from typing import Final
 
@@ -6,15 +6,15 @@ from lockstep.config.elsewhere.pycls_networks import network
 from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
-_MOST_EPOCHS: Final = 10_000  # with a step of the rate after each
+_MOST_EPOCHS: Final = 10_000  # with a milestone after each epoch
 _CURVES: Final = {"cos": "cosine", "lin": "linear"}
-_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # which Distribuuuu has copies of
-_CROP: Final = 224  # of Distribuuuu's validation images, whatever TRAIN.IM_SIZE is
-_ROOT: Final = "pycls/datasets/data/imagenet"  # from where pycls is installed
+_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # Distribuuuu contains copies of them
+_CROP: Final = 224  # of validation images in Distribuuuu, regardless of TRAIN.IM_SIZE
+_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the folder that contains pycls
 
 
 def distribuuuu(keys: Translation, model_given: bool) -> None:
-    """Translate what needs more than a row of distribuuuu.yaml: its batch is that of a GPU."""
+    """Translate the keys that need more than a row of distribuuuu.yaml. TRAIN.BATCH_SIZE is the batch size per GPU."""
     arch, gpus = keys["MODEL.ARCH"], keys.gpus
     source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
     keys.set("recipe.model.source", source, "where it has the network from")
@@ -42,9 +42,9 @@ def distribuuuu(keys: Translation, model_given: bool) -> None:
 
 
 def pycls(keys: Translation, model_given: bool) -> None:
-    """Translate what needs more than a row of pycls.yaml: its batch is that of all GPUs.
+    """Translate the keys that need more than a row of pycls.yaml. TRAIN.BATCH_SIZE is the global batch size.
 
-    Where a model is given in our words, those of theirs are not looked at.
+    If `model_given`, an override names the model, and the model keys of pycls are ignored.
     """
     if model_given:
         keys.leave("recipe.model is given", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")
@@ -88,7 +88,7 @@ def pycls(keys: Translation, model_given: bool) -> None:
 
 
 def _pictures(keys: Translation) -> None:
-    """Translate the crops of training and validation; folders are called train and val there as here."""
+    """Translate the crops of training and validation. The folders must be named train and val, as in Lockstep."""
     keys.take("TRAIN.IM_SIZE", "recipe.data.image_size")
     keys.take("TEST.IM_SIZE", "recipe.data.resize_size")
     keys.set("recipe.data.augment", {"resized_crop": True, "flip": True}, "its loader")
@@ -106,7 +106,10 @@ def _momentum(keys: Translation) -> None:
 
 
 def _decays(keys: Translation) -> None:
-    """Translate what decays otherwise: it goes by names, and takes biases of neither norm for biases."""
+    """Translate custom weight decays to parameter groups.
+
+    pycls matches the names of parameters too, and its bias decay doesn't apply to the biases of norms.
+    """
     norms, layers, biases = (keys[f"{section}USE_CUSTOM_WEIGHT_DECAY"] for section in ("BN.", "LN.", "OPTIM.BIAS_"))
     groups = []
     for switched, key, match in (
@@ -123,7 +126,7 @@ def _decays(keys: Translation) -> None:
 
 
 def _loop(keys: Translation) -> None:
-    """Translate the epochs, and the learning rate, which is constant within each of them there."""
+    """Translate the epochs and the learning rate, which is constant within an epoch in these frameworks."""
     keys.set("recipe.last_batch", "drop", "its loader")
     if not keys["TRAIN.AUTO_RESUME"]:
         keys.set("run.resume", "never", "TRAIN.AUTO_RESUME")

@@ -1,4 +1,4 @@
-"""The networks of pycls, found by their numbers among those of torchvision and timm."""
+"""Maps the networks of pycls to torchvision and timm by their dimensions."""
 
 from typing import Final
 
@@ -6,14 +6,15 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottlenecks and widths of groups: one group
+_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottleneck ratios and group widths: one group
 _GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # 32 groups
-# Of ResNet and ResNeXt, all but one of torchvision's.
+# ResNet and ResNeXt: all are in torchvision, except _OF_TIMM.
 _RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
 _OF_TIMM: Final = "resnext101_32x4d"
-# Of EfficientNet, where its seven stages are the same: steps, kernels, expansion.
+# Strides, kernel sizes and expansion ratios of the seven stages, the same in all EfficientNets.
 _STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
-_EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {  # stem, depths and widths of stages, head
+# The widths of the stem, the depths and widths of the stages, and the width of the head.
+_EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
     "efficientnet_b0": (32, [1, 2, 2, 3, 3, 4, 1], [16, 24, 40, 80, 112, 192, 320], 1280),
     "efficientnet_b1": (32, [2, 3, 3, 4, 4, 5, 2], [16, 24, 40, 80, 112, 192, 320], 1280),
     "efficientnet_b2": (32, [2, 3, 3, 4, 4, 5, 2], [16, 24, 48, 88, 120, 208, 352], 1408),
@@ -24,7 +25,10 @@ _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {  # s
 
 
 def network(keys: Translation) -> tuple[str, str]:
-    """Return where a network of these keys can be had, and its name there; its options are set."""
+    """Return the source and the name of the network that these keys describe, and set its options.
+
+    Raises UsageError if the network isn't known.
+    """
     kind = keys["MODEL.TYPE"]
     found = None
     by_numbers = {"regnet": _regnet, "effnet": _efficientnet, "vit": _vit}
@@ -55,7 +59,7 @@ def _found(name: str) -> tuple[str, str] | None:
 
 
 def _regnet(keys: Translation) -> tuple[str, str] | None:
-    """Return timm's network of the same numbers: its RegNets are those of pycls."""
+    """Return the RegNet of timm with the same dimensions. The RegNets of timm are those of pycls."""
     from timm.models.regnet import model_cfgs
 
     wanted = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
@@ -69,7 +73,7 @@ def _regnet(keys: Translation) -> tuple[str, str] | None:
 
 
 def _efficientnet(keys: Translation) -> tuple[str, str] | None:
-    """Return timm's EfficientNet of the same numbers."""
+    """Return the EfficientNet of timm with the same dimensions."""
     stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
     wanted = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
     if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
@@ -86,7 +90,7 @@ def _efficientnet(keys: Translation) -> tuple[str, str] | None:
 
 
 def _vit(keys: Translation) -> tuple[str, str] | None:
-    """Return timm's vision transformer with these numbers as its options."""
+    """Return the vision transformer of timm, and set its dimensions as options."""
     if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
         return None
     if keys["VIT.HIDDEN_DIM"] < 1:
@@ -97,7 +101,7 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
         keys.take(key, f"recipe.model.options.{name}")
     ratio = keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"]
     keys.set("recipe.model.options.mlp_ratio", ratio, "VIT.MLP_DIM, VIT.HIDDEN_DIM")
-    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean of what the last norm gave, without a token for the class
+    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean after the last norm, without a class token
         for name, value in {"class_token": False, "global_pool": "avg", "fc_norm": False}.items():
             keys.set(f"recipe.model.options.{name}", value, "VIT.CLASSIFIER_TYPE")
     return "timm", "vit_base_patch16_224"

@@ -1,4 +1,4 @@
-"""A configuration of another framework, and what became of each of its keys: by its table, and code for the rest."""
+"""Translates the keys of another framework, by a table and by code, and records the result for each key."""
 
 import sys
 import textwrap
@@ -18,26 +18,30 @@ _WIDTH: Final = 120
 
 @dataclass(frozen=True)
 class KeyTable:
-    """What is known of a framework, from the YAML file of its name in this folder. All keys are dotted.
+    """The keys of a framework, from the YAML file of its name in this folder. All keys are dotted.
 
-    `defaults` are those of its keys: a value is of the type of its default, where that is not null. A file that has one
-    of the `marks` is of this framework; without any, one that has one of its keys. `taken` names the key of ours with
-    the same value, `taken_where_set` does so for values that are not empty or off, and `switches` gives what follows
-    from a key that is on. `left` has reasons, each with the keys, or patterns of them, that have no counterpart for it.
-    Keys that the table does not have are refused.
+    - `defaults`: All keys with their defaults. Unless the default is null, a value must have the type of the default.
+    - `marks`: A file with one of these keys is of this framework. If empty, any key of the framework is enough.
+    - `renamed`: Current keys by the names that older versions used.
+    - `taken`: The Lockstep key that has the same value.
+    - `taken_where_set`: Like `taken`, for values that aren't empty or off.
+    - `switches`: The Lockstep values to set if a key is on.
+    - `left`: Reasons, each with the keys or key patterns that have no counterpart for this reason.
+
+    Keys that aren't in the table are rejected.
     """
 
     framework: str
     defaults: Mapping[str, Any]
     marks: Collection[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)  # keys by the names of older versions
+    renamed: Mapping[str, str] = field(default_factory=dict)  # key in an older version: current key
     taken: Mapping[str, str] = field(default_factory=dict)
     taken_where_set: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def knows(self, typed: Collection[str]) -> bool:
-        """Say whether the keys of a file are of this framework."""
+        """Return whether a file with these keys is of this framework."""
         return any(key in typed for key in self.marks or (*self.defaults, *self.renamed))
 
 
@@ -52,10 +56,12 @@ def table_of(framework: str) -> KeyTable:
 
 @dataclass(frozen=True)
 class TranslatedConfig:
-    """Our configuration: `values` with the sections recipe, placement and run.
+    """The translated configuration.
 
-    `origins` has for each of its dotted keys those that it came from, `left` for each of the others why it has no
-    counterpart, and `notes` what else is not as it was there.
+    - `values`: The sections recipe, placement and run.
+    - `origins`: The origin of each value, by dotted key. It names the keys of the framework.
+    - `left`: The reason why a key that the file sets has no counterpart, by key of the framework.
+    - `notes`: Other differences between the framework and Lockstep.
     """
 
     values: Mapping[str, Any]
@@ -64,12 +70,12 @@ class TranslatedConfig:
     notes: tuple[str, ...] = ()
 
     def to_yaml(self, heading: str) -> str:
-        """Write it as a recipe, in which comments say where each value is from, and what is left out."""
+        """Return it as the YAML text of a recipe. Comments list the origin of each value, and `remarks`."""
         lines = [*_comment(heading), *write.block(self.values, self.origins)]
         return "\n".join([*lines, *(line for remark in self.remarks() for line in _comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
-        """Yield what is left out, and what is not as it was there."""
+        """Yield a line for the keys without a counterpart for each reason, then the notes."""
         for reason in dict.fromkeys(self.left.values()):
             keys = [key for key, own in self.left.items() if own == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"
@@ -77,10 +83,10 @@ class TranslatedConfig:
 
 
 def type_mismatch(default: Any, value: Any) -> str:
-    """Return what a value should be, or nothing where it is that; a default of None says nothing about it."""
+    """Return the expected type of a value, or "" if the value has it. A default of None accepts any value."""
     if default is None or (default == "" and value is None):
         return ""
-    # The comparison is exact for whole numbers of any length, and no NaN passes it.
+    # This comparison is exact for integers of any size, and False for NaN.
     number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
@@ -101,10 +107,10 @@ def _comment(text: str) -> list[str]:
 
 @final
 class Translation:
-    """Keys that are turned into ours: those that its table takes, and those that code looks at, one by one.
+    """A translation in progress: the table translates its keys, and code translates the rest one by one.
 
-    `typed` are the keys of a file, and `gpus` the number of GPUs that it is for. Of all keys, those that neither the
-    table nor code does something with are an error of this code: none is passed over.
+    `typed` are the keys and values of a file, and `gpus` the number of GPUs that it is for. A key that neither the
+    table nor code uses is a bug in this package, and `done` raises AssertionError.
     """
 
     def __init__(self, table: KeyTable, typed: Mapping[str, Any], gpus: int) -> None:
@@ -118,7 +124,7 @@ class Translation:
         self._used: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key of theirs, or its default; UsageError where it is of another type."""
+        """Return the value of a key of the framework, or its default. Raises UsageError if the type is wrong."""
         self._used.add(key)
         default = self._table.defaults.get(key)
         value = self._typed.get(key)
@@ -129,11 +135,11 @@ class Translation:
         return value
 
     def __contains__(self, key: str) -> bool:
-        """Whether somebody typed a key of theirs."""
+        """Return whether the file or the command line sets a key of the framework."""
         return key in self._typed
 
     def set(self, path: str, value: Any, origin: str) -> None:
-        """Set a dotted key of ours; `origin` says what it follows from."""
+        """Set a dotted Lockstep key. `origin` describes the source of its value."""
         *sections, name = path.split(".")
         section = self._values
         for each in sections:
@@ -144,13 +150,13 @@ class Translation:
             self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.leaves(value)}
 
     def take(self, key: str, path: str) -> None:
-        """Set a key of ours to the value of one of theirs."""
+        """Set a Lockstep key to the value of a key of the framework."""
         self.set(path, self[key], key)
 
     def leave(self, reason: str, *keys: str) -> None:
-        """Say why these keys of theirs, or patterns of them, have no counterpart, unless something follows from them.
+        """Record why keys of the framework, or key patterns, have no counterpart. The first reason for a key is kept.
 
-        The first reason counts.
+        Keys that appear in the origin of a value have a counterpart, and `done` ignores their reasons.
         """
         for key in {**self._table.defaults, **self._typed}:
             if any(fnmatchcase(key, each) for each in keys):
@@ -158,11 +164,11 @@ class Translation:
                 self._left.setdefault(key, reason)
 
     def note(self, text: str) -> None:
-        """Say what else is not as it was there."""
+        """Record another difference between the framework and Lockstep."""
         self._notes.append(text)
 
     def take_listed(self) -> None:
-        """Take what the table says has a counterpart."""
+        """Translate the keys for which the table has a counterpart."""
         for key, path in self._table.taken.items():
             if self[key] is not None:
                 self.take(key, path)
@@ -174,7 +180,7 @@ class Translation:
                 self.set(path, value, key)
 
     def done(self) -> TranslatedConfig:
-        """Return the whole, with the reasons of the table for what is left out."""
+        """Return the translated configuration, with the table's reasons for keys without a counterpart."""
         for reason, keys in self._table.left.items():
             self.leave(reason, *keys)
         forgotten = [key for key in {**self._table.defaults, **self._typed} if key not in self._used]
