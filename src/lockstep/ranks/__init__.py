@@ -1,1 +1,1 @@
-"""How the ranks of a run start, rendezvous, send heartbeats, fail and are reported."""
+"""Launch, rendezvous, heartbeats, stall detection and failure reports of the ranks of a run."""

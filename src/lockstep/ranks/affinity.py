@@ -1,10 +1,11 @@
-"""Binds a rank on a GPU, and all that it starts later, to the cores of the NUMA node of its card.
+"""Binds a rank on a GPU, and all threads and processes it starts, to the cores of the NUMA node of its GPU.
 
-Copies to a card start in memory, and memory lies where the thread ran that first wrote to it. The number of threads is
-the recipe's, so no bit depends on where they run.
+Copies to a GPU start in host memory, and memory is allocated on the node of the thread that first writes to it. The
+recipe sets the number of threads, so binding never changes the weights.
 
-torch has this for torchrun (`torch.numa.binding`), but as private functions that need the program numactl, share cores
-out among the cards that one process sees (under Slurm often one), and do not ask whether its launcher bound it before.
+torch offers this for torchrun (`torch.numa.binding`), but as private functions. They require the program numactl,
+divide cores among the GPUs that a process sees (under Slurm often only one), and don't check whether the launcher
+already bound the process.
 """
 
 import json
@@ -24,7 +25,7 @@ _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
-    """Bind this process, and return for each rank which cores it has and why; nothing on the CPU. All ranks call it."""
+    """Bind this process, and return for each rank its cores and the reason. All ranks call it; no-op on the CPU."""
     if not world.on_gpu:
         return []
     seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
@@ -36,24 +37,24 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
 
 
 def pci_address(device: torch.device) -> str:
-    """Return where the card is, as sysfs names it: 0000:9d:00.0."""
+    """Return the PCI address of the GPU in the form that sysfs uses, such as 0000:9d:00.0."""
     found = torch.cuda.get_device_properties(device)
-    # torch has them without a type.
+    # untyped in torch
     domain, bus, number = found.pci_domain_id, found.pci_bus_id, found.pci_device_id  # type: ignore[attr-defined]
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
-    """Return where a rank with the card at `address` runs."""
+    """Return the host, the nearby cores and the usable cores of a rank whose GPU is at `address`."""
     card = sysfs / "bus/pci/devices" / address
-    # Without a node (-1) Linux lists all cores as local.
+    # If a card has no NUMA node (-1), Linux lists all cores as local.
     near = _cores(card / "local_cpulist") if plainfile.shown_text(card / "numa_node") not in ("", "-1") else frozenset()
     online = _cores(sysfs / "devices/system/cpu/online")
     return Seat(host, near, usable, limited=bool(online - usable))
 
 
 def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
-    """Return for each core the first of those that are one physical core with it."""
+    """Return for each core the first logical core of the same physical core."""
     return {core: min({core, *_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
 
 
@@ -73,9 +74,9 @@ def _read(text: str) -> Seat:
 
 
 def _bind_threads(cores: Cores) -> None:
-    """Bind the threads that run where this one may; what starts later, loader processes too, inherits it."""
+    """Bind all threads that have the same affinity as this thread. Threads and processes started later inherit it."""
     before = os.sched_getaffinity(0)
     for thread in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # it has ended since
-            if os.sched_getaffinity(thread) == before:  # else a library bound it, as NCCL does
+        with suppress(ProcessLookupError):  # the thread has ended
+            if os.sched_getaffinity(thread) == before:  # a library, such as NCCL, has bound the other threads
                 os.sched_setaffinity(thread, cores)

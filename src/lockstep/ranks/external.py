@@ -1,4 +1,4 @@
-"""A rank that another launcher started: it reports its end at the store, and on the terminal if no other rank does."""
+"""A rank that another launcher started: reports its failure at the store, and on the terminal if no other rank does."""
 
 import os
 import sys
@@ -22,9 +22,9 @@ from lockstep.ranks.timing import TIMING, Timing
 def membership(
     info: RankInfo, address: str, timeout_s: float, lost_after_s: float, timing: Timing = TIMING
 ) -> Iterator[Rendezvous]:
-    """Meet the other ranks and be one of them while the block runs.
+    """Join the other ranks, and be a member of the job while the block runs.
 
-    An error ends this process here and now, whatever its other threads do, with what there is to say on the terminal.
+    An error ends this process immediately, regardless of its other threads, and is reported on the terminal.
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
@@ -35,33 +35,34 @@ def membership(
             except Exception as error:
                 if lost_peer(error) is None:
                     raise
-                # Where nobody knows of a cause, as when a link between two other hosts is cut, this is all there is.
+                # If no rank reported a cause, for example because a link between two other hosts went down, report the
+                # lost peer.
                 unexplained = replace(failure_of(error, rendezvous.info, rendezvous.rank_log), secondary=False)
                 rendezvous.end(heartbeat.cause() or unexplained)
         rendezvous.leave()
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank for an error found before it joined the others, and report it to them if they join soon.
+    """End this rank for an error found before it joined the other ranks. Report it to them if they join soon.
 
-    Where all ranks found the same mistake it is said once.
+    If all ranks found the same mistake, it is printed once.
     """
     rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
     try:
         rendezvous.secret = job_secret(os.environ)
         rendezvous.join(address)
     except (LockstepError, RuntimeError):
-        rendezvous.store = None  # nobody to tell
+        rendezvous.store = None  # no other rank to report to
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def alone() -> Rendezvous:
-    """Return the rendezvous of the only process of a run."""
+    """Return the rendezvous of a run with a single process."""
     return Rendezvous(ALONE, 0.0, _end)
 
 
 def join_ranks(info: RankInfo, address: str, timeout_s: float, timing: Timing = TIMING) -> Rendezvous:
-    """Return the rendezvous of this rank with the others, which it has joined."""
+    """Join the other ranks and return the rendezvous."""
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     rendezvous.join(address)
     return rendezvous
@@ -72,11 +73,11 @@ def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
 
 
 def _report(rendezvous: Rendezvous, failure: Failure) -> None:
-    """Send the other ranks why this one ends, and print what no other rank prints."""
+    """Report the reason to the other ranks, and print everything that no other rank prints."""
     timing = rendezvous.timing
     first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may be gone
     if (keep := rendezvous.keep_failure) is not None:
-        at_most(timing.report_s, lambda: keep(first or failure))  # so may the disk
+        at_most(timing.report_s, lambda: keep(first or failure))  # the disk may hang
     for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
             rendezvous.rank_log.notice(line)
@@ -86,8 +87,8 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
 
 
 def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
-    """Return what this rank prints of `failure`, where `first` was the first of all ranks."""
-    by_hand = info.launcher == "environment"  # each rank may have a terminal of its own
+    """Return the lines that this rank prints about `failure`. `first` is the first failure of all ranks."""
+    by_hand = info.launcher == "environment"  # each rank may have a separate terminal
     if failure == first and not failure.secondary:
         return [failure.words]
     if failure.rank == info.rank:
@@ -96,9 +97,9 @@ def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
 
 
 def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:
-    """Return what this rank prints of `failure` where the store is gone, and no rank knows what another prints."""
+    """Return the lines that this rank prints about `failure` if the store is gone and ranks can't coordinate."""
     info = rendezvous.info
     own = failure.rank == info.rank and not failure.secondary
     with_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
-    reports = info.local_rank == int(with_rank_0)  # one for each host; where rank 0 was, which is gone, the next one
+    reports = info.local_rank == int(with_rank_0)  # one rank per host; on the host of rank 0, the next rank
     return [failure.words] if own or reports or info.launcher == "environment" else []

@@ -1,4 +1,4 @@
-"""How a rank failed: the one record of it, for the other ranks, the process that started them, and the user."""
+"""The record of a rank's failure, for the other ranks, the launcher and the user."""
 
 import json
 import time
@@ -18,15 +18,16 @@ from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, 
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, with_rank
 
-_LONGEST: Final = 8_000  # characters, of which JSON makes six each at most: a pipe takes 64 KiB that nobody reads
+_LONGEST: Final = 8_000  # characters; at most six each in JSON, to fit the 64 KiB buffer of an unread pipe
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank by an error. `secondary`: only because of another rank. `log` is its file, if it has one.
+    """The end of a rank by an error.
 
-    `wrong` are the ranks that an audit found to compute wrongly. Its text is fit to print, and the middle of a long
-    one is left out.
+    `secondary` is set if the rank ended only because another rank failed. `log` is the path of the rank's log, if it
+    has one. `wrong` lists the ranks that an audit found to compute wrongly. `text` is safe to print. If it is long, its
+    middle is omitted.
     """
 
     rank: int
@@ -51,33 +52,33 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """The message for the user: which rank, what happened, and where to read on."""
+        """The message for the user: the rank, the error, and the path of the log."""
         log = f"\n  its log: {self.log}" if self.log else ""
         return with_rank(self.rank, self.size, self.host, f"{self.text}{log}")
 
     @property
     def line(self) -> str:
-        """The same in one line, where the rest is printed elsewhere."""
+        """The same as a single line, for use if the full message is printed elsewhere."""
         return with_rank(self.rank, self.size, self.host, self.first_line)
 
     @property
     def first_line(self) -> str:
-        """The first line of the message, of a traceback the last one."""
+        """The first line of the message, or the last line of a traceback."""
         lines = self.text.splitlines() or [""]
         return lines[-1] if lines[0].startswith("Traceback") else lines[0]
 
     def to_json(self) -> str:
-        """Return it as text."""
+        """Return the failure as JSON text."""
         return json.dumps(asdict(self))
 
 
 def from_json(text: str | bytes) -> Failure:
-    """Return the failure that `to_json` wrote; raise ValueError for any other text."""
+    """Return the failure that `to_json` wrote. Raise ValueError for any other text."""
     return parse_failure(plainfile.parse_json(text))
 
 
 def parse_failure(value: Any) -> Failure:
-    """Return a failure from JSON; ValueError for anything else."""
+    """Return the failure that a JSON value holds. Raise ValueError for any other value."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
     kinds |= {"secondary": bool, "log": str, "time": float, "wrong": list, "cause": str}
     failure = Failure(**fields(value, kinds))
@@ -86,25 +87,28 @@ def parse_failure(value: Any) -> Failure:
         whole(rank, most=failure.size - 1)
     if failure.cause not in get_args(Cause):
         raise ValueError("cause: none that is known")
-    whole(failure.exit_code, least=1, most=255)  # not 0: nobody may say of a failure that all went well
+    whole(failure.exit_code, least=1, most=255)  # not 0: a failure never counts as success
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
     return failure
 
 
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
-    """Return the failure that an error is. Of a lost peer or a limit only the log has the traceback."""
+    """Return the failure for an exception.
+
+    If a peer was lost or a limit of the system was reached, the traceback goes only to the log.
+    """
     known = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
     if known is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, of a device
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # of torch, for a device
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
     wrong = error.ranks if isinstance(error, CorruptionError) else []
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
-    # The message of an error: the text of ours, the traceback of any other.
+    # Our own errors have a message for the user. All other errors are shown with their traceback.
     whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
     cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
     return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong, cause)
@@ -112,7 +116,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
 @final
 class PeerFailedError(TrainingError):
-    """Another rank failed and reported how."""
+    """Another rank failed and reported its failure."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"ended, because another rank failed: {failure.line}")
@@ -123,4 +127,4 @@ class PeerFailedError(TrainingError):
 
 @final
 class RanksDifferError(UsageError):
-    """Ranks of one run were started with different things. All of them raise it, with the same text."""
+    """The ranks of a run were started with different settings. All ranks raise it, with the same text."""

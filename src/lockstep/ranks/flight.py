@@ -1,4 +1,4 @@
-"""torch's own record of the exchanges between ranks, its flight recorder, where this torch has one and keeps it."""
+"""torch's flight recorder of collectives, if this version of torch has it and it is enabled."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,22 @@ from lockstep.common import plainfile
 
 
 def write(path: Path, nccl: bool) -> bool:
-    """Write the record of this rank's last exchanges, by NCCL or else by gloo, as JSON. Return whether there is one.
+    """Write the flight record of this rank as JSON to `path`. Return whether there is a record.
 
-    It has sizes, types, sequence numbers and states, no stacks. TORCH_FR_BUFFER_SIZE=0 keeps torch from recording.
+    The record is that of NCCL, or of gloo if `nccl` is False. It contains sizes, dtypes, sequence numbers and states,
+    but no stacks. Set TORCH_FR_BUFFER_SIZE=0 to turn recording off in torch.
     """
     try:
         from torch._C import _distributed_c10d as c10d
 
         text = c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
         record = plainfile.parse_json(text)
-    except (ImportError, AttributeError, ValueError):  # another torch, or one without a record
+    except (ImportError, AttributeError, ValueError):  # a different version of torch, or no record
         return False
     if not record.get("entries"):
         return False
     try:
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    except OSError:  # a full disk is no reason to end, nor to keep silent about the rest
+    except OSError:  # a full disk must neither end the run nor suppress the rest of the report
         return False
     return True

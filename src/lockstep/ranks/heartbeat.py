@@ -1,13 +1,21 @@
-"""Each rank sends a heartbeat twice a second and checks those of others: none waits for one that is gone.
+"""Heartbeats between ranks, so that no rank waits for a rank that is gone.
 
-A process that is killed, stopped or cut off sends nothing any more, and one that hangs in an exchange does not notice
-that another rank failed. So a thread of each rank writes to the store how often it has looked there, and what the rank
-does. Each reads the beats of rank 0 and of at most 64 others, its children in a tree, so that a look takes no longer of
-many ranks; a rank that fails leaves there why. Timeouts are counted in own looks: no clocks of two hosts are compared,
-and a job that is stopped as a whole resumes as a whole.
+A rank that was killed, stopped or disconnected can't report its failure, and a rank that hangs in a collective doesn't
+notice that another rank failed. Two background threads on each rank detect both cases.
 
-A rank may also be silent because other code keeps Python's threads from running. For a process of this machine the
-kernel decides: one that runs is waited for, and one that is gone is not.
+The first thread runs twice a second:
+1. It writes the heartbeat of its rank to the store, with the status of the rank.
+2. It reads the heartbeats of rank 0 and of at most 64 other ranks (its children in a tree), so the cost doesn't grow
+   with the world size.
+3. It reads the first failure. A rank that fails writes the reason to the store.
+
+The second thread ends the process if a watched rank is lost, if the store no longer answers, or if the main thread
+doesn't react to a failure. Each rank measures timeouts by counting its own checks. Clocks are never compared across
+hosts, so a job can be suspended and resumed as a whole.
+
+A rank can also miss heartbeats because other code is holding the GIL. On the same machine, Lockstep therefore asks the
+kernel for the state of a silent process, and keeps waiting as long as the process is running. If the process is gone,
+the rank is lost at once.
 """
 
 import threading
@@ -30,9 +38,9 @@ _CHILDREN: Final = 64
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank writes at a look: what the others want to know of it if no other beat follows.
+    """A heartbeat: everything that the other ranks know about a rank if no other heartbeat follows.
 
-    `left`: it is done, and this is its last one.
+    `look` counts the checks of the rank. `left` marks its last heartbeat, after its work is done.
     """
 
     look: int
@@ -43,7 +51,7 @@ class Beat:
 
 
 def parse_beat(value: Any) -> Beat:
-    """Return a beat from JSON; ValueError for anything else."""
+    """Return the heartbeat that a JSON value holds. Raise ValueError for any other value."""
     kinds = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
     beat = Beat(**fields(value, kinds))
     whole(beat.look)
@@ -52,17 +60,17 @@ def parse_beat(value: Any) -> Beat:
 
 
 def watched(rank: int, size: int) -> list[int]:
-    """Return the ranks whose beats a rank reads: rank 0, which may have the store, and its children."""
+    """Return the ranks whose heartbeats `rank` reads: its children, and rank 0, which may host the store."""
     first = _CHILDREN * rank + 1
     return [*range(min(rank, 1)), *range(first, min(first + _CHILDREN, size))]
 
 
 @final
 class Heartbeat:
-    """Enter to send and to check heartbeats, after the rendezvous.
+    """Context manager that sends and checks heartbeats. Enter it after the rendezvous.
 
-    It ends this process where another rank failed and the main thread does not notice, and where a rank sent none for
-    `lost_after_s`.
+    Ends this process if another rank failed and the main thread doesn't react, or if a rank is lost. A rank that is
+    stopped or on another host is lost if it sent no heartbeat for `lost_after_s` seconds.
     """
 
     def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
@@ -71,10 +79,10 @@ class Heartbeat:
         self._lost_looks = max(self._missed, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched = watched(rank, size)
-        self._beats: dict[int, Beat] = {}  # by rank: the last one received
+        self._beats: dict[int, Beat] = {}  # last heartbeat received, by rank
         self._killed = oom.Killed(round(rendezvous.timing.memory_s / self._beat_s))
         self._looks = 0  # at the store
-        self._silent = dict.fromkeys(self._watched, 0)  # looks since a rank's last new beat
+        self._silent = dict.fromkeys(self._watched, 0)  # checks since the last new heartbeat, by rank
         self._failed: Failure | None = None
         self._over = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._check)]
@@ -88,15 +96,15 @@ class Heartbeat:
         self._over.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._beat_s)  # one that talks to a store which is gone may never end
+                thread.join(self._beat_s)  # a thread that talks to a store which is gone may never end
         if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # rank 0 has left
                 self._rendezvous.store.set(_key(self._rendezvous.info.rank), asdict(Beat(self._looks + 1, left=True)))
 
     def cause(self) -> Failure | None:
-        """Return why an exchange with another rank failed, as far as it can be found out within some beats."""
-        more = 2 if self._rendezvous.info.rank == 0 else 4  # most others hear of it from rank 0
-        if self._rendezvous.info.size > 1 + _CHILDREN:  # whose exchange it was is not known
+        """Return why a collective failed, or None if no reason is found within a few heartbeats."""
+        more = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn of a failure from rank 0
+        if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be any rank, not only a watched rank
             others = [each for each in range(self._rendezvous.info.size) if each != self._rendezvous.info.rank]
             self._silent = {**dict.fromkeys(others, 0), **self._silent}
             self._watched = others
@@ -110,21 +118,22 @@ class Heartbeat:
         return None if self._looks - looks >= self._missed else self._alone(self._missed)
 
     def _beat(self) -> None:
-        """Send the next beat, read those of the others, and look whether a rank failed."""
+        """Send heartbeats, read those of the watched ranks, and check whether a rank failed, until the block ends."""
         assert self._rendezvous.store is not None
         process = process_state.identity()
-        with suppress(RuntimeError):  # the store is gone: the other thread sees that nothing moves
-            store = self._rendezvous.store.clone()  # who waits for an answer in one connection keeps the others from it
+        with suppress(RuntimeError):  # the store is gone: the other thread notices that the check count stands still
+            store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._over.is_set():
                 own = Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
                 store.set(_key(self._rendezvous.info.rank), asdict(own))
                 heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
-                # All at once: of a thousand ranks one by one would take longer than a beat, beside a busy main thread.
+                # Read all heartbeats in one request. Reading those of a thousand ranks one by one would take longer
+                # than the heartbeat interval if the main thread is busy.
                 beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parse_beat), strict=True))
                 for rank in self._watched:
                     self._note(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
-                    self._over.set()  # done, all of them; nobody listens any more
+                    self._over.set()  # all watched ranks are done
                 if self._failed is None and all(missed < self._missed for missed in self._silent.values()):
                     self._killed.look()
                 self._failed = self._failed or self._rendezvous.first_failure(store)
@@ -132,7 +141,7 @@ class Heartbeat:
                 self._over.wait(self._beat_s)
 
     def _note(self, rank: int, beat: Beat | UntrustedError | None) -> None:
-        """Note what was found of a rank; only a later beat than its last shows life, as a stranger can repeat one."""
+        """Record a heartbeat or its absence. Only newer heartbeats count, since anyone can repeat old ones."""
         last = self._beats.get(rank)
         if isinstance(beat, Beat) and (last is None or beat.look > last.look):
             self._beats[rank], self._silent[rank] = beat, 0
@@ -140,7 +149,7 @@ class Heartbeat:
             self._silent[rank] += 1
 
     def _check(self) -> None:
-        """End where nothing more is to be expected."""
+        """End this process if a rank failed or is lost, or if the store no longer answers."""
         looks = stuck = noticed = 0
         while not self._over.wait(self._beat_s):
             stuck = 0 if self._looks != looks else stuck + 1
@@ -155,18 +164,18 @@ class Heartbeat:
                 self._rendezvous.end(self._failure_of(lost))
 
     def _lost_ranks(self, looks: int) -> list[int]:
-        """Return the ranks that are gone, and those that are silent for so long and not seen to run."""
+        """Return silent ranks that are gone, or that were silent for `looks` checks and aren't known to be running."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
         seen = {rank: process_state.state(self._last(rank).process) for rank in silent}
         enough = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
 
     def _last(self, rank: int) -> Beat:
-        """Return the last beat of a rank."""
+        """Return the last heartbeat of a rank, or an empty heartbeat."""
         return self._beats.get(rank, Beat(0))
 
     def _failure_of(self, lost: list[int]) -> Failure:
-        """Return the failure of ranks that are lost."""
+        """Return the failure of the ranks that are lost."""
         rank = lost[0]
         last = self._last(rank)
         gone = process_state.state(last.process) == "gone"
@@ -178,7 +187,7 @@ class Heartbeat:
         return self._loss_failure(lost, what, why, "host" if oom.KILLED in memory else "transient")
 
     def _alone(self, looks: int) -> Failure:
-        """Return the failure where the store does not answer."""
+        """Return the failure to report if the store doesn't answer."""
         where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
         what = f"{where} has not answered for {looks * self._beat_s:.0f} s"
         return self._loss_failure([0], what, "killed, stopped or cut off")

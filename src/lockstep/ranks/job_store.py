@@ -1,30 +1,30 @@
-"""The rendezvous store of a job: what its ranks write there, and which of it they trust.
+"""The rendezvous store of a job: the keys that ranks write there, and which values they trust.
 
-A store that listens on a network takes values from anybody who can connect to it. So each value is signed with a secret
-of the job, if it has one, together with its key, which holds the name of the start: a value cannot be forged, moved to
-another key, or taken from an earlier start. With a secret or without, a value that is too long or has another form than
-the code writes is refused. Two things have no signature: counters, which only say who came first, and what torch
-itself keeps there for its process groups.
+A store that listens on a network accepts values from any process that can connect to it. If the job has a secret, each
+value is therefore signed together with its key, which contains the ID of the start. This means that nobody can forge a
+value, move it to a different key, or replay it from an earlier start. With or without a secret, values that are too
+long or don't have the expected form are rejected. Two kinds of values have no signature: counters, which only tell
+which rank came first, and the values that torch writes for its process groups.
 
 | key | value | written by |
 |---|---|---|
-| `lockstep start` | the name of the start, before all keys below | rank 0 |
-| `came R` | counter: how many processes have come as this rank | each rank |
-| `here R` | its number of ranks and its host | each rank |
-| `begin` | the number of ranks, and all hosts | rank 0 |
-| `compare N R` | its facts at the Nth comparison | each rank |
-| `compare N count`, `compare N all` | counter: how many facts are there; set with the last of them | each rank |
-| `compare N verdict`, `tell N 0` | what differs; what rank 0 has to tell | rank 0 |
-| `gather N R` | what it gives at the Nth gathering | each rank |
-| `gather N count`, `gather N all` | counter: how many have given; set with the last of them | each rank |
+| `lockstep start` | ID of the start, which prefixes all keys below | rank 0 |
+| `came R` | counter: number of processes that came as rank R | each rank |
+| `here R` | world size and host of rank R | each rank |
+| `begin` | world size and all hosts | rank 0 |
+| `compare N R` | facts of rank R in the Nth comparison | each rank |
+| `compare N count`, `compare N all` | counter of written facts; set with the last of them | each rank |
+| `compare N verdict`, `tell N 0` | the differences; the text of a broadcast | rank 0 |
+| `gather N R` | value of rank R in the Nth gather | each rank |
+| `gather N count`, `gather N all` | counter of written values; set with the last of them | each rank |
 | `failure` | the first failure | the rank that failed |
-| `beat R` | a heartbeat | each rank |
-| `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth question; a rank's place | each rank |
-| `left` | counter: how many ranks ask no more | each rank |
+| `beat R` | heartbeat of rank R | each rank |
+| `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth question; the state of rank R | each rank |
+| `left` | counter: number of ranks that are done with the store | each rank |
 | `group ...` | addresses of gloo and NCCL | torch |
 
-A world keeps a counter beside those addresses: how often ranks have come to the end of work that is not timed, such as
-a save.
+A World also keeps a counter next to these addresses. It counts how often ranks have completed work without a timeout,
+such as a save.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
+    from torch._C._distributed_c10d import Store  # torch.distributed exports it without a type
 
 T = TypeVar("T")
 
 LONGEST: Final = 128 * 1024  # bytes of a value
-LONGEST_FACTS: Final = 4 * 1024 * 1024  # of what is compared: the names of ten thousands of things; torch sends 8 MiB
+LONGEST_FACTS: Final = 4 * 1024 * 1024  # longest facts: tens of thousands of names; torch sends up to 8 MiB
 _UNSIGNED: Final = "-"
 _SAME_SECRET: Final = "give all ranks the same LOCKSTEP_JOB_SECRET, or none"
 
 
 @final
 class UntrustedError(UsageError):
-    """A value at the store that apparently no rank of this job wrote."""
+    """A value in the store that was apparently not written by a rank of this job."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"where the ranks meet, {key!r} {problem}; if another run meets there, choose another port")
@@ -61,9 +61,9 @@ class UntrustedError(UsageError):
 
 @final
 class JobStore:
-    """A store of torch.distributed, for values of JSON that are signed when written and checked when read.
+    """A store of torch.distributed for JSON values that are signed when written and verified when read.
 
-    `path` is what stands before all keys. Without a secret, which is empty then, only form and length are checked.
+    `path` is the prefix of all keys. If `secret` is empty, only form and length are checked.
     """
 
     def __init__(self, store: Store, secret: bytes, path: str = "") -> None:
@@ -72,20 +72,20 @@ class JobStore:
         self._path = path
 
     def part(self, name: str) -> JobStore:
-        """Return the part of the store whose keys have `name` before them."""
+        """Return the part of the store whose keys are prefixed with `name`."""
         part = dist.PrefixStore(name, self.unsigned)  # type: ignore[attr-defined]
         return JobStore(part, self._secret, f"{self._path}{name}/")
 
     def clone(self) -> JobStore:
-        """Return another connection to it, for a thread: a wait in one blocks all other users of it."""
+        """Return a separate connection for a thread, since a request blocks its connection for all other threads."""
         return JobStore(self.unsigned.clone(), self._secret, self._path)
 
     def has(self, key: str) -> bool:
-        """Return whether a key is set, to whatever."""
+        """Return whether a key is set, to any value."""
         return self.unsigned.check([key])
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter and return it. It is not signed."""
+        """Add to a counter and return its new value. Counters aren't signed."""
         return self.unsigned.add(key, number)
 
     def set(self, key: str, value: Any, longest: int = LONGEST) -> None:
@@ -93,16 +93,17 @@ class JobStore:
         self.unsigned.set(key, self._sign(key, value, longest))
 
     def read(self, key: str, parse: Callable[[Any], T], longest: int = LONGEST) -> T:
-        """Return what `parse` makes of a key's value; UntrustedError where that is not ours, or `parse` refuses it.
+        """Return the result of `parse` for the value of a key. Wait if the key isn't set.
 
-        `parse` raises ValueError for a value that the code does not write. Waits for a key that is not set.
+        `parse` must raise ValueError for any value that ranks don't write. Raises UntrustedError if `parse` rejects the
+        value, or if the value isn't signed with the secret of this job.
         """
         return self._verify(key, self.unsigned.get(key), parse, longest)
 
     def read_all(
         self, keys: Sequence[str], parse: Callable[[Any], T], longest: int = LONGEST
     ) -> list[T | UntrustedError]:
-        """Return what `read` returns of each key, or raises, from one exchange with the store."""
+        """Return the result of `read` for each key, or its UntrustedError, from a single request to the store."""
         found: list[T | UntrustedError] = []
         for key, sealed in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
             try:
@@ -112,7 +113,7 @@ class JobStore:
         return found
 
     def settle(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
-        """Set a key, unless another rank has, and return what it is set to; what is not ours counts as nothing."""
+        """Set a key unless another rank has set it, and return its value. An untrusted value is overwritten."""
         sealed = self._sign(key, value, LONGEST)
         there = self.unsigned.compare_set(key, "", sealed)
         try:
@@ -147,7 +148,7 @@ class JobStore:
 
 
 def fields(value: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return a value that is a dict of these fields and no others, each of just its type; else raise ValueError."""
+    """Return a value that is a dict with exactly these fields and types. Raise ValueError for any other value."""
     if type(value) is not dict or value.keys() != kinds.keys():
         raise ValueError(f"expected {', '.join(kinds)}")
     for name, kind in kinds.items():
@@ -157,14 +158,14 @@ def fields(value: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """Return a value that is text; else raise ValueError."""
+    """Return a value that is text. Raise ValueError for any other value."""
     if type(value) is not str or "\0" in value:
         raise ValueError("expected text")
     return value
 
 
 def whole(value: Any, least: int = 0, most: int = 2**53) -> int:
-    """Return a value that is a whole number from `least` to `most`; else raise ValueError."""
+    """Return a value that is an integer from `least` to `most`. Raise ValueError for any other value."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"expected a whole number from {least} to {most}")
     return value

@@ -1,8 +1,8 @@
-"""Starts the processes of a run on this machine, ends all when one fails, and reports the failure that came first.
+"""Starts the processes of a run on this machine, ends all if one fails, and reports the failure that came first.
 
-Nothing listens on the network for it, and no folder is needed: the workers meet in an unnamed file, which the
-agent holds open, and gloo listens at the loopback interface (comm/world.py). Through a pipe each worker says why it
-ends.
+Nothing has to listen on the network for this, and no folder is needed. The workers rendezvous in an unnamed file, which
+the agent holds open, and gloo listens only on the loopback interface (comm/world.py). Each worker reports its end
+through a pipe.
 """
 
 import multiprocessing
@@ -43,10 +43,11 @@ _DONE: Final = b"done "
 
 @dataclass(frozen=True)
 class End:
-    """How a worker ended, as the agent saw it at `time`, in seconds since 1970.
+    """The end of a worker, as the agent saw it at `time`, in seconds since 1970.
 
-    `code` as in subprocess: -N is death by signal N. `result` is the exit code that it reported when its work was done,
-    `failure` why it ended before that. A worker that was killed has neither; nor has one that left by os._exit.
+    `code` is as in subprocess: -N is death by signal N. `result` is the exit code that the worker reported once its
+    work was done. `failure` is the reason if it ended before that. A worker that was killed or that called os._exit has
+    neither.
     """
 
     rank: int
@@ -57,7 +58,7 @@ class End:
 
     @property
     def secondary(self) -> bool:
-        """Whether it ended only because of another rank."""
+        """Whether the worker ended only because of another rank."""
         return self.failure is not None and self.failure.secondary
 
 
@@ -70,20 +71,21 @@ def run_workers(
     failed: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Run `worker` in so many processes, once all have joined, and return the exit code of the run.
+    """Run `worker` in the given number of processes, once all have joined, and return the exit code of the run.
 
-    `logs` has the logs of the ranks, if they keep any, for the message of one that was killed. `failed` is called with
-    the failure that ended the run.
+    `logs` is the folder of the rank logs, if there are any. It is named in the message about a worker that was killed.
+    `failed` is called with the failure that ended the run.
 
-    Signals that stop a run go on to the workers: one that knows StopRequest goes on to a step boundary, any other ends.
-    A second SIGINT kills them. The failure that came first is printed; the others, which only lost a peer, are not.
+    Signals that stop a run are passed on to the workers. A worker that uses StopRequest continues to a step boundary,
+    and any other worker ends. A second SIGINT kills all workers. Only the failure that came first is printed, not the
+    failures of workers that lost a peer.
     """
     check_loopback(timing)
     started = _Started(timing)
     with ExitStack() as held:
         received = held.enter_context(_relay_signals(started))
         address = held.enter_context(_nameless_file())
-        held.callback(started.end)  # while the file is there: who looks for one that is gone waits for it
+        held.callback(started.end)  # before the file is closed: a worker that opens a missing file waits for it
         for rank in range(processes):
             started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s, timing))
         ends = started.watch()
@@ -93,7 +95,7 @@ def run_workers(
         if -first.code in received:
             return _report_signal(-first.code)
         failure = first.failure or _silent(first, processes, started.memory(first.rank), logs)
-    # All workers are gone by now: none prints after this.
+    # All workers have ended, so none of them prints after this.
     print(failure.words, file=sys.stderr)
     if failed:
         failed(failure)
@@ -101,16 +103,16 @@ def run_workers(
 
 
 def cause(ends: Sequence[End]) -> End | None:
-    """Return the end of the worker that failed first of its own accord; None where all have done their work.
+    """Return the end of the worker that failed first, or None if all workers completed their work.
 
-    Who only lost another rank is the cause where no other is known.
+    A worker that only lost another rank is returned if no other cause is known.
     """
     failed = [end for end in ends if end.result is None]
     return min(failed, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None)
 
 
 def check_loopback(timing: Timing = TIMING) -> None:
-    """Raise PreflightError where processes of this machine cannot reach each other."""
+    """Raise PreflightError if processes of this machine can't connect to each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             socket.create_connection(listening.getsockname(), timeout=timing.loopback_s).close()
@@ -125,13 +127,13 @@ def check_loopback(timing: Timing = TIMING) -> None:
 
 @dataclass
 class _Process:
-    """A worker: its process, a descriptor that is readable once it ended, and the pipe by which it reports."""
+    """A worker: its process, a descriptor that becomes readable when it ends, and the pipe for its report."""
 
     process: BaseProcess
-    ending: int  # a descriptor that can be read once the process has ended
+    ending: int  # file descriptor, readable once the process has ended
     words: Connection
     end: End | None = None
-    peak: int = 0  # bytes of memory, the most that was seen
+    peak: int = 0  # bytes of resident memory
 
 
 @final
@@ -157,7 +159,10 @@ class _Started:
             raise limit_error(f"start rank {rank}", error) from error
 
     def watch(self) -> list[End]:
-        """Return how the workers ended: all of them, or, where one fails, those that have ended when that is clear."""
+        """Return the ends of the workers, once all have ended or the first failure is known.
+
+        If a worker ended only because it lost a peer, the worker that failed first gets `cause_s` to end too.
+        """
         clear_at = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:
             wait([worker.ending for worker in running], self._timing.watch_s)
@@ -181,34 +186,34 @@ class _Started:
         return [worker.end for worker in self._workers if worker.end]
 
     def memory(self, rank: int) -> str:
-        """Say what memory a worker had that was killed, and whether memory ran out."""
+        """Return the peak memory of a worker that was killed, and whether the machine ran out of memory."""
         return self._killed.words(self._workers[rank].peak)
 
     def signal(self, number: int) -> bool:
-        """Send a signal to the workers that run; return whether any were ever started."""
+        """Send a signal to the workers that are running. Return whether any worker was started."""
         for worker in self._workers:
             with suppress(ProcessLookupError):
                 _send(worker, number)
         return bool(self._workers)
 
     def end(self) -> None:
-        """End the workers that still run: one may be stopped, and not even hear of it."""
+        """End the workers that still run: by SIGTERM, and then by SIGKILL, since a stopped worker ignores SIGTERM."""
         self.signal(signal.SIGTERM)
         until = time.monotonic() + self._timing.stop_s
         for worker in self._workers:
             wait([worker.ending], max(0.0, until - time.monotonic()))
         self.signal(signal.SIGKILL)
         for worker in self._workers:
-            worker.process.join(self._timing.stop_s)  # one that waits for a device or a disk may not even be killed
+            worker.process.join(self._timing.stop_s)  # a process that waits for a device or disk can't always be killed
             worker.words.close()
             os.close(worker.ending)
 
 
 def _ending(process: BaseProcess) -> int:
-    """Return a descriptor that can be read once a process has ended."""
+    """Return a file descriptor that becomes readable when the process ends."""
     try:
         return os.pidfd_open(process.pid or 0)
-    except AttributeError:  # not Linux; this one is open for as long as any process that the rank started
+    except AttributeError:  # not Linux: this descriptor also stays open for child processes of the rank
         return os.dup(process.sentinel)
 
 
@@ -221,19 +226,19 @@ def _send(worker: _Process, number: int) -> None:
 
 
 def _end_of(rank: int, worker: _Process) -> End | None:
-    """Return how a worker ended; None where it runs."""
+    """Return the end of a worker, or None if it is still running."""
     code = worker.process.exitcode
     if code is None:
         return None
     said = b""
-    os.set_blocking(worker.words.fileno(), False)  # a loader process that is left may hold its other end
+    os.set_blocking(worker.words.fileno(), False)  # a leftover loader process may hold the other end
     with suppress(BlockingIOError):
         while part := os.read(worker.words.fileno(), _PIPE):
             said += part
     now = time.time()
-    if said.startswith(_DONE):  # whatever became of the process after its work
+    if said.startswith(_DONE):  # regardless of what happened to the process after its work
         return End(rank, code, now, result=int(said.removeprefix(_DONE)))
-    with suppress(ValueError):  # killed while it spoke
+    with suppress(ValueError):  # killed while it wrote the report
         return End(rank, code, now, failure=from_json(said))
     return End(rank, code, now)
 
@@ -241,17 +246,18 @@ def _end_of(rank: int, worker: _Process) -> End | None:
 def _begin(
     worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, words: Connection
 ) -> None:
-    """Run in the worker's process: stay tied to the agent and out of the terminal's reach."""
+    """Run the worker in its process, which ends with the agent and gets no signals from the terminal."""
     die_with_parent()
-    # Ctrl-C goes to the whole process group. In one of their own, workers hear of it once, from the agent.
+    # Ctrl-C is sent to the whole process group. In a separate process group, a worker gets the signal only once, from
+    # the agent.
     os.setpgid(0, 0)
-    for number in stopping():  # a fork brought the agent's way with them, a spawn Python's
+    for number in stopping():  # a forked process has the handlers of the agent, a spawned process those of Python
         signal.signal(number, signal.SIG_DFL)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # a model may ask
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # for user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, words), timing=timing)
-    # The terminal's streams are those of a spawned process: a forked one has its parent's.
+    # A spawned process has its own streams, and a forked process has the streams of its parent.
     with member(rendezvous, address), outliving_terminal():
         code = worker(rendezvous)
     os.write(words.fileno(), _DONE + str(code).encode())
@@ -259,7 +265,7 @@ def _begin(
 
 def _end(words: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     def report(rendezvous: Rendezvous, failure: Failure) -> None:
-        os.write(words.fileno(), failure.to_json().encode())  # first: it needs no store
+        os.write(words.fileno(), failure.to_json().encode())  # first, because it needs no store
         rendezvous.fail(failure)
         sys.stdout.flush()
 
@@ -280,17 +286,17 @@ def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
 
 
 def _report_signal(number: int) -> int:
-    """Say which signal ended a run that had not begun to train, and return the exit code, as shells count."""
+    """Print the signal that ended a run before it trained. Return 128 + the signal number, as in shells."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
 
 
 @contextmanager
 def _nameless_file() -> Iterator[str]:
-    """Yield where the workers meet: a file in memory that nobody can remove, and that is gone with this process."""
+    """Yield the rendezvous address: a file in memory that can't be removed, and that is gone when this process ends."""
     try:
         descriptor = os.memfd_create("lockstep")
-    except AttributeError:  # not Linux: a file that has a name, and needs a disk
+    except AttributeError:  # not Linux: a named file on disk
         with TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
             yield f"file://{folder}/store"
         return
@@ -304,12 +310,12 @@ def _nameless_file() -> Iterator[str]:
 
 @contextmanager
 def _relay_signals(started: _Started) -> Iterator[list[int]]:
-    """Pass the signals that stop a run on to the workers while the block runs; yield those that came so far."""
+    """Pass signals that stop a run on to the workers while the block runs. Yield the list of received signals."""
     received: list[int] = []
     agent = os.getpid()
 
     def relay(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != agent:  # a worker that has not begun
+        if os.getpid() != agent:  # a forked worker that has not installed its own handlers yet
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         received.append(number)

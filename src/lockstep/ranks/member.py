@@ -1,8 +1,10 @@
-"""One rank of a run, started by any launcher: it joins the others, and any error ends the process at once.
+"""A rank of a run: joins the other ranks, and ends its process immediately on any error.
 
-Where the end is reported differs. A rank that Lockstep started writes it to a pipe (ranks/local_launcher.py): the store
-of such ranks is a file, and one that is killed or stopped while it writes there leaves it damaged or locked. A rank of
-another launcher has nobody above it who reads a pipe, and reports at the store (ranks/external.py).
+Where a rank reports its end depends on the launcher:
+- If Lockstep started the rank, the rank writes to a pipe (ranks/local_launcher.py). The store of these ranks is a file,
+  and a rank that is killed or stopped while it writes would leave the file damaged or locked.
+- If a different launcher started the rank, no parent process reads a pipe. The rank reports at the store
+  (ranks/external.py).
 """
 
 import os
@@ -20,18 +22,18 @@ T = TypeVar("T")
 
 @contextmanager
 def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
-    """Join the other ranks before the block; an error there or in the block ends this process by `rendezvous.end`."""
+    """Join the other ranks before the block. An error there or in the block ends this process by `rendezvous.end`."""
     try:
         rendezvous.join(address)
         yield
     except PeerFailedError as error:
         rendezvous.end(replace(error.failure, secondary=True))
-    except (Exception, SystemExit) as error:  # the user's code may exit
+    except (Exception, SystemExit) as error:  # user code may call sys.exit
         rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rendezvous, Failure], object]) -> NoReturn:
-    """End this process, whatever its other threads do, and even where `report` hangs or fails."""
+    """End this process, regardless of its other threads and even if `report` hangs or fails."""
     try:
         at_most(rendezvous.timing.end_s, lambda: report(rendezvous, failure))
     finally:
@@ -39,12 +41,12 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 
 
 def at_most(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return what `work` returns, or None where it takes longer, as it may for ever."""
+    """Return the result of `work`, or None if it takes longer than `seconds`. It may never return."""
     replies: list[T] = []
     working = threading.Thread(target=lambda: replies.append(work()), daemon=True)
     try:
         working.start()
-    except RuntimeError:  # this user may have no more threads
+    except RuntimeError:  # the thread limit of the user is reached
         return work()
     working.join(seconds)
     return replies[0] if replies else None

@@ -1,6 +1,6 @@
-"""When memory runs out the kernel kills a process, which cannot report it: others know its peak, and count the kills.
+"""Out-of-memory kills: the killed process can't report them, so other processes know its peak and count the kills.
 
-Read from Linux itself: psutil has neither the counter of kills nor, on Linux, a peak (VmHWM).
+The values are read from Linux itself, because psutil has neither the kill counter nor, on Linux, the peak (VmHWM).
 """
 
 from collections import deque
@@ -12,17 +12,17 @@ _VMSTAT: Final = Path("/proc/vmstat")
 
 
 def kills() -> int:
-    """Return how many processes the kernel of this host has killed for want of memory, limits of cgroups included."""
+    """Return how many processes the kernel of this host has killed for lack of memory, including limits of cgroups."""
     with suppress(OSError, ValueError):
         for line in _VMSTAT.read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)
-    return 0  # no Linux, or one too old to count
+    return 0  # not Linux, or a kernel without this counter
 
 
 def peak_bytes(process: int | str = "self") -> int:
-    """Return the most memory that a process has had at once, resident; 0 where that is not to be known."""
+    """Return the peak resident memory of a process in bytes, or 0 if it isn't known."""
     with suppress(OSError, ValueError):
         for line in Path("/proc", str(process), "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -35,26 +35,26 @@ KILLED: Final = "out of memory: the kernel killed a process of this host"
 
 @final
 class Killed:
-    """What there is to say of killed processes of this host; made before they start.
+    """Counts recent out-of-memory kills on this host. Create it before the processes start.
 
-    The host may be shared, so what was killed long before is no news: call `look` at equal intervals, for as long as
-    all is well; what was killed before the last `looks` of them does not count.
+    The host may be shared, so older kills say nothing about this run. Call `look` at equal intervals as long as all
+    processes are fine. Kills that happened before the last `looks` calls are ignored.
     """
 
     def __init__(self, looks: int) -> None:
         self._counts = deque([kills()], maxlen=looks)
 
     def look(self) -> None:
-        """Note that nothing is wrong, whatever was killed some seconds ago."""
+        """Record that all processes are fine, regardless of any kills some seconds ago."""
         self._counts.append(kills())
 
     def words(self, peak: int) -> str:
-        """Say that memory ran out, if it did, and what a process had whose peak was so many bytes."""
+        """Return a message if memory ran out, and the peak memory of a process. `peak` is in bytes."""
         if kills() > self._counts[0]:
             return "; ".join(filter(None, [KILLED, had(peak)]))
         return had(peak)
 
 
 def had(peak: int) -> str:
-    """Say how much memory a process had, whose peak was so many bytes; nothing where that is not known."""
+    """Return a message with the peak memory of a process, or "" if `peak` (in bytes) is unknown."""
     return f"it had up to {peak / 2**20:,.0f} MiB" if peak else ""

@@ -1,7 +1,7 @@
-"""A process group that a script has opened itself, as after mp.spawn: its ranks are those of the run.
+"""Ranks of a process group that the script opened itself, for example after mp.spawn.
 
-No launcher says which rank such a process is, but the group does. Its ranks meet in the store of that group, which the
-script's rank 0 keeps open.
+No launcher variables give the rank of such a process, but the process group does. The ranks rendezvous in the store of
+the group, which rank 0 of the script keeps open.
 """
 
 import socket
@@ -22,9 +22,10 @@ _ADVICE: Final = (
 
 
 def rank_in_open_group() -> RankInfo | None:
-    """Return this process's rank in the process group that is open, None if there is none of several ranks.
+    """Return the rank of this process in the open process group, or None if no group of several ranks is open.
 
-    All ranks of the group call it. UsageError if the group has no store on the network, where the ranks could meet.
+    All ranks of the group must call it. Raises UsageError if the group has no TCP store in which the ranks could
+    rendezvous.
     """
     found = process_group()
     if found is None or found[1] == 1:

@@ -1,7 +1,8 @@
-"""Whether a process of this machine still runs, for a rank that has missed its heartbeats.
+"""The state of a process on this machine, for a rank that missed its heartbeats.
 
-Read from Linux itself: psutil counts the start of a process from the wall clock, which may be set in the meantime, and
-the process would then be taken for another. Elsewhere nothing is known, and a rank is waited for.
+Lockstep reads it from Linux itself. psutil computes the start time of a process from the wall clock. If the clock is
+set in between, psutil would take the process for a different process. On other systems the state is unknown, and the
+rank is lost only after the timeout.
 """
 
 import os
@@ -12,20 +13,20 @@ from typing import Final, Literal
 
 State = Literal["runs", "gone", "unknown"]
 
-_STATE: Final = 0  # of the fields of /proc/PID/stat that follow the name, which may have spaces and brackets
+_STATE: Final = 0  # index into the fields of /proc/PID/stat after the name, which may hold spaces and brackets
 _STARTED: Final = 19
 _STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": "gone", "X": "gone"}  # T is stopped
 
 
 def identity() -> str:
-    """Return what identifies this process among all others of the world; "" where that is not known."""
+    """Return an identifier of this process that is unique across all hosts, or "" if the system doesn't provide it."""
     with suppress(OSError):
         return f"{_numbers_of()} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
     return ""
 
 
 def state(process: str) -> State:
-    """Return the state of the process with this `identity`; unknown where it is stopped, or on another host."""
+    """Return the state of the process with this `identity`: "unknown" if it is stopped or not visible from here."""
     try:
         numbers, number, started = process.rsplit(" ", 2)
         if numbers != _numbers_of():
@@ -41,9 +42,10 @@ def state(process: str) -> State:
 
 
 def _numbers_of() -> str:
-    """Return what is the same for processes that see each other: the kernel's start, their name space, their host.
+    """Return an identifier that is shared by all processes that can see each other.
 
-    Hosts may be several on one machine, with a network each: who is cut off there is not to be waited for.
+    It consists of the boot ID, the PID namespace and the host name. The host name is included because one machine can
+    simulate several hosts with separate networks. A rank on such a host must be lost when its network is cut.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"

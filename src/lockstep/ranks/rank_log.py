@@ -1,4 +1,4 @@
-"""What a rank prints: on the terminal that all ranks share, and in a log of its own."""
+"""The output of a rank: on the terminal that all ranks share, and in the log of the rank."""
 
 import faulthandler
 import io
@@ -19,7 +19,7 @@ _STDOUT, _STDERR = 1, 2
 
 @final
 class RankLog:
-    """A rank's way to the terminal, which stays when its standard output and error go to a file."""
+    """Access to the terminal for a rank, which remains after its standard output and error are redirected to a file."""
 
     def __init__(self, info: RankInfo) -> None:
         self.host = socket.gethostname()
@@ -28,35 +28,37 @@ class RankLog:
         self._terminal = os.dup(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2)
 
     def line(self, text: str) -> None:
-        """Write `text` to the terminal, with this rank's name before it, and into its log."""
+        """Write `text` to the terminal and to the log of this rank, prefixed with the name of the rank."""
         self.notice(with_rank(self._info.rank, self._info.size, self.host, text))
 
     def notice(self, text: str) -> None:
-        """Write `text` to the terminal and into this rank's log."""
+        """Write `text` to the terminal and to the log of this rank."""
         line = f"{text}\n"
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal may be closed
             sys.stderr.flush()
             os.write(self._terminal, line.encode())
         self.note(line)
 
     def note(self, text: str) -> None:
-        """Write `text` into this rank's log, if it has one."""
+        """Write `text` to the log of this rank, if it has one."""
         if self.log is not None:
             with _Log(self.log) as log:
                 log.write(text)
 
     @contextmanager
     def capture(self, path: Path) -> Iterator[TextIO]:
-        """While the block runs, let what this process prints go to the file: of rank 0 a copy, of others all of it.
+        """Redirect the output of this process to the file `path` while the block runs, and yield the file.
 
-        What native libraries print goes there too, but that of rank 0, and so does the stack of a process that crashes
-        in one. The file, which is yielded, is appended to. One that cannot be written, on a full disk for example, ends
-        no run: it has gaps, and that is said in the end.
+        On rank 0, the output of Python code is copied to the file. On all other ranks, the entire output goes only to
+        the file, including that of native libraries. If a process crashes in native code, its stack goes to standard
+        error: the terminal on rank 0, and the file on all other ranks. The file is opened for appending. If the file
+        can't be written, for example because the disk is full, the run continues. The log then has gaps, and a warning
+        at the end reports them.
         """
         self.log = path
         if not faulthandler.is_enabled():
-            faulthandler.enable(2)  # whatever is behind it by then
-        with suppress(OSError):  # the log says so; later it is not made again: a refused start removes its run folder
+            faulthandler.enable(2)  # file descriptor 2, which may be redirected later
+        with suppress(OSError):  # _Log reports it; the folder isn't made again later if a rejected start removed it
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
             redirected = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
@@ -68,7 +70,7 @@ class RankLog:
 
 @final
 class _Lasting(io.TextIOBase, TextIO):
-    """A stream that writes at once, and as much as can be."""
+    """A stream that writes immediately and ignores errors."""
 
     encoding = "utf-8"
 
@@ -94,9 +96,10 @@ class _Lasting(io.TextIOBase, TextIO):
 
 @final
 class _Log(io.TextIOBase, TextIO):
-    """A file that is appended to, as far as that can be; `trouble` says why not.
+    """A file opened for appending that never raises. `trouble` holds the reason if it can't be written.
 
-    A thread may write yet when it is closed, and by then the number of its descriptor may be that of another file.
+    A thread may still write after the file is closed. By then the number of its descriptor may belong to another file,
+    so writes after `close` do nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +136,7 @@ class _Log(io.TextIOBase, TextIO):
 
 @final
 class _Both(io.TextIOBase):
-    """Writes to a stream and to a log; in everything else it is the stream."""
+    """Writes to a stream and to a log. Behaves like the stream in everything else."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
         self._stream = stream
@@ -149,7 +152,7 @@ class _Both(io.TextIOBase):
     def isatty(self) -> bool:
         return self._stream.isatty()
 
-    def __getattr__(self, name: str) -> Any:  # such as buffer, which TextIOBase has not
+    def __getattr__(self, name: str) -> Any:  # such as buffer, which TextIOBase doesn't have
         return getattr(self._stream, name)
 
     def fileno(self) -> int:
@@ -161,28 +164,28 @@ class _Both(io.TextIOBase):
 
 @contextmanager
 def outliving_terminal() -> Iterator[None]:
-    """While the block runs, let what is printed be dropped where it cannot be written; the logs of the ranks have it.
+    """While the block runs, drop output that can't be written. The logs of the ranks still hold it.
 
-    A terminal may be closed, a reader gone (`| head`), a disk full: no reason for a run to end. Descriptors that are
-    closed are opened on nothing, else the next file to be opened would be the terminal.
+    A closed terminal, a reader that is gone (`| head`) or a full disk must not end a run. Standard descriptors that are
+    closed are opened on /dev/null. Otherwise, the next file that is opened would get the descriptor of the terminal.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
     os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # Python has no stream for one that was closed
+        with suppress(OSError, AttributeError):  # a stream is None if its descriptor was closed
             stream.flush()
     with redirect_stdout(_lasting(sys.stdout, _STDOUT)), redirect_stderr(_lasting(sys.stderr, _STDERR)):
         yield
 
 
 def log_name(rank: int) -> str:
-    """Return the name of a rank's log."""
+    """Return the file name of a rank's log."""
     return f"rank-{rank}.log"
 
 
 def with_rank(rank: int, size: int, host: str, text: str) -> str:
-    """Return `text` with the name of the rank that it is about; the only process of a run needs none."""
+    """Return `text` prefixed with the name of its rank. If the run has a single process, return `text` unchanged."""
     return f"[rank {rank} of {size}, {host}] {text}" if size > 1 else text
 
 
@@ -195,7 +198,7 @@ def _copy_output(log: _Log) -> Iterator[None]:
 
 @contextmanager
 def _redirect_output(log: _Log) -> Iterator[None]:
-    """Let the streams be the log, and point the descriptors behind them to it, for native code."""
+    """Redirect the Python streams to the log, and the descriptors behind them too, for native code."""
     before = [(number, os.dup(number)) for number in (1, 2)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -211,7 +214,7 @@ def _redirect_output(log: _Log) -> Iterator[None]:
 
 
 def _lasting(stream: TextIO | None, standard: int) -> TextIO:
-    """Return a lasting stream in place of one; of one that is no file, as in a notebook, nothing but itself."""
+    """Return a stream that ignores errors, or the same stream if it has no descriptor, as in a notebook."""
     if stream is None:
         return _Lasting(standard)
     return _Lasting(stream.fileno()) if _has_descriptor(stream) else stream

@@ -1,9 +1,13 @@
-"""Where the ranks of a start come together, before any process group: who is here, and have all of them the same?
+"""The rendezvous of the ranks of a start, before there is a process group.
 
-They use a store of torch.distributed: rank 0 listens, or torchrun's agent does, or they share a file. The store may
-still hold what an earlier start left there. So rank 0 draws an id for this start, the others read it, and all keys of
-the start are below that id. A rank that is already registered there has read a stale id, and waits for the next.
-Nothing begins before rank 0 has seen all ranks below its id and has written so. ranks/job_store.py has the keys.
+The ranks use a store of torch.distributed. It is hosted by rank 0 or by torchrun's agent, or it is a shared file. The
+store may still hold keys of an earlier start, so a start has these phases:
+1. Rank 0 draws an ID for this start and writes it to the store. All keys of the start are below that ID.
+2. Each rank reads the ID and registers below it. If a process is already registered as this rank, the ID is stale, and
+   the rank waits for the next ID. If rank 0 opened the store itself, no ID can be stale, and this is an error.
+3. Rank 0 waits until all ranks are registered, and then writes `begin`. No rank continues before that.
+
+ranks/job_store.py lists all keys.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import TIMING, Timing
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it, without a type
+    from torch._C._distributed_c10d import Store  # torch.distributed exports it without a type
 
 _START: Final = "lockstep start"
 _BEGIN: Final = "begin"
@@ -54,20 +58,20 @@ _ANOTHER_RUN: Final = "if another run meets there, choose another port"
 class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
-    `store` is None for one that is alone, `hosts` are by rank. `_end` is how a process of this kind ends at once.
-    `status` returns, on any thread, what this rank does; its user replaces it. With the `secret` of the job the ranks
-    sign what they write.
+    `store` is None if the run has a single rank. `hosts` holds the host names by rank. `_end` ends the process
+    immediately, in the way that suits its launcher. `status` returns the status of this rank and is called on any
+    thread. The owner replaces it. With the `secret` of the job, ranks sign everything they write.
     """
 
     info: RankInfo
     timeout_s: float
     _end: Callable[[Rendezvous, Failure], NoReturn]
     secret: bytes = b""
-    timing: Timing = TIMING  # of whatever else works with these ranks, too
+    timing: Timing = TIMING  # also used by the heartbeat, the stall detector and the launcher
     store: JobStore | None = field(default=None, init=False)
     status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
-    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)  # where the run is kept
-    serves: bool = field(default=False, init=False)  # this process has the store
+    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)  # saves it in the run folder
+    serves: bool = field(default=False, init=False)  # this process hosts the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _exchanges: int = field(default=0, init=False)
     _warned: bool = field(default=False, init=False)
@@ -77,13 +81,16 @@ class Rendezvous:
         self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise RanksDifferError on all ranks where `facts`, ready for JSON, are not those of rank 0. All call it."""
+        """Raise RanksDifferError on all ranks if `facts` differ from those of rank 0. All ranks call it.
+
+        `facts` must be ready for JSON.
+        """
         if self.store is None:
             return
         key = self._exchange("compare")
         with self._asking():
             self._give(key, _short_enough(facts))
-            if self.info.rank == 0:  # for all: else each would read what each has said
+            if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
                 verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
             self._wait(f"{key} verdict", key)
@@ -92,9 +99,9 @@ class Rendezvous:
             raise RanksDifferError(printable(verdict))
 
     def gather(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return on rank 0 what each rank gives, by rank and ready for JSON, and nothing on the others.
+        """Return the values of all ranks by rank on rank 0, and an empty list on all other ranks.
 
-        All call it and wait for all; those that do not come are named.
+        All ranks call it and wait for all ranks. `own` must be ready for JSON. A timeout error names the missing ranks.
         """
         if self.store is None:
             return [dict(own)]
@@ -113,7 +120,7 @@ class Rendezvous:
             self.store.set(f"{key} all", True)
 
     def _read_all(self, key: str) -> list[dict[str, Any]]:
-        """Return what each rank gave, by rank, once all have."""
+        """Return the value of each rank, by rank, once all ranks have written theirs."""
         assert self.store is not None
         self._wait(f"{key} all", key)
         found = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _facts, LONGEST_FACTS)
@@ -123,7 +130,7 @@ class Rendezvous:
         return [each for each in found if isinstance(each, dict)]
 
     def tell(self, words: str = "") -> str:
-        """Return rank 0's `words` on every rank. All call it."""
+        """Broadcast the text `words` of rank 0 to all ranks. All ranks call it."""
         if self.store is None:
             return words
         key = self._exchange("tell")
@@ -134,25 +141,25 @@ class Rendezvous:
             return self.store.read(f"{key} 0", text)
 
     def first_failure(self, store: JobStore | None = None) -> Failure | None:
-        """Return the first failure of a rank that had a cause of its own, if there is one.
+        """Return the first reported failure that wasn't caused by another rank, or None.
 
-        `store` is another connection to the same store, for another thread.
+        `store` is a separate connection to the same store, for use on another thread.
         """
         store = store or self.store
         if store is None or not store.has(_FAILURE):
             return None
         try:
             return store.read(_FAILURE, parse_failure)
-        except UntrustedError as error:  # a stranger's: no reason to end
+        except UntrustedError as error:  # not written by a rank of this job: no reason to end
             if not self._warned:
                 self._warned = True
                 self.rank_log.line(f"warning: ignored: {error}")
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
-        """Report a failure that ends this rank to the others, and return the first of all failures.
+        """Report the failure that ends this rank to the other ranks, and return the first failure of all ranks.
 
-        None: there is no store, or it is gone with the process that had it.
+        Returns None if there is no store, or if the process that hosted it is gone.
         """
         if self.store is None:
             return None
@@ -163,32 +170,33 @@ class Rendezvous:
         return None
 
     def end(self, failure: Failure) -> NoReturn:
-        """End this process for a failure, its own or another rank's, from any thread; a second thread waits."""
+        """End this process for a failure of this or another rank. Any thread may call it, and a second thread waits."""
         self._ending.acquire()
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Count this rank as one that reads no more. The rank that has the store stays a while for the others."""
+        """Count this rank as done with the store. The rank that hosts the store waits a while for the other ranks."""
         if self.store is None:
             return
         until = time.monotonic() + self.timing.linger_s
-        with suppress(RuntimeError):  # rank 0 has not stayed
+        with suppress(RuntimeError):  # rank 0 is gone
             left = self.store.add(_LEFT, 1)
             while self.serves and left < self.info.size and time.monotonic() < until:
                 time.sleep(self.timing.first_poll_s)
                 left = self.store.add(_LEFT, 0)
 
     def join(self, asked: str) -> None:
-        """Find the others at `asked`: env://, tcp://HOST:PORT or file:///PATH. All call it, before all else.
+        """Rendezvous with the other ranks at `asked`: env://, tcp://HOST:PORT or file:///PATH. All ranks call it first.
 
-        Ranks that do not come are named, as they are at all exchanges. A taken port raises UsageError. A rank whose
-        host may be started again alone waits until the start before it is over, and joins the next.
+        A timeout error names the missing ranks, as in all other calls. A port that is in use raises UsageError. If the
+        launcher can restart the host of this rank separately, the rank waits until the previous start is over, and
+        joins the next start.
         """
         if self.info.size == 1:
             return
         address = rendezvous_address(self.info, asked)
         there = self.info.hosted and asked == "env://"
-        own = not there and address.startswith("tcp://")  # rank 0's, and so a new one at each start
+        own = not there and address.startswith("tcp://")  # rank 0 hosts the store, so it is new at each start
         self.serves = self.info.rank == 0 and own
         again_until = time.monotonic() + self.timeout_s if self.info.restarted_alone and not self.serves else 0.0
         while True:
@@ -200,7 +208,7 @@ class Rendezvous:
                     else:
                         self._follow(base, 0.0 if own else min(self.timing.late_s, self.timeout_s))
                 return
-            except PeerLostError:  # the start before this one has ended, with its rank 0
+            except PeerLostError:  # the previous start has ended, with its rank 0
                 if time.monotonic() >= again_until:
                     raise
                 self.store = None
@@ -222,7 +230,7 @@ class Rendezvous:
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
 
     def _follow(self, base: JobStore, late_s: float) -> None:
-        """Find the part of the store that is this start's, where rank 0 may come so long after this one."""
+        """Find the ID of this start and wait for `begin`. Rank 0 may come up to `late_s` seconds after this rank."""
         old: set[str] = set()
         name, doubted_until, over = "", 0.0, False
         trusts_until = time.monotonic() + late_s
@@ -231,7 +239,7 @@ class Rendezvous:
             if base.has(_START):
                 try:
                     found = base.read(_START, _name)
-                except UntrustedError:  # what another job left may be there until rank 0 comes
+                except UntrustedError:  # the store may hold the ID of another job until rank 0 comes
                     if self.store is None and time.monotonic() >= trusts_until:
                         raise
             if found not in {name, *old}:
@@ -250,7 +258,7 @@ class Rendezvous:
             if self._come(_BEGIN):
                 hosts = self.store.read(_BEGIN, _parse_hosts, LONGEST_FACTS)
                 if over:
-                    self.store = None  # a run that goes on without this rank has nothing to hear of it
+                    self.store = None  # the run continues without this rank, which must report nothing there
                 self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
                 self.hosts = hosts
                 return
@@ -277,9 +285,9 @@ class Rendezvous:
                 return
 
     def _come(self, key: str) -> bool:
-        """Return whether `key` is there; raise PeerFailedError if another rank failed without it."""
+        """Return whether `key` is set. Raise PeerFailedError if it isn't and another rank failed."""
         assert self.store is not None
-        failure = self.first_failure()  # read first: a rank that sets `key` and then fails has set it
+        failure = self.first_failure()  # read before the key: a rank may set `key` and then fail
         come = self.store.has(key)
         if failure is not None and not come:
             raise PeerFailedError(failure)
@@ -292,7 +300,7 @@ class Rendezvous:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Give a name to what torch raises where the store is gone."""
+        """Raise PeerLostError for the error that torch raises if the store is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -300,9 +308,9 @@ class Rendezvous:
             raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
 
     def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
-        """Yield for each poll; report now and then who is missing, and raise TrainingError at the timeout.
+        """Yield for each poll, report the missing ranks from time to time, and raise TransientError at the timeout.
 
-        Rank 0 reports it, and of rank 0 one rank of each host.
+        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank of each host reports it.
         """
 
         def words() -> str:
@@ -314,7 +322,7 @@ class Rendezvous:
 
         if self.info.rank == 0:
             return polls(self.timeout_s, self.timing, words, self.rank_log.line)
-        # Later than rank 0, whose error names the rank that is missing.
+        # Time out later than rank 0, because the error of rank 0 names the missing rank.
         timeout_s = self.timeout_s + self.timing.linger_s
         return polls(timeout_s, self.timing, words, report if _reports(self.info) else None, name_rank_0_s)
 
@@ -326,7 +334,11 @@ def polls(
     report: Callable[[str], None] | None,
     report_s: float | None = None,
 ) -> Iterator[None]:
-    """Yield for each poll, ever less often; report now and then who is missing; raise TrainingError at the timeout."""
+    """Yield for each poll, at growing intervals, and raise TransientError at the timeout.
+
+    If `report` is set, it is called with the names of the missing ranks after `report_s` seconds, and again each time
+    the waiting time has doubled.
+    """
     report_s = timing.name_missing_s if report_s is None else report_s
     began, pause = time.monotonic(), timing.first_poll_s
     while (waited := time.monotonic() - began) < timeout_s:
@@ -340,20 +352,20 @@ def polls(
 
 
 def _name(value: Any) -> str:
-    """Return a value that is the name of a start; else raise ValueError."""
+    """Return a value that is the ID of a start. Raise ValueError for any other value."""
     if not re.fullmatch("[0-9a-f]{32}", text(value)):
         raise ValueError("expected the name of a start")
     return str(value)
 
 
 def _here(value: Any) -> dict[str, Any]:
-    """Return what a rank wrote when it came; ValueError for anything else."""
+    """Return the registration that a rank wrote. Raise ValueError for any other value."""
     said = fields(value, {"size": int, "host": str})
     return {"size": whole(said["size"], least=1), "host": printable_line(said["host"])}
 
 
 def _parse_hosts(value: Any) -> tuple[str, ...]:
-    """Return the hosts of all ranks, from what rank 0 wrote to begin; ValueError for anything else."""
+    """Return the host names of all ranks from the `begin` value. Raise ValueError for any other value."""
     said = fields(value, {"size": int, "hosts": list})
     if not 1 <= said["size"] == len(said["hosts"]):
         raise ValueError("hosts: expected one for each rank")
@@ -361,7 +373,7 @@ def _parse_hosts(value: Any) -> tuple[str, ...]:
 
 
 def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with a hash in the place of one that is too long to send, such as a million names."""
+    """Return the facts, with a hash in place of each fact that is too long to send, such as a million names."""
     said = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
     most = LONGEST_FACTS // (2 * max(len(facts), 1))
     return {
@@ -371,20 +383,21 @@ def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(value: Any) -> dict[str, Any]:
-    """Return facts that a rank has; raise ValueError for anything else."""
+    """Return a value that is a dict of facts by name. Raise ValueError for any other value."""
     if type(value) is not dict:
         raise ValueError("expected facts by their names")
     return value
 
 
 def _store(rendezvous: Rendezvous, address: str) -> Store:
-    """Return a connection to the store; rank 0 opens it, unless somebody else does."""
+    """Return a connection to the store. Rank 0 opens the store unless another process hosts it."""
     info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
-        # torch would try for minutes.
+        # torch would retry for minutes.
         with os_error_as(UsageError, f"rendezvous {address}", "; name a file that all ranks can write"):
-            # For this user alone, as others could write there what ranks read; and a FIFO would be waited for.
+            # Mode 0600, because other users could write values that ranks read. O_NONBLOCK, because opening a FIFO
+            # would wait for the other end.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
                 raise UsageError(f"rendezvous {address}: is no file; name one that all ranks can write")
@@ -404,14 +417,14 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
             f"rendezvous {host}:{port}: torch.distributed listens there already, since the script has opened a process "
             f"group; take init_process_group out: lockstep.join does it"
         )
-    # Left to itself torch listens on all interfaces, whatever the address.
+    # By default, torch listens on all interfaces, regardless of the address.
     return open_store(ports.listener(host, number, near=info.local_size == info.size).detach())
 
 
 def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:
-    """Return the connection that `open_store` returns once somebody listens and answers.
+    """Return the result of `open_store` once a process listens at the port and answers.
 
-    torch waits too, without a word; and for ever for a listener that does not answer.
+    torch would wait too, but without a message, and forever if the process at the port doesn't answer.
     """
     info, timing, reason = rendezvous.info, rendezvous.timing, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
@@ -450,11 +463,11 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer
-    raise AssertionError  # polls raises
+    raise AssertionError  # unreachable: polls raises
 
 
 def _reports(info: RankInfo) -> bool:
-    """Return whether this rank reports a missing rank 0: one of each host, or each with a terminal of its own."""
+    """Return whether this rank reports a missing rank 0: one rank per host, or each rank that was started by hand."""
     beside_rank_0 = info.local_rank == info.rank
     return info.local_rank == int(beside_rank_0) or info.launcher == "environment"
 

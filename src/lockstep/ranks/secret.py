@@ -1,4 +1,4 @@
-"""The secret of a job, with which its ranks sign what they write at the store."""
+"""The secret of a job, which ranks use to sign what they write to the store."""
 
 import os
 import secrets
@@ -22,9 +22,10 @@ def new_secret() -> str:
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
-    """Return the secret that the environment names, or the file that it names; empty where it names none.
+    """Return the secret from the environment variable or from the file it names, or b"" if neither is set.
 
-    UsageError for one that is short, and for a file that others than its owner, who is this user, can read or write.
+    Raises UsageError if the secret is too short or too long, or if the file isn't owned by this user or others can read
+    or write it.
     """
     if SECRET in env:
         return _check_length(SECRET, os.fsencode(env[SECRET]))
@@ -32,7 +33,7 @@ def job_secret(env: Mapping[str, str]) -> bytes:
         return b""
     path = Path(env[_FILE])
     wrong = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
-    with wrong, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would be waited for
+    with wrong, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise UsageError(f"{_FILE} {path}: must be a file that you alone can read; {_ADVICE}")

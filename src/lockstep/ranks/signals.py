@@ -1,4 +1,4 @@
-"""Requests to stop: the first one is kept for the next step boundary, a second Ctrl-C ends at once."""
+"""Signals that stop a run: the first takes effect at the next step boundary, a second Ctrl-C ends immediately."""
 
 import os
 import signal
@@ -11,9 +11,9 @@ from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
 Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 
-# Wishes as numbers, so that ranks can agree on the largest: Ctrl-C wins, since somebody waits at the terminal. SIGUSR1
-# is what batch systems are often told to send some minutes before the end of a job's time; SIGHUP comes when the
-# terminal is closed.
+# Levels are integers, so that ranks can agree on the largest. Ctrl-C has the highest level, because a user waits at the
+# terminal. Batch systems are often configured to send SIGUSR1 some minutes before the time limit of a job. SIGHUP is
+# sent when the terminal closes.
 STOP_LEVELS: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
 EXIT_CODES: Final[dict[Reason, int]] = {
     "SIGUSR1": EXIT_SAVED,
@@ -25,31 +25,31 @@ _INTERRUPT: Final = 4
 
 
 def stopping() -> list[signal.Signals]:
-    """Return the signals that stop a run: not SIGHUP where it is ignored, as nohup has it."""
+    """Return the signals that stop a run. SIGHUP is left out if it is ignored, as under nohup."""
     numbers = [signal.Signals[name] for name in STOP_LEVELS.values()]
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @final
 class StopRequest:
-    """Remembers the signals that stop a run; `level` is 0 until one comes.
+    """Records the signals that stop a run. `level` is 0 until a signal arrives.
 
-    Python hands signals to the main thread alone: a run in another one, as Ray Train has it, leaves them to whoever
-    started that.
+    Python delivers signals only to the main thread. If the run is in a different thread, as in Ray Train, no signal
+    handlers are installed.
     """
 
     def __init__(self) -> None:
         self.level = 0
-        self._before: dict[signal.Signals, tuple[Any, Any]] = {}  # what is done here, and what was done
+        self._before: dict[signal.Signals, tuple[Any, Any]] = {}  # our handler and the previous handler
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in stopping() if threading.current_thread() is threading.main_thread() else ():
             own = partial(self._heard, levels[number])
             self._before[number] = own, signal.signal(number, own)
 
     def release(self) -> None:
-        """Give the signals back to who had them, but for those that another has taken since.
+        """Restore the previous signal handlers, except for signals whose handler was replaced since.
 
-        A loop that an error left is collected whenever Python comes to it, and may be long after another has begun.
+        If an error ended a loop, Python may collect the loop long after another loop has started.
         """
         for number, (own, action) in self._before.items():
             if signal.getsignal(number) is own:

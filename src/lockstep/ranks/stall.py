@@ -1,13 +1,17 @@
-"""Reports the straggler and its stack: which rank the others wait for, and where in its code that one is.
+"""Stall detection: finds the rank that the other ranks wait for, and reports its stack.
 
-A thread of each rank samples once a second where the main thread is. A rank that has waited for others at one place for
-longer than the timeout asks, through the store; a thread of every rank answers with its step, place and stack. Nothing
-is sent before a rank asks, and no clocks of two hosts are compared. A rank that does not answer is stopped, hung or
-gone.
+On each rank, two background threads work next to the main thread:
+1. The first thread samples the stack of the main thread once a second. If the main thread has waited for other ranks at
+   the same place for longer than the timeout, the rank asks a question through the store.
+2. The second thread of every rank answers with the step, the place and the stack of its main thread. A rank that
+   doesn't answer is stopped, hung or gone.
+3. The rank that asked writes the report.
 
-With a GPU it is the device that waits for others, and the main thread for the device, wherever it reads a result or the
-queue of the device is full. From outside this looks like work. So there any place may be a wait, and who is late is
-known only where one has done fewer steps than another.
+Ranks send nothing before a rank asks, and clocks are never compared across hosts.
+
+On a GPU, the device waits for other ranks. The main thread waits for the device when it reads a result or when the
+device queue is full, which looks like computing. Therefore any place may be a wait, and a rank is known to be behind
+only if it has done fewer steps than another rank.
 """
 
 import sys
@@ -24,12 +28,12 @@ from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, who
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, RankStatus
 
-_LINES: Final = 8  # of a late rank's stack
-_SENT_LINES: Final = 100  # of a stack, which may be deep
+_LINES: Final = 8  # stack lines of a late rank in a report
+_SENT_LINES: Final = 100  # stack lines that a rank sends, since a stack may be deep
 
 _OURS: Final = "lockstep/"
 _TORCH: Final = "torch/distributed/"
-# Where a main thread of ours is that waits for other ranks.
+# The modules in which a main thread waits for other ranks.
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
     *(f"lockstep/comm/{each}.py" for each in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
@@ -39,7 +43,7 @@ _DOORS: Final = (
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
 _LATE: Final[tuple[_Role, ...]] = ("is late", "is behind")
-# What a report ends with, by the first of these that a rank is.
+# The last line of a report: that of the first role in this order that any rank has.
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
@@ -53,19 +57,20 @@ _SAVES: Final = (
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Where the main thread of a rank is: what it does, and its stack, as `file:line function`, innermost last.
+    """The state of a rank's main thread: its status and stack.
 
-    `waits`: for other ranks; None where that cannot be seen.
+    The lines of `stack` have the form `file:line function`, innermost last. `waits` says whether the thread waits for
+    other ranks. It is None if that can't be seen from outside.
     """
 
     status: RankStatus
     stack: tuple[str, ...]
     waits: bool | None
-    record: str = ""  # where this rank wrote torch's record of its exchanges
+    record: str = ""  # path of torch's flight record of this rank
 
     @property
     def words(self) -> str:
-        """What it does, and the innermost line of ours that differs: below `_DOORS` all waits look alike."""
+        """The status, and the innermost Lockstep line outside `_DOORS`, since all waits look alike inside them."""
         own = [line for line in self.stack if line.startswith(_OURS)]
         telling = [line for line in own if not line.startswith(_DOORS)]
         return f"{self.status.words}, {(telling or own or self.stack)[-1]}"
@@ -74,12 +79,12 @@ class ThreadState:
 @final
 @dataclass(eq=False)
 class StallDetector:
-    """Enter to watch the thread that enters; all ranks that have joined do, once.
+    """Context manager that watches the thread that enters it. All ranks enter it once, after they have joined.
 
-    The rank that asks gives the report to `tell`, on a thread of its own, and asks again for as long as nothing moves.
-    `record` writes torch's record of the exchanges of this rank and returns where; "" where there is none. `hidden`: a
-    device waits for the other ranks in place of this thread, once it is set up. `late` are the ranks that the last
-    report says the others wait for.
+    The rank that asks passes the report to `tell` on a background thread. It asks again as long as nothing moves.
+    `record` writes torch's flight record of this rank and returns its path, or "" if there is none. Set `hidden` if a
+    device waits for the other ranks instead of this thread. It applies once the rank is set up. `late` holds the ranks
+    that the other ranks wait for, according to the last report.
     """
 
     rendezvous: Rendezvous
@@ -88,7 +93,7 @@ class StallDetector:
     record: Callable[[], str] = str
     hidden: bool = False
     late: list[int] = field(default_factory=list, init=False)
-    _question: int = 0  # the first that this rank has not answered
+    _question: int = 0  # the first question that this rank has not answered
 
     def __post_init__(self) -> None:
         self._rank, self._size = self.rendezvous.info.rank, self.rendezvous.info.size
@@ -106,10 +111,10 @@ class StallDetector:
         self._over.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._timing.sample_s)  # one that talks to a store which is gone may never end
+                thread.join(self._timing.sample_s)  # a thread that talks to a store which is gone may never end
 
     def _watch(self) -> None:
-        """Look where the main thread is, and ask once it has waited too long."""
+        """Sample the main thread, and ask the other ranks once it has waited too long."""
         last, answered, since = self._place(), 0, time.monotonic()
         while not self._over.wait(self._pause_s):
             place, now = self._place(), time.monotonic()
@@ -124,9 +129,9 @@ class StallDetector:
                 since = time.monotonic()
 
     def _ask(self, place: ThreadState, seconds: float) -> None:
-        """Ask all ranks where they are and report the answers, unless another rank has asked."""
+        """Ask all ranks for their state and report the answers. Do nothing if another rank has already asked."""
         question = self._question
-        with suppress(RuntimeError):  # the store is gone, and so is who had it: that will be heard of
+        with suppress(RuntimeError):  # the store is gone: the heartbeat reports that
             store = self._connect()
             if store.add(f"stall {question} first", 1) > 1:
                 return
@@ -145,19 +150,19 @@ class StallDetector:
                 self.tell(stall_report(found, self._size, _first_line(self._rank, place, seconds)))
 
     def _answer(self) -> None:
-        """Answer each question, with where the main thread is then."""
+        """Answer each question with the current state of the main thread."""
         with suppress(RuntimeError):
             store = self._connect()
             while not self._over.wait(self._pause_s):
                 if store.has(_question_key(self._question)) and self._is_asked(store):
-                    place = self._place()  # first: what comes next takes a while
+                    place = self._place()  # first, because writing the record takes a while
                     said = {"host": self.rendezvous.rank_log.host, **asdict(place), "record": self.record()}
                     said["stack"] = place.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), said)
                     self._question += 1
 
     def _is_asked(self, store: JobStore) -> bool:
-        """Return whether it is a rank that asks."""
+        """Return whether the question comes from a rank of this job."""
         with suppress(UntrustedError):
             return store.read(_question_key(self._question), whole) == self._question
         return False
@@ -167,7 +172,7 @@ class StallDetector:
         return min(self._timing.sample_s, self.timeout_s / 4)
 
     def _connect(self) -> JobStore:
-        """Return a connection of its own for a thread: a wait in one blocks all other users of it."""
+        """Return a separate connection for the calling thread, since a request blocks its connection for all others."""
         assert self.rendezvous.store is not None
         return self.rendezvous.store.clone()
 
@@ -184,7 +189,7 @@ class StallDetector:
 
 
 def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
-    """Return the report: who is late and where, what the others wait in, and who does not answer."""
+    """Return the report: which ranks are late and where, where the other ranks wait, and which ranks don't answer."""
     most = max((place.status.step for _, place in answers.values()), default=0)
     sharded_as: dict[tuple[_Role, str], list[str]] = {}
     for rank, (host, place) in sorted(answers.items()):
@@ -209,14 +214,14 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
 
 
 def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> list[int]:
-    """Return the ranks that the others wait for: those that do not answer, else those that are late or behind."""
+    """Return the ranks that don't answer. If all answer, return the ranks that are late or behind."""
     silent = [rank for rank in range(size) if rank not in answers]
     most = max((place.status.step for _, place in answers.values()), default=0)
     return silent or [rank for rank, (_, place) in sorted(answers.items()) if _role(place, most) in _LATE]
 
 
 def _role(place: ThreadState, most: int) -> _Role:
-    """Return what a rank is for the others, of which one has done `most` steps."""
+    """Return the role of a rank in the stall. `most` is the largest number of steps that any rank has done."""
     if place.waits is None:
         return "is behind" if place.status.step < most else "computes or waits"
     return "waits" if place.waits else "is late"
@@ -245,7 +250,7 @@ def _answer_key(question: int, rank: int) -> str:
 
 
 def parse_answer(value: Any) -> tuple[str, ThreadState]:
-    """Return the host and the place from an answer in JSON; ValueError for anything else."""
+    """Return the host and thread state that a JSON answer holds. Raise ValueError for any other value."""
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
     said = fields(value, kinds)
@@ -258,7 +263,7 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
 
 
 def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a stack without what lies behind the door of a wait, where a wait itself moves from line to line."""
+    """Return a stack without the lines inside the wait, since these change while the thread waits."""
     own = [at for at, line in enumerate(stack) if line.startswith(_OURS)]
     inside = max((at for at in own if not stack[at].startswith(_DOORS)), default=-1)
     door = next((at for at in own if at > inside), len(stack))
@@ -266,6 +271,6 @@ def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _short(filename: str) -> str:
-    """Return a file's name from its package on."""
+    """Return a file name relative to the longest matching entry of `sys.path`."""
     folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
     return filename.removeprefix(f"{max(folders, key=len)}/") if folders else filename

@@ -1,4 +1,4 @@
-"""What a rank does, as reported to those that wait for it or have lost it."""
+"""The status of a rank, as shown to the ranks that wait for it or have lost it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ Phase = Literal["setting up", "training", "evaluating", "saving", "ending", "che
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The phase that a rank is in, after so many steps; of `checking`, after so many checks."""
+    """The current phase of a rank and its number of completed steps. In the phase `checking`, `step` counts checks."""
 
     phase: Phase = "setting up"
     step: int = 0
 
     @property
     def words(self) -> str:
-        """Such as `setting up`, `in step 5`, `evaluating after step 5`, `in check 5`."""
+        """The status as text, such as `setting up`, `in step 5`, `evaluating after step 5` or `in check 5`."""
         if self.phase == "checking":
             return f"in check {self.step + 1}"
         if self.phase == "setting up":
