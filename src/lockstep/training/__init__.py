@@ -1,1 +1,1 @@
-"""The loop, evaluation, checkpoints and the events they yield."""
+"""The training loop, evaluation, checkpoints, and the events that the loop yields."""

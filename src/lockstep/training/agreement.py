@@ -1,7 +1,8 @@
-"""Whether the ranks hold the same weights and buffers, and which rank is the odd one where they do not.
+"""Checks that the ranks hold the same weights and buffers, and names the rank that differs.
 
-What all have whole must be the same on all; of what is cut, what the ranks that hold the same rows have. Two digests of
-each rank see whether it is. Only where it is not are tensors compared one by one.
+Tensors that are whole on all ranks must be equal on all ranks. Sharded tensors must be equal on the ranks that hold the
+same rows. In the common case, the ranks only compare two digests each. If the digests differ, the ranks compare tensor
+by tensor.
 """
 
 import hashlib
@@ -20,14 +21,17 @@ from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor,
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
-_NAMED: Final = 5  # tensors that a message lists
+_NAMED: Final = 5  # tensors listed in a message
 _HOST_BYTES: Final = 64
 _DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Tensors of which ranks that should hold the same do not. `odd` has those outvoted; None: nobody is."""
+    """The tensors in which ranks differ that should hold the same values.
+
+    `odd` holds the ranks that differ from the majority. It is None if there is no majority.
+    """
 
     names: tuple[str, ...]
     odd: tuple[int, ...] | None
@@ -35,12 +39,12 @@ class Disagreement:
 
     @property
     def listed(self) -> str:
-        """The names, or the first of them."""
+        """The names, or the first names if there are many."""
         return list_some(self.names, _NAMED)
 
     @property
     def who(self) -> str:
-        """Which rank is the odd one, or why that is unknown."""
+        """The ranks that differ from the majority, or the reason why they aren't known."""
         if self.odd is None:
             equal = "two ranks" if len(self.hosts) == 2 else "as many ranks as others"
             return f"{equal} disagree, so which is wrong cannot be told"
@@ -49,9 +53,9 @@ class Disagreement:
 
 
 def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
-    """Return a model that every rank built; UsageError, with `advice`, where another one built other weights.
+    """Return a model that every rank built. Raise UsageError, with `advice`, if ranks built different weights.
 
-    For models that are whole: once a strategy has cut them, ranks may hold nothing in common.
+    Only for models that aren't sharded yet, since ranks may have nothing in common after that.
     """
     held = {name: each.detach() for name, each in chain(model.named_parameters(), model.named_buffers())}
     if (found := disagreement(world, held)) is not None:
@@ -60,9 +64,10 @@ def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
 
 
 def disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
-    """Compare what the ranks hold of a model; None where they agree. All ranks call it, and get the same.
+    """Compare the tensors of a model across ranks, and return the differences, or None if there are none.
 
-    `weights` is the SHA-256 of what is whole of it, where that is known already.
+    All ranks call it and get the same result. `weights` is the SHA-256 of the tensors that are whole, if it is already
+    known.
     """
     if world.size == 1:
         return None
@@ -98,7 +103,7 @@ def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None
 
 
 def _digest(held: MaybeSharded) -> bytes:
-    """Return which rows are held, and what is in them: two digests."""
+    """Return two digests: of the row range that is held, and of the values of these rows."""
     rows = hashlib.sha256(json.dumps(_rows(held)).encode()).digest()[:_DIGEST_BYTES]
     return rows + hashlib.sha256(tensorfile.raw(local_tensor(held))).digest()[:_DIGEST_BYTES]
 

@@ -1,8 +1,9 @@
-"""A digest of each step's summed gradient, and of the weights at each save: the same for every placement.
+"""Digests of the summed gradient of each step, and of the weights at each save. They don't depend on the placement.
 
-Each rank works out its part where the gradient is and keeps it there. The parts of many steps are added over the ranks
-at once, with a report or a save: that is a message and a write. Where a digest would take more than `PRICE` of a step,
-only every k-th step has one.
+1. Each rank computes its part of the digest on its device and keeps it there.
+2. With a report or a save, the parts of many steps are summed over the ranks at once. This takes one message and one
+   write.
+3. If computing the digests takes more than `PRICE` of the time of a step, only every k-th step gets a digest.
 """
 
 import time
@@ -19,27 +20,28 @@ from lockstep.comm.world import World
 from lockstep.core.digest import Digests
 from lockstep.core.shard import NamedTensors, Shard
 
-PRICE: Final = 0.005  # of the time of a step, at most
-_TOGETHER: Final = 64  # digests that are many
-_MEASURED: Final = 8  # digests, before their interval is decided
+PRICE: Final = 0.005  # maximum fraction of the time of a step
+_TOGETHER: Final = 64  # number of digests that are collected together
+_MEASURED: Final = 8  # number of digests that are timed before the interval is chosen
 _LONGEST_INTERVAL: Final = 1 << 12
 
 
 class Digest(NamedTuple):
-    """What was found after `step` updates: of the gradient of the last of them, or of the `weights`."""
+    """The digest after `step` updates: of the gradient of the last update, or of the weights if `weights` is set."""
 
     step: int
-    value: int  # 64 bits, unsigned
+    value: int  # unsigned, 64 bits
     weights: bool = False
 
 
 @final
 @dataclass(eq=False)
 class StepDigests:
-    """The digests of a run, of an engine's `gradients`; `write` gets on rank 0 those that are complete, in their order.
+    """The digests of a run, computed from the `gradients` of an engine.
 
-    `every` is the interval in steps, None until there is one that keeps the price, of which `note` is told. All
-    ranks call each method alike.
+    `write` is called on rank 0 with the complete digests, in order. `every` is the interval in steps. It is None until
+    an interval is known that keeps the price, and then `note` is called with a message. All ranks must call each method
+    in the same way.
     """
 
     world: World
@@ -52,12 +54,12 @@ class StepDigests:
         self._digests = Digests()
         self._owned: dict[tuple[str, ...], frozenset[str]] = {}
         self._parts: list[tuple[int, bool, Tensor]] = []
-        self._last = 0.0  # when the last step came by
-        self._steps: deque[float] = deque(maxlen=_MEASURED)  # seconds between two
-        self._spent: deque[float] = deque(maxlen=_MEASURED)  # seconds of a digest
+        self._last = 0.0  # when `add` was last called
+        self._steps: deque[float] = deque(maxlen=_MEASURED)  # seconds between two steps
+        self._spent: deque[float] = deque(maxlen=_MEASURED)  # seconds per digest
 
     def add(self, step: int) -> None:
-        """Note the digest of the gradient of the update that makes it `step`, where one is due."""
+        """Record the digest of the gradient of the update that leads to `step`, if a digest is due."""
         if self.every is None:
             now = time.perf_counter()
             self._steps.append(now - self._last)
@@ -66,16 +68,16 @@ class StepDigests:
             return
         self._note(step, self.gradients(), weights=False)
         if self.every is None:
-            if self.world.device.type == "cuda":  # what it takes is known once it is done
+            if self.world.device.type == "cuda":  # the time is known only after the kernels have run
                 torch.cuda.synchronize(self.world.device)
             self._spent.append(time.perf_counter() - now)
 
     def add_weights(self, step: int, weights: NamedTensors) -> None:
-        """Note the digest of the weights after `step` updates."""
+        """Record the digest of the weights after `step` updates."""
         self._note(step, weights, weights=True)
 
     def collect(self, *, waits: bool = False) -> None:
-        """Add up the parts of the ranks, and write what they give; one that `waits` does so if there are many."""
+        """Sum the parts over all ranks, and write the digests. If `waits` is set, do so only if there are many."""
         many = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
         if len(self._parts) < many:
             return
@@ -93,13 +95,13 @@ class StepDigests:
         self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_of(tensors))))
 
     def _owned_of(self, tensors: NamedTensors) -> frozenset[str]:
-        """Return which of the tensors that are whole on every rank are this rank's to digest: its share of elements."""
+        """Return the names of the tensors that this rank digests: its share of those that are whole on every rank."""
         names = tuple(tensors)
         if names not in self._owned:
             whole = {name: held.numel() for name, held in tensors.items() if not isinstance(held, Shard)}
             total, before, own = max(1, sum(whole.values())), 0, set()
             for name, length in whole.items():
-                middle = before + length / 2  # of a model without elements all are rank 0's
+                middle = before + length / 2  # rank 0 digests all tensors of a model without elements
                 before += length
                 if int(middle * self.world.size / total) == self.world.rank:
                     own.add(name)
@@ -107,7 +109,7 @@ class StepDigests:
         return self._owned[names]
 
     def _wanted_interval(self) -> Tensor:
-        """Return on rank 0 the interval at which digests keep the price, once it is known; else 0."""
+        """Return the interval at which digests keep the price, on rank 0 and once it is known. Otherwise, return 0."""
         every = 0
         if self.world.rank == 0 and self.every is None and len(self._spent) == _MEASURED:
             wanted = median(self._spent) / (PRICE * median(self._steps))

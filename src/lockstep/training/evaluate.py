@@ -1,4 +1,4 @@
-"""Evaluation that visits every sample once, whatever the number of processes, and adds sums."""
+"""Evaluation: visits every sample once, for any number of processes, and sums the results."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -19,20 +19,23 @@ SAMPLES: Final = "samples"
 
 
 class Totals(NamedTuple):
-    """The sums over all batches, on the CPU: `loss`, `weight`, `samples` and the task's own; and the time it took."""
+    """The sums over all batches, on the CPU, and the time of the evaluation in seconds.
+
+    `sums` holds `loss`, `weight`, `samples` and the sums of the task.
+    """
 
     sums: Mapping[str, Tensor]
     seconds: float
 
 
 def batch_sums(task: Task, outputs: Any, batch: Batch, weight: int) -> dict[str, Tensor]:
-    """Return what a batch adds to an evaluation: its loss, weight and samples, and the task's own sums."""
+    """Return the sums of a batch: its loss, weight and number of samples, and the sums of the task."""
     counts = {WEIGHT: torch.tensor(weight), SAMPLES: torch.tensor(length(batch))}
     return {LOSS: task.loss(outputs, batch), **counts, **task.sums(outputs, batch)}
 
 
 def figures_of(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the loss and the task's figures, by the names that an evaluation writes."""
+    """Return the loss and the figures of the task, by the names that an evaluation reports."""
     figures = task.figures(sums)
     loss = figures.pop(LOSS, float(sums[LOSS]) / max(int(sums[WEIGHT]), 1))
     return {LOSS: loss, **figures}
@@ -48,9 +51,9 @@ def evaluate(
 ) -> Totals:
     """Return the sums over all batches. All ranks call it.
 
-    `batches` are this rank's, as (number, batch, weight): each number in range(number_of_batches) is on one rank, and
-    what has none is not counted.
-    With `details` the task's are added too (see Task).
+    `batches` are those of this rank, as (number, batch, weight). Each number in range(number_of_batches) is on exactly
+    one rank. A batch with the number None is computed but not counted. With `details`, the details of the task are
+    summed too (see Task).
     """
     began = time.perf_counter()
     added = NamedSums()

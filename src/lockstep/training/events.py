@@ -1,8 +1,8 @@
-"""The events of a run: the loop yields these, and the sinks write them down.
+"""The events of a run. The loop yields them, and the sinks write them.
 
-Units: `time` is seconds since 1970, `seconds` wall-clock seconds, `lr` the learning rate, `loss` the sum of the
-losses over what the step or the evaluation weighs, `peak_bytes` bytes, `samples_per_s` training samples a second over
-all processes. What other figures are is the task's.
+Units: `time` is in seconds since 1970, `seconds` in seconds of wall-clock time, and `peak_bytes` in bytes. `lr` is the
+learning rate. `loss` is the sum of the losses divided by the weight of the step or evaluation. `samples_per_s` is the
+number of training samples per second over all processes. The meaning of other figures depends on the task.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
-    """What happens once `step` steps are done, in `epoch`, when so many training `samples` were seen."""
+    """An event after `step` completed steps, in `epoch`, after `samples` training samples."""
 
     step: int
     epoch: int
@@ -40,7 +40,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_Event):
-    """The run begins, or resumes at `step` of `steps`; `again` of them had been done, and were not saved."""
+    """The run starts, or resumes at `step` of `steps`. `again` steps are repeated: they were done, but not saved."""
 
     steps: int
     epochs: float
@@ -54,24 +54,24 @@ class Started(_Event):
     device: str
     parameters: int
     base_lr: float
-    task: str = ""  # in words: which it is, and why
-    monitor: str = "loss"  # the figure by which an evaluation is the best
-    higher: bool = False  # whether a higher one is better
-    unit: str = "samples"  # what a weight counts
+    task: str = ""  # the task in words, and why it was chosen
+    monitor: str = "loss"  # the figure that decides which evaluation is the best
+    higher: bool = False  # whether a higher value is better
+    unit: str = "samples"  # the unit of weights
     fractions: list[str] = field(default_factory=list)  # figures that are shares of one
     resumed_from: str | None = None
     again: int = 0
     flops_per_sample: int | None = None
-    peak_flops_per_s: float | None = None  # of the devices that it runs on, where it is known
-    backend: str = ""  # what carries tensors between several ranks
-    sharing: list[list[int]] = field(default_factory=list)  # ranks that have one device between them
-    hash_seed: str = ""  # of Python's hashes: PYTHONHASHSEED, or random
+    peak_flops_per_s: float | None = None  # of all devices of the run, if it is known
+    backend: str = ""  # the communication backend, if there are several ranks
+    sharing: list[list[int]] = field(default_factory=list)  # groups of ranks that share a device
+    hash_seed: str = ""  # Python's hash seed: PYTHONHASHSEED, or "random"
     name: Literal["started"] = "started"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(_Event):
-    """The numbers of this run may depend on its placement: `culprit` is what does it, `text` says where and how."""
+    """The results of this run may depend on its placement. `culprit` is the cause, and `text` says where and how."""
 
     culprit: str
     text: str
@@ -80,15 +80,15 @@ class Warned(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(_Event):
-    """Step number `step` (from 1) is done; figures are of this step alone, speed since the last report."""
+    """Step number `step` (from 1) is done. Figures are of this step, and speeds are means since the last report."""
 
     loss: float
     lr: float
     norm: float | None
     samples_per_s: float
     peak_bytes: int
-    weight_per_s: float | None = None  # where the weight is not the number of samples
-    figures: dict[str, float] = field(default_factory=dict)  # the task's
+    weight_per_s: float | None = None  # if the weight isn't the number of samples
+    figures: dict[str, float] = field(default_factory=dict)  # of the task
     loss_scale: float | None = None
     skipped_steps: int = 0
     flops_per_s: float | None = None
@@ -98,10 +98,10 @@ class Stepped(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(_Event):
-    """The validation split was visited: each of its samples once."""
+    """The model was evaluated on the validation split, with each of its samples once."""
 
     loss: float
-    figures: dict[str, float]  # by their names, such as {"r2": 0.98}
+    figures: dict[str, float]  # by name, such as {"r2": 0.98}
     evaluated: int
     of: int
     seconds: float
@@ -112,7 +112,7 @@ class Evaluated(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged(_Event):
-    """Figures that a loop of the user's own gave, by their names."""
+    """Figures that a custom training loop logged, by name."""
 
     figures: dict[str, float]
     name: Literal["logged"] = "logged"
@@ -120,7 +120,7 @@ class Logged(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(_Event):
-    """Files that could not be read, each reported once in a start; their samples count as nothing."""
+    """Files that can't be read. Each is reported once per start, and its samples count as nothing."""
 
     files: tuple[str, ...]
     name: Literal["skipped"] = "skipped"
@@ -128,9 +128,10 @@ class Skipped(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupted(_Event):
-    """An audit of the step after `step` found bits that are wrong. The step is not applied, and this start ends.
+    """An audit of the step after `step` found wrong bits. The step isn't applied, and this start ends.
 
-    `ranks` are wrong, where a majority tells which: `placement.on_corruption: go_on` goes on without them.
+    `ranks` are the ranks that computed wrongly, if a majority shows which. With `placement.on_corruption: go_on`, the
+    run continues without these ranks.
     """
 
     ranks: tuple[int, ...]
@@ -140,7 +141,7 @@ class Corrupted(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(_Event):
-    """A checkpoint is on disk, synced and hashed."""
+    """A checkpoint was written to disk, synced and hashed."""
 
     path: str
     weights_sha256: str
@@ -151,7 +152,7 @@ class Saved(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(_Event):
-    """Training stopped early because of `reason`, and the work so far is saved."""
+    """Training stopped early because of `reason`, and its progress is saved."""
 
     reason: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
@@ -166,12 +167,12 @@ class Done(_Event):
     best: dict[str, float] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_samples: int = 0
-    audited: int = 0  # steps that this start audited
+    audited: int = 0  # number of steps that this start audited
     seconds: float = 0.0
-    seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by what they went to (device/clock.py)
+    seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by activity (device/clock.py)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     predicted: dict[str, float] = field(default_factory=dict)  # of a step, by a plan: step_s and peak_bytes
-    measured: dict[str, float] = field(default_factory=dict)  # the same of this start
+    measured: dict[str, float] = field(default_factory=dict)  # the same figures, as measured in this start
     name: Literal["done"] = "done"
 
 

@@ -1,4 +1,4 @@
-"""One run in a folder: a lock that the kernel drops with the process that took it."""
+"""A lock that allows a single run per folder. The kernel releases it when the process that holds it ends."""
 
 import fcntl
 import os
@@ -18,13 +18,13 @@ _PAUSE_S: Final = 0.05
 
 @final
 class Lock(AbstractContextManager["Lock"]):
-    """A held lock; `release()`, the end of a `with` block or the end of the process frees it.
+    """A held lock. It is released by `release()`, at the end of a `with` block, or when the process ends.
 
-    The holder is the process that called `lock`, and only that one. flock belongs to the open file, which a
-    forked child shares, so a loader worker that outlives a killed parent would keep the run folder locked:
-    each forked child therefore closes its copy at once. (Closing a copy frees nothing as long as the holder's
-    is open, where LOCK_UN in the child would unlock the parent.) Programs started by exec never get the
-    descriptor: Python opens files close-on-exec.
+    Only the process that called `lock` holds it. flock belongs to the open file, which a forked child shares. A loader
+    worker that outlives a killed parent would therefore keep the run folder locked. To prevent this, each forked child
+    closes its copy of the descriptor immediately. Closing a copy doesn't release the lock as long as the descriptor of
+    the holder is open. LOCK_UN in the child would release it. Programs started by exec never get the descriptor,
+    because Python opens files close-on-exec.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -32,7 +32,7 @@ class Lock(AbstractContextManager["Lock"]):
         os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
-        """Close this process's descriptor of the lock file; the second time does nothing."""
+        """Close the descriptor of the lock file in this process. Calling it again is a no-op."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -42,10 +42,10 @@ class Lock(AbstractContextManager["Lock"]):
 
 
 def lock(run_dir: Path) -> Lock:
-    """Lock a run folder, made if missing, for this process; a folder in use raises UsageError.
+    """Lock a run folder for this process, and create the folder if needed. A folder in use raises UsageError.
 
-    One process of a run takes it: the one that outlives or ends all others. The file stays after release:
-    removing it would let two processes hold locks on two files of the same name.
+    One process of a run must call it: the process that outlives or ends all other processes. The lock file stays after
+    release. If it were removed, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
@@ -68,14 +68,14 @@ def _take(descriptor: int, run_dir: Path) -> None:
             f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run here would "
             "go unnoticed; choose a run.dir on another one"
         ) from error
-    if not os.fstat(descriptor).st_nlink:  # a start that was refused had made the folder, and removed it
+    if not os.fstat(descriptor).st_nlink:  # a rejected start had made the folder, and removed it
         raise UsageError(f"{run_dir}: was removed by another start that was refused; start again")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
 
 
 def _ask(descriptor: int) -> None:
-    """Take the lock or raise BlockingIOError: not at once, since who looks whether a run is at work has it a moment."""
+    """Take the lock or raise BlockingIOError. Retries, since a process that checks for active runs briefly holds it."""
     for _ in range(_TRIES - 1):
         with suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

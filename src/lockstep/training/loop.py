@@ -15,7 +15,7 @@ from lockstep.training.turn import Turn
 
 
 class Stop(Protocol):
-    """What asks to stop: `level` is 0, or a number of ranks/signals.py."""
+    """The source of stop requests. `level` is 0, or a level of ranks/signals.py."""
 
     @property
     def level(self) -> int: ...
@@ -25,14 +25,14 @@ Batches = Callable[[int], Iterable[tuple[Step, MicroBatches]]]
 
 
 def take_step(engine: Stepping, recipe: EngineRecipe, turn: Turn, lr: float, *, observe: bool = False) -> None:
-    """Let an engine do a step at a learning rate. All ranks call it."""
+    """Take a step of an engine at learning rate `lr`. All ranks call it."""
     sums = engine.forward_backward(turn.microbatches, turn.step, observe)
     turn.digest()
     turn.done(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
 def train(engine: Stepping, reports: StepReports, following: Iterable[Turn | Event]) -> Iterator[Event]:
-    """Let an engine do the steps of `turns`, at the learning rate of their plan; yield the events."""
+    """Let an engine take the steps of `turns`, at the learning rates of their plan, and yield the events."""
     plan = reports.plan
     assert plan.rate is not None
     assert plan.recipe is not None
@@ -53,19 +53,27 @@ def turns(
     stop: Stop | None = None,
     preempted: Callable[[], bool] | None = None,
 ) -> Iterator[Turn | Event]:
-    """Yield the steps from the reports' progress to the end of their plan, or to where the ranks agree to stop.
+    """Yield the remaining steps of the plan, and the events, until the plan ends or the ranks agree to stop.
 
-    `batches(first)` gives each step from number `first` on with this rank's micro-batches. All ranks iterate and get
-    the same steps; the caller does each before it asks for the next. `save` yields the saves that are done by then, and
-    collects the digests. Without `evaluate` nothing is evaluated, and without `stop` nobody asks to stop. Steps that
-    are reported are saved while ranks are to be `preempted`, which all of them are asked. A loss that is not finite
-    raises TrainingError, at the latest with the next report.
+    All ranks must iterate, and all get the same steps. `batches(first)` returns the steps from number `first` on, with
+    the micro-batches of this rank. For each step:
+    1. The step is yielded. The caller takes it before it asks for the next item.
+    2. The ranks agree on the stop level. Without `stop`, this rank never asks to stop.
+    3. The report of the step is yielded, if one is due.
+    4. If an evaluation is due, `evaluate` runs, and its event is yielded. Without `evaluate`, there are no evaluations.
+    5. If a save is due, `save` starts it, collects the digests, and returns the saves that have completed. A save is
+       also due if the run ends or stops, or if `preempted` returns True at a step that is reported. All ranks call
+       `preempted`.
+    6. If the ranks agreed to stop before the plan ends, Stopped is yielded, and the generator returns.
+
+    A non-finite loss raises TrainingError, at the latest with the next report.
     """
     plan, progress, world = reports.plan, reports.progress, reports.world
     for step, microbatches in batches(progress.step):
         turn = Turn(step, microbatches, progress, reports.digests)
         yield turn
-        # First: a loop of the user's own may have one rank do something else now, which meets this exchange.
+        # Before anything else: in a custom training loop, one rank may do something different now, and its collective
+        # would meet this one.
         level = world.agree_to_stop(stop.level if stop else 0)
         yield from reports.report(turn)
         last = progress.step == plan.steps.total

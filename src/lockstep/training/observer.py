@@ -1,6 +1,6 @@
-"""What happens within a micro-batch: its operations, forward and backward, and where a value stops being finite.
+"""Observes the operations of a micro-batch, in forward and backward, and finds where a value stops being finite.
 
-An observer reads what the operations of one process give, and changes no number.
+An observer reads the results of the operations of a process, and never changes them.
 """
 
 import math
@@ -20,21 +20,21 @@ from lockstep.tasks.base import MicroBatch
 LOSS: Final = "the loss"
 BATCH: Final = "the batch"
 _MODULE: Final = "lockstep module"
-# What these give may hold anything, or is infinite because somebody wrote so, as the mask of an attention is.
+# The results of these operations may hold any value, or are infinite on purpose, such as the mask of an attention.
 _UNSET: Final = ("empty", "new_empty")
 _FILLS: Final = (*_UNSET, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
-_EXCHANGES: Final = ("c10d::", "_c10d_functional::", "fsdp::")  # their outputs may be filled after they return
+_EXCHANGES: Final = ("c10d::", "_c10d_functional::", "fsdp::")  # collectives may fill their outputs after they return
 
 
 class Tensors(Protocol):
-    """Takes the tensors of a step, in the order in which they are made."""
+    """Receives the tensors of a step, in the order in which they are computed."""
 
     def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
-        """Note a tensor as it is now."""
+        """Record a tensor as it is now."""
 
 
 class SampleLoss(NamedTuple):
-    """The loss of a sample in a step, by its micro-batch and its place there; NaN where it cannot be told."""
+    """The loss of a sample in a step: its micro-batch, its place there, and the loss. NaN if it can't be computed."""
 
     microbatch: int
     place: int
@@ -42,9 +42,10 @@ class SampleLoss(NamedTuple):
 
 
 class NonFinite(NamedTuple):
-    """Where a value that is not finite arose: what computed it from finite ones, and for which sample, -1 for all.
+    """The first non-finite value that was computed from finite values, and its sample. `place` is -1 for all samples.
 
-    One that came with the samples has the module BATCH, and no operation.
+    `operation` computed the value in `module`. If the value was part of the samples, `module` is BATCH and `operation`
+    is empty.
     """
 
     what: Literal["NaN", "inf"]
@@ -57,7 +58,7 @@ class NonFinite(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """L2 norms of a parameter before the step, of its gradient, as a mean by weight, and of its update."""
+    """L2 norms of a parameter before the step, of its gradient (as a mean by weight), and of its update."""
 
     name: str
     weight: float
@@ -67,10 +68,10 @@ class LayerNorms:
 
 @dataclass
 class Examined:
-    """What was found in a step: losses, largest activations by module, and the first value that is not finite.
+    """The findings of a step: losses, the largest activation by module, and the first non-finite value.
 
-    Of a recipe these are losses of samples; of a loop of the user's own, which has its loss for a whole micro-batch,
-    losses of micro-batches by number.
+    For a recipe, the losses are per sample (`losses`). A custom training loop has one loss for each micro-batch, so its
+    losses are per micro-batch (`microbatches`, by number).
     """
 
     losses: list[SampleLoss] = field(default_factory=list)
@@ -79,16 +80,16 @@ class Examined:
     nonfinite: NonFinite | None = None
 
     def note_activation(self, name: str, largest: float) -> None:
-        """Note the largest absolute value of an output of a module; NaN is the largest of all."""
+        """Record the largest absolute value of a module's output. NaN counts as the largest value."""
         known = self.activations.get(name, 0.0)
         self.activations[name] = largest if math.isnan(largest) else known if math.isnan(known) else max(known, largest)
 
 
 @final
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation of a micro-batch's forward and backward, and in which module it is.
+    """Observes each operation in the forward and backward of a micro-batch, and the module it belongs to.
 
-    `tensors` takes the micro-batch's own tensors, and the results of all modules and operations.
+    `tensors` receives the tensors of the micro-batch, and the results of all modules and operations.
     """
 
     def __init__(self, microbatch: MicroBatch, found: Examined, tensors: Tensors | None = None) -> None:
@@ -98,17 +99,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors = tensors
         self._modules: list[str] = []
         self._paused = False
-        self._behind = LOSS  # the module whose backward is under way
+        self._behind = LOSS  # the module whose backward is running
         self._note("batch", "", "", microbatch.batch)
         self._look_at_batch()
 
     def note_losses(self, loss: Callable[[Any, Batch], Tensor], outputs: Any, batch: Batch) -> None:
-        """Note the loss of each sample by itself, where outputs and batch can be cut by samples."""
+        """Record the loss of each sample, if outputs and batch can be split into samples."""
         samples = self._microbatch.samples
         with torch.no_grad(), self.paused():
             for place in range(samples):
                 one = partial(map_tensors, partial(_sample, place, samples))
-                try:  # not of a loss over the whole, or of outputs of a kind of their own
+                try:  # fails for a loss over the whole batch, or for custom output types
                     value = float(loss(one(outputs), one(batch)))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
@@ -116,13 +117,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
-        """Look while the block runs."""
+        """Observe operations while the block runs."""
         with self._hooks(model), self:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away while the block runs."""
+        """Ignore operations while the block runs."""
         self._paused = True
         try:
             yield
@@ -131,7 +132,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _hooks(self, model: nn.Module) -> Iterator[None]:
-        """Know the module that is computing while the block runs."""
+        """Track the module that is computing while the block runs."""
         with ExitStack() as held:
             for path, module in model.named_modules():
                 name = path or type(module).__name__
@@ -150,7 +151,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if each.is_floating_point() and each.numel():
                     self._found.note_activation(name, float(each.detach().abs().amax()))
                 if each.grad_fn is not None:
-                    _notes_of(each.grad_fn).setdefault(_MODULE, name)  # that of the innermost
+                    _notes_of(each.grad_fn).setdefault(_MODULE, name)  # keeps the innermost module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -160,7 +161,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if self._paused or name.startswith(_EXCHANGES):
             return func(*args, **kwargs)
-        # First: an operation may write its result into what it is given.
+        # Inspect the inputs first, because an operation may write its result into them.
         looked_for = self._found.nonfinite is None and not name.startswith(_FILLS)
         given = [*map(_kinds, tensors_of((args, kwargs)))] if looked_for else []
         outputs = func(*args, **kwargs)
@@ -184,7 +185,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
 
     def _look_at_batch(self) -> None:
-        """Note a NaN that comes with the samples; an infinity may be meant, as in a mask."""
+        """Record a NaN in the samples. Infinities are ignored, because they may be intended, as in a mask."""
         tensors = tensors_of(self._microbatch.batch)
         if self._found.nonfinite is None and any(nan for nan, _ in map(_kinds, tensors)):
             index = self._microbatch.index
@@ -196,7 +197,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, each)
 
     def _place(self, outputs: Sequence[Tensor]) -> int:
-        """Return the sample of the first value that is not finite, -1 where outputs are not by samples."""
+        """Return the sample of the first non-finite value, or -1 if the outputs aren't per sample."""
         for each in outputs:
             if each.ndim and len(each) == self._microbatch.samples and each.is_floating_point():
                 rows = (~torch.isfinite(each.detach().reshape(len(each), -1))).any(1).nonzero()
@@ -210,13 +211,13 @@ def _sample(place: int, samples: int, tensor: Tensor) -> Tensor:
 
 
 def _notes_of(node: Any) -> dict[str, Any]:
-    """Return what can be noted of a node of the graph; torch's type says that it is a function."""
+    """Return the metadata dict of an autograd node, which torch's stubs type as a function."""
     notes: dict[str, Any] = node.metadata
     return notes
 
 
 def _kinds(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor has NaN, and whether it has infinities."""
+    """Return whether a tensor contains NaN, and whether it contains infinities."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False, False
     tensor = tensor.detach()

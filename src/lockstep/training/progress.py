@@ -1,4 +1,4 @@
-"""How far a run has come, and which of its evaluations was the best."""
+"""The progress of a run, and its best evaluation."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from lockstep.training.events import Evaluated
 
 @dataclass
 class Progress:
-    """How far a run has come: what its checkpoint keeps besides the engine's state."""
+    """The progress of a run: everything a checkpoint keeps besides the state of the engine."""
 
-    step: int = 0  # updates done
+    step: int = 0  # completed steps
     epoch: int = 0
-    samples: int = 0  # seen
+    samples: int = 0  # training samples seen
     skipped_steps: int = 0
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    best: dict[str, float] = field(default_factory=dict)  # of the best one
+    best: dict[str, float] = field(default_factory=dict)  # of the best evaluation
     best_loss: float = math.inf
-    best_at: int = -1  # the step it was made after
+    best_at: int = -1  # the step after which the best evaluation ran
 
     def advance(self, step: Step, applied: bool) -> None:
         """Count `step` as done."""
@@ -31,18 +31,18 @@ class Progress:
 
     @property
     def at(self) -> dict[str, Any]:
-        """How far the run is, as each event says it."""
+        """The progress as the common fields of all events."""
         return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
 
     def judge(self, evaluated: Evaluated, monitor: Monitor) -> None:
-        """Note an evaluation, and whether it is the best so far: by the monitored figure, then by its loss."""
+        """Record an evaluation, and whether it is the best so far: by the monitored figure, then by its loss."""
         self.figures = evaluated.figures
         if _rank(evaluated.figures, evaluated.loss, monitor) > _rank(self.best, self.best_loss, monitor):
             self.best, self.best_loss, self.best_at = evaluated.figures, evaluated.loss, self.step
 
 
 def _rank(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
-    """Return what is the larger, the better an evaluation is; one that has not been made is the worst."""
+    """Return a sort key that is larger for a better evaluation. A missing figure makes it the worst."""
     value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
     goodness = value if monitor.higher else -value
     return -math.inf if math.isnan(goodness) else goodness, -loss

@@ -1,4 +1,4 @@
-"""What a training loop reports of its steps: their losses, which it checks, and its speed."""
+"""The reports of a training loop: the loss of a step, which is checked, and the speed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from lockstep.training.watch import NonFiniteCheck
 
 @final
 class StepReports:
-    """The reports of a loop that follows `plan`, from `progress` on. All ranks call each method alike."""
+    """The reports of a loop that follows `plan`, starting from `progress`. All ranks call each method alike."""
 
     def __init__(self, world: World, plan: Plan, progress: Progress, digests: StepDigests | None = None) -> None:
         self.world = world
@@ -31,10 +31,10 @@ class StepReports:
         self.digests = digests
         self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, against_nonfinite(plan.recipe), digests)
         self._meter = Meter(world.device)
-        self._last = -1  # the number of the step reported last; the step itself would keep its batch in memory
+        self._last = -1  # the number of the last step; the step itself would keep its batch in memory
 
     def report(self, turn: Turn) -> Sequence[Stepped]:
-        """Count a step that is done, and return its report if the plan asks for one; a second call returns nothing."""
+        """Count a completed step, and return its report if the plan asks for one. A second call returns nothing."""
         if turn.step.number == self._last:
             return ()
         self._last = turn.step.number
@@ -63,18 +63,18 @@ class StepReports:
         return [stepped]
 
     def check(self) -> float:
-        """Return the loss of the last step; TrainingError if a loss so far is not finite."""
+        """Return the loss of the last step. Raise TrainingError if a loss so far isn't finite."""
         return self._losses.check()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Check the losses, and leave the block out of the speed."""
+        """Check the losses, and exclude the block from the speed."""
         self.check()
         yield
         self._meter.restart()
 
     def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
-        """Return the task's figures of a step, as the model was before it; its loss is reported with them."""
+        """Return the figures of the task for a step, with the model before its update. Its loss is not included."""
         if self.plan.figures is None:
             return {}
         counts = {"weight": torch.tensor(sums.weight), "samples": torch.tensor(step.samples)}

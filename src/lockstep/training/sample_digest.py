@@ -1,4 +1,4 @@
-"""A digest of a dataset's first and last sample, by which ranks and starts of a run see that they have the same one."""
+"""A digest of the first and last sample of a dataset, which shows whether ranks and starts have the same dataset."""
 
 import hashlib
 from collections.abc import Callable
@@ -20,11 +20,11 @@ def _whole(batch: Batch) -> Batch:
 def digest_ends(split: Split, select: Callable[[Batch], Any] = _whole) -> str:
     """Return a digest of the first and the last sample of a split, or of the part of a batch that `select` returns."""
     try:
-        # A batch of its own for each: a collate of equally long samples cannot stack two of other lengths.
+        # One batch per sample, because a collate function that stacks samples fails on samples of different lengths.
         batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
-    except TrainingError:  # a file that cannot be read: training says so, in its step, if it ever comes to it
+    except TrainingError:  # a file can't be read: training reports it when it reaches that sample
         return "unreadable"
     samples = [tensors_of(select(batch)) for batch in batches]
-    # Tensor by tensor, as both samples stacked would be: digests in checkpoints stay comparable.
+    # Tensor by tensor, as if both samples were stacked, so that digests in existing checkpoints stay comparable.
     tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
     return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A step of the training loop, from the moment it is given out until its results are noted."""
+"""A step of the training loop, from the moment it is yielded until its results are recorded."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ from lockstep.training.progress import Progress
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A step to do now with this rank's micro-batches. Whoever iterates over `turns` does it, and notes the results."""
+    """A step to take now, with the micro-batches of this rank.
+
+    The caller of `turns` takes the step and records its results.
+    """
 
     step: Step
     microbatches: MicroBatches
@@ -25,15 +28,15 @@ class Turn:
     update: Update | None = None
 
     def digest(self) -> None:
-        """Note the digest of the step's first gradient, which is there now; all ranks call it before they update."""
+        """Record the digest of the first gradient of the step, before the update. All ranks call it."""
         if self.digests is not None and self.sums is None:
             self.digests.add(self.step.number + 1)
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
-        """Count the step as done at this learning rate, and note its results.
+        """Count the step as done at learning rate `lr`, and record its results.
 
-        A step may have several updates, each of other parameters. It is counted once, at the rate of the first. Its
-        loss and norm are those of the last, but a loss that was not finite stays.
+        A step can have several updates of different parameters. It is counted once, at the learning rate of the first
+        update. Its loss and norm are those of the last update. However, a loss that wasn't finite is kept.
         """
         if self.sums is None or self.update is None:
             self.lr = lr

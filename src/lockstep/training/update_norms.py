@@ -1,4 +1,4 @@
-"""The norms of an update by parameter: of the weights before it, of their gradient, and of how far they moved."""
+"""The norms of an update by parameter: of the weights before it, of their gradient, and of the change."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,15 +8,16 @@ from torch import Tensor
 from lockstep.parallel.engine import Update
 from lockstep.training.observer import LayerNorms
 
-Wholes = Iterable[tuple[str, Tensor]]  # by name; on rank 0 all of them, see parallel/layouts/base.py
+Wholes = Iterable[tuple[str, Tensor]]  # by name; rank 0 gets all of them, see parallel/layouts/base.py
 
 
 def measure_update(
     update: Callable[[], Update], gradients: Wholes, before: Wholes, after: Wholes
 ) -> tuple[Update, list[LayerNorms]]:
-    """Do an update, and return it with the norms of each trained parameter.
+    """Run `update`, and return its result with the norms of each trained parameter.
 
-    `before` is gone through before the update, `after` then. All ranks call it; the norms are whole on rank 0.
+    `before` is iterated before the update, and `after` is iterated after it. All ranks call it. Only rank 0 gets the
+    norms of all parameters.
     """
     norms = {name: _norm(gradient) for name, gradient in gradients}
     weights = {name: weight.clone() for name, weight in before}
@@ -25,7 +26,7 @@ def measure_update(
         LayerNorms(
             name,
             _norm(weights[name]),
-            # The backward has divided by the weight of the step already.
+            # The backward has already divided by the weight of the step.
             norms[name] / (updated.loss_scale or 1.0),
             _norm(weight.double() - weights[name].double()),
         )

@@ -1,4 +1,4 @@
-"""Looks at every step's loss, but waits for the device only on request."""
+"""Checks the loss of every step, but only waits for the device on request."""
 
 import math
 from typing import final
@@ -14,7 +14,7 @@ from lockstep.training.digests import StepDigests
 
 @final
 class NonFiniteCheck:
-    """Keeps the losses of the steps since the last check, and finds the first that is not finite, with `advice`."""
+    """Keeps the losses of the steps since the last check, and reports the first that isn't finite, with `advice`."""
 
     def __init__(self, world: World, stop: bool, advice: str, digests: StepDigests | None = None) -> None:
         self._world = world
@@ -25,25 +25,25 @@ class NonFiniteCheck:
         self._last = math.nan
 
     def add(self, step: Step, lr: float, sums: Sums) -> None:
-        """Take the losses of `step`, which was done at learning rate `lr`."""
+        """Add the losses of `step`, which was taken at learning rate `lr`."""
         self._seen.append((step, lr, sums))
 
     def check(self) -> float:
         """Return the loss of the last step. All ranks call it.
 
-        If any step since the last check had a loss that is not finite, and the recipe says stop, TrainingError names
-        the first one, with the ranks whose own micro-batches it came from.
+        If a step since the last check had a non-finite loss, and the recipe says stop, raises TrainingError. The error
+        names the first such step, and the ranks whose micro-batches caused it.
         """
         if self._seen:
             totals = torch.stack([sums.total for _, _, sums in self._seen]).tolist()
-            # A step of weight 0 taught nothing, and its loss says nothing: it stands as the sum that it is, which is 0.
+            # A step of weight 0 changed nothing, and its loss has no meaning: it is the sum of losses, which is 0.
             losses = [total / max(sums.weight, 1) for total, (_, _, sums) in zip(totals, self._seen, strict=True)]
             self._last = losses[-1]
             if self._stop:
                 for loss, (step, lr, sums) in zip(losses, self._seen, strict=True):
                     if not math.isfinite(loss):
                         if self._digests is not None:
-                            self._digests.collect()  # of the steps until here, which may be looked into
+                            self._digests.collect()  # up to this step, since a user may want to inspect them
                         raise TrainingError(self._verdict(loss, step, lr, sums))
             self._seen.clear()
         return self._last

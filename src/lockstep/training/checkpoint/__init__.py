@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are whole or absent, with the names of one process, hashed and signed."""
+"""Checkpoints: folders that are complete or absent, with the names of a single process, hashed and signed."""

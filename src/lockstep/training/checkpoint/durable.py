@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a kill, a power cut or a full disk."""
+"""Atomic files: a file is complete or absent, even after a kill, a power failure or a full disk."""
 
 import hashlib
 import os
@@ -12,14 +12,14 @@ from lockstep.common.platforms import reserve
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file holds: enough to check later whether it still does."""
+    """The hash and size of a file, which is enough to verify it later."""
 
     sha256: str
     bytes: int
 
 
 def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file, hashing what passes, and return once it is on the disk. The folder is not synced."""
+    """Write a new file, hash its content, and return once it is on disk. The folder isn't synced."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -31,14 +31,14 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 
 def allot(path: Path, head: bytes, length: int) -> None:
-    """Make a new file of `length` bytes which begins with `head`, for `write_at` to fill."""
+    """Create a new file of `length` bytes that starts with `head`, for `write_at` to fill."""
     with path.open("xb") as file:
         file.write(head)
-        reserve(file.fileno(), length)  # a full disk is noticed here, not half way through
+        reserve(file.fileno(), length)  # a full disk is detected here, not in the middle of writing
 
 
 def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
-    """Write each part at its place in a file and return once it is on the disk; others may write other parts of it."""
+    """Write each part at its offset in a file, and return once it is on disk. Other ranks may write different parts."""
     with path.open("r+b") as file:
         for start, data in parts:
             file.seek(start)
@@ -48,14 +48,14 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
 
 
 def hash_file(path: Path) -> Written:
-    """Return what a file holds now."""
+    """Return the hash and size of a file as it is now."""
     with plainfile.reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return Written(digest.hexdigest(), file.tell())
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Give `path` the content `data`: a reader, at any time, sees all of the old or all of the new."""
+    """Atomically replace the content of `path` by `data`. A reader sees all of the old or all of the new content."""
     temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     try:
@@ -68,7 +68,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to its neighbour `target`, in one move. The folder is not synced."""
+    """Atomically make `link` a symbolic link to `target` in the same folder. The folder isn't synced."""
     temporary = _temporary(link)
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
@@ -76,7 +76,7 @@ def point(link: Path, target: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk: fsync of a file does not save the entry that names it."""
+    """Sync the entries of a folder to disk, since fsync of a file doesn't save the folder entry that names it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -85,5 +85,5 @@ def sync_folder(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    # In the same folder: a rename is one move only within a file system.
+    # In the same folder, because a rename is atomic only within a file system.
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Reads the checkpoint that all ranks of a run go on from, which has to be the same one."""
+"""Reads the checkpoint that a run resumes from, and checks that all ranks read the same one."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +9,8 @@ from lockstep.training.checkpoint.store import Snapshot
 
 
 def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
-    """Read the checkpoint that the run goes on from. All ranks call it."""
+    """Read the checkpoint that the run resumes from. All ranks call it."""
     manifest = store.manifest(path, key)
-    # Where hosts have run folders of their own, another run's may lie at the same place.
+    # If each host has a separate run folder, the folder of a host may hold a different run.
     rendezvous.compare({str(path): asdict(manifest)})
     return manifest, store.read(path, key)

@@ -1,4 +1,4 @@
-"""What state.json holds, checked strictly: types, ranges, and how far a run can have come after so many steps."""
+"""The content of state.json, with strict validation: types, ranges, and the progress that is possible for a step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from lockstep.training.checkpoint import store
 from lockstep.training.progress import Progress
 
 _STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-_SHOWN: Final = 5  # problems of one file
+_SHOWN: Final = 5  # maximum number of problems listed for a file
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Figure = Annotated[float, Field(allow_inf_nan=True)]
@@ -36,25 +36,28 @@ class _Progress(BaseModel):
 
 
 class SavedOptimizer(BaseModel):
-    """What of an optimizer's state is no tensor."""
+    """The part of an optimizer's state that isn't a tensor."""
 
     model_config = _STRICT
 
     slots: dict[str, Number]  # by `<parameter>/<slot>`
-    groups: list[dict[str, Number]]  # of parameters
+    groups: list[dict[str, Number]]  # parameter groups
 
 
 class SavedEngine(BaseModel):
-    """What of an engine's state is no tensor."""
+    """The part of an engine's state that isn't a tensor."""
 
     model_config = _STRICT
 
     optimizer: SavedOptimizer
-    loss_scale: dict[str, int | float]  # empty but for fp16
+    loss_scale: dict[str, int | float]  # empty except for fp16
 
 
 class SavedState(BaseModel):
-    """The state of a checkpoint: how far it came, what of its engine is no tensor, and what decided its numbers."""
+    """The state of a checkpoint: its progress, the non-tensor state of its engine, and the inputs to its numbers.
+
+    `recipe`, `numerics`, `data` and `source` record everything that decided the numbers of the run.
+    """
 
     model_config = _STRICT
 
@@ -63,19 +66,19 @@ class SavedState(BaseModel):
     engine: SavedEngine
     recipe: dict[str, Any]
     numerics: dict[str, str | int | None]
-    data: dict[str, Any]  # facts about it
-    source: dict[str, str]  # hashes of the user's own files
+    data: dict[str, Any]  # facts about the dataset
+    source: dict[str, str]  # hashes of the user's source files
 
     @property
     def progress(self) -> Progress:
-        """How far the run had come."""
+        """The progress of the run."""
         return Progress(**self.saved_progress.model_dump())
 
 
 def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
-    """Return the state of the checkpoint `path`. UsageError where it is not what this version writes.
+    """Return the state of the checkpoint `path`. Raise UsageError if this version doesn't write such a state.
 
-    Its hash was right, so it is not damage that made it so.
+    The hash of the file was already verified, so an invalid state isn't caused by damage.
     """
     schemas.check(state.get("schema"), path / store.STATE)
     try:
@@ -96,9 +99,9 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
 
 
 def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
-    """Yield what cannot be true after `progress.step` steps of a run.
+    """Yield the contradictions in `progress` for a run of these `steps`.
 
-    `task` says which evaluation is the best; `may_skip` whether the run may leave an update out.
+    `task` decides which evaluation is the best. `may_skip` says whether the run may skip updates.
     """
     step = progress.step
     if step > steps.total:

@@ -1,8 +1,12 @@
-"""Saves a run's state: before training continues, or in the background.
+"""Saves the state of a run, either before training continues or in the background.
 
-In the background, training waits only until a checkpoint's data is copied: the rest, hashing, writing, agreeing with
-the other ranks, happens on a thread, in a world of its own, while the next steps compute. One save at a time: the next
-waits for the one before.
+A background save has these phases:
+1. The main thread waits for the previous save. There is at most one save at a time.
+2. The main thread copies the data of the checkpoint to the CPU. Training waits only for these two phases.
+3. A background thread hashes the weights and compares them with the other ranks, in a separate process group. If ranks
+   disagree, nothing is saved.
+4. The thread writes the files, while the main thread continues with the next steps.
+5. The end of the save, or its error, is returned by the next call of `save`, `poll` or `wait`.
 """
 
 import time
@@ -26,9 +30,9 @@ from lockstep.training.progress import Progress
 @final
 @dataclass(eq=False)
 class Saver:
-    """Writes checkpoints into `folder`, keeping the newest `keep`. All ranks make one, and call it alike.
+    """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks create it and call it in the same way.
 
-    `buffers` are the names of tensors that are no parameters, for the message where ranks disagree. With a `key` each
+    `buffers` are the names of tensors that aren't parameters, for the message if ranks disagree. If `key` is set, each
     checkpoint is signed.
     """
 
@@ -45,9 +49,10 @@ class Saver:
         self._running: Future[Saved] | None = None
 
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
-        """Save, or begin to; return what is saved by now. A failure to write raises TrainingError, at the latest then.
+        """Save, or start a background save. Return the saves that have completed.
 
-        In the background it is the save before this one whose end is reported and whose failure raises.
+        If a save fails, raises TrainingError. In the background, the call returns the previous save, or raises its
+        error.
         """
         began = time.perf_counter()
         at, best = progress.at, progress.best_at == progress.step
@@ -59,16 +64,16 @@ class Saver:
         return before
 
     def poll(self) -> list[Saved]:
-        """Return the save that has ended since the last call, if one has."""
+        """Return the background save that has completed since the last call, if any. Doesn't wait."""
         return self.wait() if self._running is not None and self._running.done() else []
 
     def wait(self) -> list[Saved]:
-        """Return the save under way, once it has ended."""
+        """Wait for the running background save, and return it."""
         running, self._running = self._running, None
         return [] if running is None else [running.result()]
 
     def close(self) -> None:
-        """Let go of the thread."""
+        """Shut down the thread without waiting for it."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -79,7 +84,7 @@ class Saver:
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         else:
-            with self._world.untimed():  # the others would wait in an exchange of the next step, which times out
+            with self._world.untimed():  # else the other ranks would wait in a collective, which times out
                 if self._world.rank == 0:
                     store.save(self.folder, step, snapshot, self.keep, best, self.key)
         path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - began
@@ -87,7 +92,7 @@ class Saver:
 
 
 def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
-    """Say of ranks that disagree what differs, who is the odd one, what may have done it and what to do."""
+    """Return the message for ranks that disagree: the tensors, the odd rank, the likely cause, and what to do."""
     fault = "a fault of a processor or its memory"
     if buffers.issuperset(found.names):
         kind = "buffer"

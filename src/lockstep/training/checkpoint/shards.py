@@ -1,8 +1,12 @@
-"""Saves a model that is cut between ranks: each writes its rows at their places in the files, nobody gathers them.
+"""Saves a sharded model: each rank writes its rows at their offsets in the files, without gathering.
 
-The files are those of a single process, byte for byte, so a run resumes from them under any strategy on any number of
-processes. All ranks see the run's folder, as they must to go on. Rank 0 makes the files, reads them once they are
-written, for their hashes, and gives the checkpoint its name.
+The files are byte for byte those of a single process, so a run can resume from them with any strategy and any number of
+processes. All ranks must see the run folder, as they must to resume. A save has these phases:
+1. Rank 0 creates the files at their full size, and broadcasts the path of the temporary folder.
+2. Each rank writes its rows.
+3. Rank 0 reads the files to hash them, and gives the checkpoint its name.
+
+After each phase, all ranks wait for each other. If a rank fails, all ranks raise an error.
 """
 
 import errno
@@ -24,9 +28,9 @@ T = TypeVar("T")
 def save(
     world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None
 ) -> str:
-    """Write the checkpoint of `step`, as store.save does; return the SHA-256 of the weights. All ranks call it.
+    """Write the checkpoint of `step` like store.save, and return the SHA-256 of the weights. All ranks call it.
 
-    Where one rank cannot write, all raise TrainingError.
+    If a rank can't write, all ranks raise HostError.
     """
     final = folder / store.step_name(step)
     frames = {name: tensorfile.frame(tensors) for name, tensors in snapshot.files.items()}
@@ -58,10 +62,10 @@ def save(
 
 
 def _all_succeed(world: World, action: Callable[[], T]) -> T:
-    """Return what `action` does here, once all ranks have done theirs; where one fails, all raise OSError."""
+    """Return the result of `action` once all ranks have run theirs. If one rank fails, raise OSError on all ranks."""
     failed = torch.zeros(world.size, dtype=torch.int64)
     result: T | OSError
-    with world.untimed():  # what one rank writes may take longer than an exchange
+    with world.untimed():  # a write may take longer than the timeout of a collective
         try:
             result = action()
         except OSError as error:

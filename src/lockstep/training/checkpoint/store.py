@@ -1,20 +1,30 @@
-"""The store of checkpoints: folders that are whole or not there, verified by hash before use.
+"""The store of checkpoints: folders that are complete or absent, and verified by hash before use.
 
 <run>/checkpoints/
 ├── step-00000120/
-│   ├── model.safetensors       names as in a single process, whatever the strategy
+│   ├── model.safetensors       same names as in a single process, for every strategy
 │   ├── optimizer.safetensors   <parameter>/<slot>, such as layer1.weight/momentum_buffer
 │   ├── ema.safetensors         if the recipe averages weights
 │   ├── feedback.safetensors    what each rank holds back of its gradients, with compress: powersgd
-│   ├── state.json              step, epoch, samples, recipe, ...: nothing of placement or time
+│   ├── state.json              step, epoch, samples, recipe, ...: nothing about placement or time
 │   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights; with a key, an HMAC of these
 ├── latest -> step-00000120
 └── best -> step-00000060
 
-Everything in it is a function of the snapshot, so the manifests of two runs that agree are the same bytes.
-Safetensors and JSON only: loading a stranger's checkpoint runs no code. One process writes, holding the run's
-lock. Damage raises TrainingError, and an older checkpoint is taken; what was made, not damaged, so that it does not
-belong here raises UsageError.
+The content of a checkpoint depends only on the snapshot, so two runs that agree write identical manifests. All files
+are safetensors or JSON, so loading a checkpoint from a stranger runs no code. A single process writes, and it holds the
+lock of the run.
+
+A save has these phases:
+1. `prepare` removes the leftovers of killed runs, and creates a temporary folder, `.step-N.tmp-PID`.
+2. The tensor files are written into the folder and synced.
+3. `publish` writes the state and the manifest, and renames the folder. An existing checkpoint of the same step is first
+   renamed to `.step-N.old-PID`, and removed once the new checkpoint is in place.
+4. `publish` points `latest` and, for the best evaluation, `best` to the new checkpoint. Then it removes checkpoints
+   that are no longer needed.
+
+A damaged checkpoint raises DataError, a TrainingError, and `newest` falls back to an older checkpoint. A checkpoint
+that is intact but doesn't belong here raises UsageError.
 """
 
 import errno
@@ -50,26 +60,26 @@ MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
 FEEDBACK: Final = "feedback.safetensors"
-SCRIPT: Final = "script.safetensors"  # tensors of a script of the user's own
+SCRIPT: Final = "script.safetensors"  # tensors of a user's script
 
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
-_LARGEST_MANIFEST: Final = 1 << 16  # bytes; it lists six files
-_LARGEST_STATE: Final = 1 << 26  # some optimizers keep a number for each parameter
+_LARGEST_MANIFEST: Final = 1 << 16  # bytes; a manifest lists at most six files
+_LARGEST_STATE: Final = 1 << 26  # bytes; some optimizers keep a number per parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
-# .tmp: being written or removed. .old: replaced by a newer writing of the same step, good until that is in
+# .tmp: being written or removed. .old: replaced by a newer checkpoint of the same step, and valid until that is in
 # place.
 _LEFTOVER: Final = re.compile(r"\.(step-(\d{8,}))\.(tmp|old)-\d+")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a run needs to resume at the next step.
+    """The state that a run needs to resume at the next step.
 
-    Tensors may be on any device and in any memory format; loaded ones are contiguous and on the CPU. `state`
-    is JSON; a NaN or infinite figure in it is kept as Python's json writes it. Of tensors that are cut a snapshot to be
-    saved has this rank's shards; loaded ones are whole.
+    Tensors can be on any device and in any memory format. Loaded tensors are contiguous and on the CPU. `state` is
+    JSON, and NaN or infinite figures are kept as Python's json writes them. A snapshot to be saved holds the shards of
+    this rank if tensors are sharded. Loaded tensors are always whole.
     """
 
     model: NamedTensors
@@ -77,23 +87,23 @@ class Snapshot:
     ema: NamedTensors | None
     state: Mapping[str, JSON]
     feedback: NamedTensors | None = None
-    script: NamedTensors | None = None  # whole
+    script: NamedTensors | None = None  # never sharded
 
     @property
     def files(self) -> dict[str, NamedTensors]:
-        """The files of tensors, by their names."""
+        """The tensors of each file, by file name."""
         own = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
         present = {**own, SCRIPT: self.script}
         return {name: tensors for name, tensors in present.items() if tensors is not None}
 
     @property
     def is_whole(self) -> bool:
-        """Whether no tensor is cut."""
+        """Whether no tensor is sharded."""
         return not any(isinstance(held, Shard) for tensors in self.files.values() for held in tensors.values())
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that passed its hashes, and what was wrong with newer ones that did not."""
+    """A checkpoint that passed its hashes, and the problems of newer checkpoints that didn't."""
 
     snapshot: Snapshot
     path: Path
@@ -102,19 +112,20 @@ class FoundCheckpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint's files must hold."""
+    """The expected hashes and sizes of a checkpoint's files."""
 
     files: Mapping[str, Written]
     weights_sha256: str
 
 
 def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None) -> Path:
-    """Write the checkpoint of `step` into `folder` (<run>/checkpoints); return its path, once on the disk.
+    """Write the checkpoint of `step` into `folder` (<run>/checkpoints), and return its path once it is on disk.
 
-    The snapshot is whole; for one that is cut see shards.py. Keeps the newest `keep` by step, and always those that
-    `latest` and `best` point to: keep=0 keeps just these. A checkpoint of the same step is replaced. Leftovers of
-    killed runs are removed, so only one process may call it, under the run's lock. With a `key` the manifest is signed.
-    A full disk or any other failure to write raises TrainingError; what was there before is untouched.
+    The snapshot must be whole. For a sharded snapshot, see shards.py. Keeps the newest `keep` checkpoints by step, and
+    always those that `latest` and `best` point to. With keep=0, only these are kept. An existing checkpoint of the same
+    step is replaced. Leftovers of killed runs are removed, so only one process may call it, and it must hold the lock
+    of the run. If `key` is set, the manifest is signed. A full disk or any other write error raises HostError, and
+    existing checkpoints stay unchanged.
     """
     final = folder / step_name(step)
     try:
@@ -131,13 +142,13 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint of `step`."""
+    """Return the folder name of the checkpoint of `step`."""
     return f"step-{step:08d}"
 
 
 def prepare(final: Path) -> Path:
-    """Make the folder in which the checkpoint `final` is written before it has its name; leftovers are removed."""
-    final.parent.mkdir(exist_ok=True)  # but not the run folder, which somebody has removed then
+    """Remove leftovers, and create the temporary folder in which the checkpoint `final` is written."""
+    final.parent.mkdir(exist_ok=True)  # never creates the run folder: if it is missing, it was removed
     _clear(final.parent)
     temporary = _aside(final, "tmp")
     temporary.mkdir()
@@ -153,7 +164,10 @@ def publish(
     best: bool,
     key: bytes | None,
 ) -> None:
-    """Give the contents of the prepared folder their name, once state and manifest are there too; see `save`."""
+    """Write the state and manifest, and rename the prepared folder to the checkpoint `final`.
+
+    For the arguments, see `save`.
+    """
     temporary, folder = _aside(final, "tmp"), final.parent
     files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
     content: dict[str, JSON] = {
@@ -175,13 +189,13 @@ def publish(
 
 
 def abandon(final: Path) -> None:
-    """Remove what was written of a checkpoint that failed."""
+    """Remove the files of a checkpoint that failed to save."""
     with suppress(OSError):
         _clear(final.parent)
 
 
 def not_written(final: Path, error: OSError) -> str:
-    """Return the message about a checkpoint that failed."""
+    """Return the message for a checkpoint that failed to save."""
     if not final.parent.parent.is_dir():
         return f"{final.parent.parent}: the run folder was removed while the run trained; what it had saved is lost"
     before = [path.name for path in checkpoints(final.parent)]
@@ -198,10 +212,11 @@ def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
 
 
 def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
-    """Load the newest whole checkpoint of `folder` (<run>/checkpoints); None where there is none at all.
+    """Load the newest intact checkpoint of `folder` (<run>/checkpoints), or return None if it holds no checkpoint.
 
-    Each newer one that fails its hashes is named in `problems`. Where none is whole, TrainingError: to begin
-    anew silently would throw the run away. With a `key`, one that is not signed with it raises UsageError.
+    `problems` names each newer checkpoint that failed its hashes. If no checkpoint is intact, raises DataError, because
+    silently starting over would lose the run. If `key` is set, a checkpoint that isn't signed with it raises
+    UsageError.
     """
     problems: list[str] = []
     for path in _candidates(folder):
@@ -217,10 +232,10 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
 
 
 def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | None = None) -> FoundCheckpoint:
-    """Load what a user points to: a checkpoint, a link such as `latest`, a run folder or its checkpoints.
+    """Load the checkpoint at a path: a checkpoint, a link such as `latest`, a run folder, or its checkpoints folder.
 
-    In a run folder `prefer` decides between the newest whole checkpoint and the best one. A checkpoint given
-    for by name is never replaced by another: damage raises TrainingError.
+    In a run folder, `prefer` selects the newest intact checkpoint or the best one. A checkpoint that is given by name
+    is never replaced by a different one. If it is damaged, raises TrainingError.
     """
     if path.is_symlink():
         path = path.parent / path.readlink()
@@ -233,16 +248,16 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | 
 
 
 def read(path: Path, key: bytes | None = None) -> Snapshot:
-    """Load the checkpoint folder `path`; a file that does not match the manifest raises TrainingError.
+    """Load the checkpoint folder `path`. A file that doesn't match the manifest raises TrainingError.
 
-    With a `key`, a manifest that is not signed with it raises UsageError.
+    If `key` is set, a manifest that isn't signed with it raises UsageError.
     """
     expected = manifest(path, key)
     for name, written in expected.files.items():
         _verify(path / name, written)
     wrong = (SafetensorError, ValueError, OSError)
     with error_as(TrainingError, wrong, f"{path}: cannot be read, though its hashes are right"):
-        # Mapped, so that whoever wants but some rows reads no more than those.
+        # Memory-mapped, so that a caller that needs only some rows reads no more than these.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _mapping(path / STATE, _LARGEST_STATE)
         snapshot = Snapshot(
@@ -254,7 +269,7 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
 
 
 def manifest(path: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest of the checkpoint folder `path`; its files are not looked at. For `key` see `read`."""
+    """Return the manifest of the checkpoint folder `path`, without checking its files. For `key`, see `read`."""
     place = path / MANIFEST
     try:
         content = _mapping(place, _LARGEST_MANIFEST)
@@ -281,22 +296,22 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint's folder is named after, None where it has a name of the user's own."""
+    """Return the step that a checkpoint folder is named after, or None if the user renamed it."""
     name = left[1] if (left := _LEFTOVER.fullmatch(path.name)) else path.name
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def weights_sha256(model: NamedTensors) -> str:
-    """Return the SHA-256 of a model: of each tensor in the order of names its name, dtype, shape and bytes.
+    """Return the SHA-256 of a model: of the name, dtype, shape and bytes of each tensor, in the order of names.
 
-    It does not depend on device or memory format, nor on how the tensors are stored. Of a cut one it is that of the
-    parts which are here.
+    It doesn't depend on the device, the memory format or the storage of the tensors. For a sharded model, it covers the
+    parts that this rank holds.
     """
     digest = hashlib.sha256()
     for name in sorted(model):
         tensor = local_tensor(model[name])
-        # The line's length cannot be mistaken: JSON escapes line ends inside a name.
+        # The end of the line is unambiguous, because JSON escapes line ends inside a name.
         digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensorfile.raw(tensor))
     return digest.hexdigest()
@@ -307,8 +322,8 @@ def _json(content: Mapping[str, JSON]) -> bytes:
 
 
 def _install(final: Path) -> None:
-    # Two moves, for a rename cannot replace a folder that is not empty. A kill between them leaves the step's
-    # former checkpoint under its .old name, where `newest` finds it.
+    # Two renames, because a rename can't replace a folder that isn't empty. If the process is killed between them, the
+    # previous checkpoint of the step remains under its .old name, and `newest` finds it there.
     if final.exists():
         os.rename(final, _aside(final, "old"))
     os.rename(_aside(final, "tmp"), final)
@@ -331,13 +346,13 @@ def _clear(folder: Path) -> None:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Say whether this is what a killed save left, and not the only copy of the step that it was to replace."""
+    """Return whether a path was left by a killed save and isn't the only copy of the step that was to be replaced."""
     left = _LEFTOVER.fullmatch(path.name)
     return left is not None and not (left[3] == "old" and not path.with_name(left[1]).exists())
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a link to one, as far as that can be."""
+    """Remove a folder, or a link to a folder, and ignore errors."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -345,11 +360,11 @@ def _remove(path: Path) -> None:
 
 
 def surplus(folder: Path, keep: int) -> list[Path]:
-    """Return what may be removed from `folder` (<run>/checkpoints) where no run writes; the caller holds its lock.
+    """Return the paths in `folder` (<run>/checkpoints) that can be removed while no run writes.
 
-    All but the newest `keep` checkpoints and those that `latest` and `best` point to; and what killed saves left. Where
-    that is anything, the newest checkpoint is verified: TrainingError where it is damaged, because then an older one is
-    needed.
+    These are all checkpoints except the newest `keep` and those that `latest` and `best` point to, and the leftovers of
+    killed saves. The caller must hold the lock of the run. If there are surplus checkpoints, the newest checkpoint is
+    verified first. If it is damaged, raises TrainingError, because then an older checkpoint is needed.
     """
     unneeded = _unneeded(folder, keep)
     if unneeded:
@@ -361,14 +376,14 @@ def surplus(folder: Path, keep: int) -> list[Path]:
 
 
 def size(path: Path) -> int:
-    """Return how many bytes the files of a checkpoint have."""
+    """Return the total size of a checkpoint's files in bytes."""
     return sum(file.lstat().st_size for file in path.iterdir())
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, or what a killed save left; what cannot be is tried again by the next save."""
+    """Remove a checkpoint or a leftover of a killed save. If a part can't be removed, the next save tries again."""
     if _STEP.fullmatch(path.name):
-        # Renamed first: a kill in the middle of removing must not leave half a checkpoint under a good name.
+        # Renamed first, so that a kill during the removal leaves no partial checkpoint under a valid name.
         doomed = _aside(path, "tmp")
         os.rename(path, doomed)
         path = doomed
@@ -381,7 +396,7 @@ def _unneeded(folder: Path, keep: int) -> list[Path]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of `folder` (<run>/checkpoints) by their names, the newest first."""
+    """Return the checkpoints of `folder` (<run>/checkpoints) by name, newest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -389,10 +404,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints, and those that a killed save has moved away, by their steps, the newest first."""
+    """Return the checkpoints, and those that a killed save moved away, by step, newest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     moved = [path for path in paths if (left := _LEFTOVER.fullmatch(path.name)) and left[3] == "old"]
-    # Of one step the name without a dot comes first.
+    # For the same step, the name without a dot comes first.
     return sorted([*checkpoints(folder), *moved], key=lambda path: (step_of(path) or 0, path.name), reverse=True)
 
 
@@ -443,7 +458,7 @@ def _verify(path: Path, expected: Written) -> None:
 
 
 def _mapping(path: Path, limit: int) -> dict[str, JSON]:
-    """Return the JSON object that a file holds; ValueError where it is none."""
+    """Return the JSON object in a file. Raise ValueError if the file holds anything else."""
     with _reading(path):
         data = plainfile.content(path, limit)
     content = plainfile.parse_json(data, _once)

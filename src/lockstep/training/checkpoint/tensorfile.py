@@ -1,8 +1,8 @@
-"""Tensors as bytes: the safetensors format, written one tensor at a time.
+"""Tensors as bytes: writes the safetensors format, one tensor at a time.
 
-The library's own writer holds every tensor as bytes at once, refuses tensors that share memory (tied
-weights), and hashes nothing. The format is a length, a JSON header and the raw bytes, so it is written here;
-the library reads it. Every platform torch is built for is little-endian, and so is the format.
+The writer of the safetensors library holds the bytes of all tensors at once, rejects tensors that share memory (tied
+weights), and computes no hash. The format is a length, a JSON header and the raw bytes, so Lockstep writes it itself.
+The library reads it. The format is little-endian, and so is every platform that torch is built for.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _DTYPES: Final[Mapping[torch.dtype, str]] = {
 
 
 class Frame(NamedTuple):
-    """A file but for its tensors' bytes: what stands before them, where each begins, and how long the file is."""
+    """A file without the bytes of its tensors: its head, the offset of each tensor, and the length of the file."""
 
     head: bytes
     starts: dict[str, int]
@@ -46,9 +46,9 @@ class Frame(NamedTuple):
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file: a function of names and values, not of device or memory format.
+    """Yield the bytes of a safetensors file. They depend on names and values, not on device or memory format.
 
-    A dtype that the format does not know raises ValueError with the tensor's name.
+    Raises ValueError with the name of the tensor if the format doesn't support its dtype.
     """
     head, starts, _ = frame(tensors)
     yield head
@@ -57,8 +57,8 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def frame(tensors: NamedTensors) -> Frame:
-    """Return what a file of these tensors is but for their bytes, whatever part of them this rank holds."""
-    # The widest first, so that every tensor begins at a multiple of its own width, as readers by mmap need.
+    """Return the frame of a file with these tensors. It is the same for whole and for sharded tensors."""
+    # The widest dtype first, so that every tensor starts at a multiple of its element size, as readers by mmap require.
     names = sorted(tensors, key=lambda name: (-local_tensor(tensors[name]).element_size(), name))
     header: dict[str, object] = {}
     ends = [0]
@@ -75,7 +75,7 @@ def frame(tensors: NamedTensors) -> Frame:
 
 
 def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield what rank `rank` has to write of a file, and where: its shards, and on rank 0 what all have whole."""
+    """Yield the offset and bytes of all parts that `rank` writes: its shards, and on rank 0 all whole tensors."""
     for name, start in starts.items():
         held = tensors[name]
         if not isinstance(held, Shard):
@@ -88,20 +88,20 @@ def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> It
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the tensor's bytes in row-major order, whatever its device, strides and memory format."""
+    """Return the bytes of a tensor in row-major order, for any device, strides and memory format."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """Return the format's word for the tensor's dtype."""
+    """Return the name of the tensor's dtype in the safetensors format."""
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{name}: safetensors has no dtype for {tensor.dtype}")
     return _DTYPES[tensor.dtype]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of dtypes, shapes and bytes, and the number of bytes; device and memory format do not matter."""
+    """Return a digest of dtypes, shapes and bytes, and the number of bytes, for any device and memory format."""
     found, size = hashlib.sha256(), 0
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
