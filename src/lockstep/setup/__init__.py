@@ -1,1 +1,1 @@
-"""From a configuration to what is computed: its checks, data, model and optimizer."""
+"""Turns a configuration into the objects it names: runs its checks, and opens data, model and optimizer."""

@@ -1,4 +1,4 @@
-"""From a configuration to the things it names: what every command that trains or evaluates needs."""
+"""Builds the objects that a configuration names, for every command that trains or evaluates."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,40 +51,40 @@ from lockstep.training.plan import Interval, Plan
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe made real: its data, task and steps, and what builds its optimizer."""
+    """A recipe with its objects: data, task and steps, and functions that build its model and optimizer."""
 
     recipe: Recipe
     data: DataSet
     problem: Problem
     steps: Steps
     summary: Summary  # of the model, as it is trained
-    special: Mapping[str, dict[str, Any]]  # what the optimizer does otherwise to single parameters
-    blank: Build  # builds the model, with weights of no meaning
-    uncut: Build  # builds it with its first weights and without chunks
-    warnings: tuple[str, ...]  # of what is legal, and probably not meant
-    source: Mapping[str, str]  # hashes of the user's own source files
-    task_line: str = ""  # which task it is, and why
-    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe cuts into chunks
-    first: First | None = None  # the first weights, where the seed does not give them
-    taken: Fit | None = None  # what of the model these are
-    guarded: bool = True  # whether what would make numbers depend on the placement is refused
+    special: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters
+    blank: Build  # builds the model with arbitrary weights
+    uncut: Build  # builds the model with its first weights and without chunks
+    warnings: tuple[str, ...]  # about settings that are valid, but probably not intended
+    source: Mapping[str, str]  # hashes of the user's source files
+    task_line: str = ""  # the task, and why it was chosen
+    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
+    first: First | None = None  # the first weights, if they don't come from the seed
+    taken: Fit | None = None  # how the first weights fit the model
+    guarded: bool = True  # whether code that would make results depend on the placement is rejected
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
-        """Build the optimizer over what is trained here, whole tensors or parts, whose whole norms are `norms`."""
+        """Build the optimizer for the trained tensors of this rank, whole or sharded. `norms` computes whole norms."""
         make = optimizer(self.recipe, self.settings_of)
         return make(trained, norms=norms)
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
-        """Return what the optimizer does otherwise to the parameter `name`."""
+        """Return the optimizer settings that only apply to the parameter `name`."""
         return self.special.get(name, {})
 
     @property
     def task(self) -> Task:
-        """What is learned."""
+        """The task that the model learns."""
         return self.problem.task
 
     def plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
-        """Return the plan of a training loop: the recipe's steps, and when to report, save and evaluate."""
+        """Return the plan of a training loop: the steps of the recipe, and when to report, save and evaluate."""
         recipe, task = self.recipe, self.task
         return Plan(
             steps=self.steps,
@@ -102,7 +102,7 @@ class Setup:
     def loader(
         self, world: World, data_rank: DataRank, workers: int, beside: Callable[[Step], int | None] | None = None
     ) -> Loader:
-        """Return the loader of this process, which is `data_rank`; for `beside` see there."""
+        """Return the loader of this process, which is `data_rank`. For `beside`, see `extra` of Loader."""
         recipe, task, device = self.recipe, self.task, world.device
         change = transforms_of(recipe, self.data, device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
@@ -121,13 +121,16 @@ class Setup:
 
 
 def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
-    """Return what builds the recipe's model for data with these facts: without first weights, adapters or chunks."""
+    """Return a function that builds the recipe's model for data with these facts.
+
+    The model has no first weights, adapters or chunks.
+    """
     model = recipe.model
     return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
 
 
 def tuning_of(recipe: Recipe) -> Tuning:
-    """Return what the recipe says is done to a model once it is built."""
+    """Return the changes that the recipe makes to a model after it is built."""
     lora = None
     if (given := recipe.model.lora) is not None:
         lora = Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
@@ -135,10 +138,10 @@ def tuning_of(recipe: Recipe) -> Tuning:
 
 
 def setup(recipe: Recipe, first: First | None = None) -> Setup:
-    """Open the data, check model, loss and optimizer against it, and return all of it.
+    """Open the data, check model, loss and optimizer with it, and return all of them.
 
-    `first` are the first weights, where the seed does not give them (setup/first_weights.py).
-    Every mistake raises UsageError here, before any process group.
+    `first` are the first weights, if they don't come from the seed (setup/first_weights.py). Every mistake raises
+    UsageError here, before there is a process group.
     """
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
@@ -172,7 +175,7 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         blank=models.cut,
         uncut=partial(initialise, models.first, recipe.seed),
         warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, taken)),
-        source=source_digests(import_paths(recipe).values()),  # now that it has had its way with sys.path
+        source=source_digests(import_paths(recipe).values()),  # last, because importing user code may change sys.path
         first=first,
         taken=taken,
         task_line=task_line,
@@ -181,12 +184,12 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
 
 
 class _Models(NamedTuple):
-    """What builds the recipe's model, with more and more of what the recipe does to it."""
+    """Functions that build the recipe's model, with increasingly more of the recipe applied."""
 
-    plain: Build  # as its library has it, with weights of no meaning
-    uncut: Build  # with adapters, and with what is frozen
-    cut: Build  # in chunks, too
-    first: Build  # uncut, with its first weights
+    plain: Build  # as in its library, with arbitrary weights
+    uncut: Build  # with adapters and frozen parameters
+    cut: Build  # also in chunks
+    first: Build  # `uncut`, with its first weights
 
 
 def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
@@ -204,7 +207,7 @@ def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
-    """Try a model and the task on the samples of the smallest micro-batch, and on two in evaluation."""
+    """Run a model and the task on as many samples as the smallest micro-batch has, and on two samples in evaluation."""
     seen = task.inputs(repeat_samples(evaluation, 2))
     learned = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
     check = partial(_check_task, task, example)
@@ -214,7 +217,7 @@ def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example
 def _check_computing(
     recipe: Recipe, task: Task, models: _Models, summary: Summary, example: Batch, evaluation: Batch
 ) -> Inputs:
-    """Try the model as it is computed: by sequences in chunks, and at a low precision; return what it takes."""
+    """Check the model in sequence chunks and at low precision, and return its inputs."""
     name, dtype = recipe.model.name, computing_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
@@ -231,7 +234,7 @@ def _check_computing(
 
 
 def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[str, dict[str, Any]]:
-    """Try the optimizer with each of the settings that parameters have; return those that single ones have."""
+    """Check the optimizer with each distinct setting, and return the settings of individual parameters."""
     special, stored = special_settings(recipe, [*summary.trained], models.cut), stored_dtype(recipe.precision)
     for make in with_each(recipe, special):
         check_optimizer(make, summary.dims)
@@ -269,10 +272,10 @@ def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
 
 
 def evaluation_batch(recipe: Recipe) -> int:
-    """Return how many samples are evaluated at a time: if the recipe is silent, those of the largest micro-batch."""
+    """Return the batch size of an evaluation. It defaults to the size of the largest micro-batch."""
     return recipe.evaluation_batch or -(-recipe.batch // recipe.microbatches)
 
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
-    """Open the data that a recipe names; UsageError where it is not there or does not fit what is asked."""
+    """Open the data of a recipe. Raise UsageError if it is missing or doesn't fit the recipe."""
     return open_data(request_of(values(recipe.data)))

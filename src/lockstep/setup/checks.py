@@ -1,4 +1,4 @@
-"""What a placement cannot do with a recipe, found before any process starts."""
+"""Checks what a placement can't do with a recipe, before any process starts."""
 
 import torch
 
@@ -21,15 +21,16 @@ from lockstep.strategies.base import CutsModel, ExternalEngine
 
 
 def check_placement(resolved: Resolved, *, training: bool = True) -> None:
-    """Raise UsageError if the strategy cannot work with so many processes, or the device with the recipe.
+    """Raise UsageError if the strategy rejects the number of processes, or the device doesn't support the recipe.
 
-    An evaluation, without `training`, shares no steps, so it may have more processes than a step has micro-batches.
+    An evaluation, with `training=False`, can use more processes than a step has micro-batches, because it doesn't share
+    steps.
     """
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
     resolve_backend(placement.backend, on_gpu)
     if not on_gpu:
-        check_precision(recipe.precision, torch.device("cpu"))  # that of a GPU each rank looks at
+        check_precision(recipe.precision, torch.device("cpu"))  # on a GPU, each rank checks its own device
     shares = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
     check_strategy(resolved.strategy_name, strategy, resolved.processes, shares)
     _check_compile(resolved)
@@ -56,7 +57,7 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
 
 
 def _check_compile(resolved: Resolved) -> None:
-    """Raise UsageError where a compiled model would not give the bits of one process."""
+    """Raise UsageError if a compiled model wouldn't give the same bits as in a single process."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
@@ -76,7 +77,7 @@ def _check_compile(resolved: Resolved) -> None:
 
 
 def _check_batchnorm(resolved: Resolved) -> None:
-    """Raise UsageError where the forwards of a step cannot go through BatchNorm layers together."""
+    """Raise UsageError if the forwards of a step can't run their BatchNorm layers together."""
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
@@ -97,7 +98,7 @@ def _check_batchnorm(resolved: Resolved) -> None:
 
 
 def _check_waiting(resolved: Resolved, key: str) -> None:
-    """Raise UsageError for what forwards that wait for each other cannot do, which `key` asks for."""
+    """Raise UsageError for settings that don't work if forwards wait for each other, which `key` requires."""
     placement = resolved.placement
     if resolved.recipe.compile:
         raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
@@ -109,7 +110,7 @@ def _check_waiting(resolved: Resolved, key: str) -> None:
 
 
 def _check_sequences(resolved: Resolved) -> None:
-    """Raise UsageError where the processes cannot share the chunks of sequences, or not compute chunks at all."""
+    """Raise UsageError if the processes can't share the sequence chunks, or the strategy doesn't support chunks."""
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     mesh = strategy.mesh(resolved.processes)
@@ -138,13 +139,13 @@ def _check_sequences(resolved: Resolved) -> None:
 
 
 def check_cut(resolved: Resolved, ready: Setup) -> None:
-    """Raise UsageError where the strategy cannot cut this model, or this optimizer's work, for so many processes."""
+    """Raise UsageError if the strategy can't shard this model or optimizer for this number of processes."""
     strategy = resolved.strategy
     if strategy.traits.cuts_rows or ready.chunked:
         stored = stored_dtype(ready.recipe.precision)
-        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain one is checked with the placement
+        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain optimizer is checked with the placement
             check_rows(make, resolved.strategy_name, stored)
-        for dtype in NARROW if stored is None else ():  # in which the model has weights by itself
+        for dtype in NARROW if stored is None else ():  # dtypes in which the model itself may have weights
             if any(form.dtype == dtype for form in ready.summary.trained.values()):
                 for make in with_each(ready.recipe, ready.special):
                     check_rows(make, resolved.strategy_name, dtype)
@@ -159,14 +160,14 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
 
 
 def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
-    """Return what of a training step, or of an evaluation, has no exact kernel on CUDA; no card is needed for it."""
+    """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
     example, evaluation = examples(ready.recipe, ready.data)
     batch = example if training else evaluation
     return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, ready.task.loss, training=training)
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
-    """Raise UsageError if training, or else evaluating, would compute on CUDA what is exact only elsewhere."""
+    """Raise UsageError if training, or else evaluation, uses operations that aren't deterministic on CUDA."""
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)

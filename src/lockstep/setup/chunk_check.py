@@ -1,4 +1,4 @@
-"""Compares a model in chunks with the whole model: a plan may be possible and wrong, and layers may mix positions."""
+"""Compares a model in chunks with the whole model, because a valid plan can be wrong, and layers can mix positions."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,22 +25,23 @@ ADVICE: Final = (
     "between a colwise and a rowwise layer each feature, or head, must be treated by itself: give the kind colwise:2 "
     "to a layer whose outputs are split in two, such as a GLU's, count heads by heads:NAMES, or let it be whole"
 )
-# A part of the largest magnitude. Chunks add in another order, which is far less; another function is far more.
+# Relative to the largest magnitude. Chunks add in a different order, which differs far less. A different function
+# differs far more.
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
 QUICKLY: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
-_POSITIONS: Final = 64  # of a sequence of whole numbers, to which a quick comparison shortens it
-LARGEST: Final = 250_000_000  # parameters of a model of which this host has memory for two copies before a run
+_POSITIONS: Final = 64  # length to which a quick comparison shortens integer sequences
+LARGEST: Final = 250_000_000  # parameters; larger models aren't copied twice before a run
 
 T = TypeVar("T")
 Bounds = Mapping[torch.dtype, float]
-Departure = tuple[str, float]  # the name of the part that differs, and by which part of the largest magnitude
+Departure = tuple[str, float]  # the part that differs, and the relative difference
 
 
 def check_plan(ready: Setup) -> list[str]:
-    """Check on two samples, in float32, that the chunks of a recipe's model compute the whole model's function.
+    """Check with two samples in float32 that the model computes the same function in chunks as when it is whole.
 
-    Returns warnings. UsageError names the first layer that computes another function.
+    Returns warnings. Raises UsageError with the first layer that computes a different function.
     """
     config, parameters = ready.recipe.model, ready.summary.parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
@@ -59,7 +60,7 @@ def check_plan(ready: Setup) -> list[str]:
 
 
 def check_chunks(ready: Setup, quickly: bool = False) -> None:
-    """Raise VerificationError if a recipe's model has other outputs in chunks of its features."""
+    """Raise VerificationError if the outputs of the recipe's model differ in chunks of its features."""
     config = ready.recipe.model
     if config.chunks == 1:
         return
@@ -74,9 +75,9 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
 
 
 def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
-    """Raise UsageError if the whole model of a checkpoint computes another function than the chunks that were trained.
+    """Raise UsageError if the whole model of a checkpoint computes a different function than the trained chunks.
 
-    `lockstep train` did not always check plans.
+    Earlier versions of `lockstep train` didn't check plans.
     """
     if config.chunks == 1:
         return
@@ -91,7 +92,7 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
 
 
 def describe(found: Departure, chunks: int) -> str:
-    """Say which part differs, and how far."""
+    """Return which part differs, and by how much."""
     return (
         f"in {chunks} chunks {found[0] or 'the model'} computes something else than whole: its outputs differ by "
         f"{found[1]:.2g} of the largest"
@@ -99,7 +100,7 @@ def describe(found: Departure, chunks: int) -> str:
 
 
 def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
-    """Raise VerificationError if a recipe's model has another loss or gradient in chunks of its sequences."""
+    """Raise VerificationError if the loss or a gradient of the recipe's model differs in chunks of its sequences."""
     config, name = ready.recipe.model, ready.problem.name
     if config.sequence_chunks == 1:
         return
@@ -123,9 +124,10 @@ def quick_departure(
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
 ) -> Departure | None:
-    """Do `chunk_departure` in float32 on two samples of the inputs, of which sequences of whole numbers are cropped.
+    """Run `chunk_departure` in float32 on two samples of the inputs, with integer sequences cropped.
 
-    If a model does not take these, it is given all.
+    If the model rejects the cropped inputs, runs it on two full samples. If it rejects these too, runs it on all
+    inputs.
     """
     first = next(iter(tensors_of(inputs)), None)
     samples = len(first) if first is not None and first.ndim else 0
@@ -140,7 +142,7 @@ def quick_departure(
     for select in (cropped, few):
         try:
             return chunk_departure(whole, cut_features, map_tensors(select, inputs), run, QUICKLY)
-        except Exception:  # a stranger's model may raise anything
+        except Exception:  # a user's model may raise anything
             continue
     return chunk_departure(whole, cut_features, inputs, run, QUICKLY)
 
@@ -152,10 +154,10 @@ def chunk_departure(
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Cut a copy of the model `whole` and compare their outputs, see `feature_departure`.
+    """Split a copy of the model `whole` and compare the outputs, see `feature_departure`.
 
-    Parameters that are zero, as those of a last layer often are at first, would hide a difference. Both models get
-    random numbers in their place.
+    Parameters that are zero, such as those of a freshly initialized last layer, would hide a difference. Both models
+    get random values instead.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -174,7 +176,7 @@ def feature_departure(
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return the first region, or "" for the model, that has other outputs; None if all agree.
+    """Return the first region whose outputs differ, or "" for the model. Return None if all outputs agree.
 
     `run` calls a model with the inputs.
     """
@@ -189,7 +191,7 @@ def feature_departure(
 
 
 def _whole(_: nn.Module) -> dict[str, Chunked]:
-    """Leave a model's features whole."""
+    """Leave the features of a model whole."""
     return {}
 
 
@@ -201,10 +203,9 @@ def sequence_departure(
     cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _whole,
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return what is another in chunks of sequences, the loss or a gradient; None where nothing is.
+    """Return the first difference in sequence chunks, of the loss or a gradient, or None if there is none.
 
-    `cut_features` cuts a copy of the model into chunks of its features, in place, and returns how parameters are
-    rearranged by it.
+    `cut_features` splits a copy of the model into feature chunks in place, and returns how parameters are rearranged.
     """
     in_chunks = copy.deepcopy(whole)
     chunked = cut_features(in_chunks)
@@ -213,7 +214,8 @@ def sequence_departure(
         loss, gradients = _loss_and_gradients(whole, task.loss(call(whole, task.inputs(given)), given))
         added, found = _loss_and_gradients(in_chunks, torch.stack(losses_in(in_chunks, task, given, chunks)).sum())
         yield "the loss", _distance(loss, added)
-        # One scale for all: a gradient that is zero but for rounding, as that of a key's bias, says nothing by itself.
+        # The same scale for all gradients, because a gradient that is zero except for rounding, such as that of a key
+        # bias, has no meaningful scale.
         scale = torch.stack([each.abs().max() for each in gradients.values()]).max()
         for name, gradient in gradients.items():
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
@@ -225,13 +227,13 @@ def sequence_departure(
 def _first_beyond_bound(
     models: Sequence[nn.Module], given: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
 ) -> Departure | None:
-    """Return the first distance that rounding does not explain, in float64, or in float32 where kernels need that."""
+    """Return the first difference that rounding doesn't explain, in float64, or in float32 if kernels require it."""
     for dtype, bound in bounds.items():
         for model in models:
             model.to(dtype)
         inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
         try:
-            # A distance that is not a number is beyond any bound.
+            # NaN exceeds every bound.
             return next(((what, distance) for what, distance in compare(inputs) if not distance <= bound), None)
         except RuntimeError:
             if dtype is torch.float32:
@@ -240,7 +242,7 @@ def _first_beyond_bound(
 
 
 def _outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
-    """Return the tensors that each of these modules of the model returned, in the order of their calls."""
+    """Return the tensors that each named module returned, in the order of its calls."""
     seen: dict[str, list[Tensor]] = {}
     hooks = [model.get_submodule(name).register_forward_hook(partial(_keep, seen, name)) for name in names]
     with torch.no_grad():
@@ -262,7 +264,7 @@ def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[st
 
 
 def _distance(one: Tensor, other: Tensor, scale: Tensor | None = None) -> float:
-    """Return the largest distance as a part of `scale`, else of the largest magnitude of `one`."""
+    """Return the largest difference relative to `scale`, or to the largest magnitude of `one`."""
     if one.shape != other.shape:
         return float("inf")
     if not one.numel() or not one.is_floating_point():

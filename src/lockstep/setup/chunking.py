@@ -1,6 +1,6 @@
-"""A recipe's chunks: of features, by the plan of the model that it names, and of sequences.
+"""The chunks of a recipe: of features, by the plan of its model, and of sequences.
 
-Whether a model can be computed so is found before any process is started.
+Whether a model can be computed in chunks is checked before any process starts.
 """
 
 import warnings
@@ -36,15 +36,15 @@ from lockstep.tasks.base import Build, MicroBatch, Task
 
 
 def chunk_layouts(build: Build, asked: ModelConfig) -> Mapping[str, Chunked]:
-    """Return how each cut parameter is rearranged, by name; empty with one chunk.
+    """Return how each chunked parameter is rearranged, by name. Empty if there is a single chunk.
 
-    UsageError where the model, or the plan that the recipe has for it, cannot be cut.
+    Raises UsageError if the model can't be split, or if the recipe's plan doesn't fit it.
     """
     return {} if asked.chunks == 1 else cut(on_meta(build), asked.chunks, asked.plan, asked.name)
 
 
 def build_in_chunks(build: Build, asked: ModelConfig) -> nn.Module:
-    """Build the model, and cut it into chunks if the recipe asks for several."""
+    """Build the model, and split it into chunks if the recipe requests several."""
     model = build()
     if asked.chunks > 1:
         cut(model, asked.chunks, asked.plan, asked.name)
@@ -52,12 +52,12 @@ def build_in_chunks(build: Build, asked: ModelConfig) -> nn.Module:
 
 
 def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
-    """Cut a model into chunks, in place, by the plan and what is known of it; return what is rearranged by it.
+    """Split a model into chunks in place, by the plan and the built-in plan, and return how parameters are rearranged.
 
-    UsageError where it cannot be, in a recipe's words; `name` is the model's.
+    Raises UsageError, in terms of a recipe, if the model can't be split. `name` is the name of the model.
     """
     known = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
-    chunked = cut_into_chunks(model, {**plan, **known}, chunks)  # of several patterns that fit the first counts
+    chunked = cut_into_chunks(model, {**plan, **known}, chunks)  # the first matching pattern applies
     if not cut_layers(model):
         raise UsageError(
             f"recipe.model.chunks: of model {name} no layers are known that could be cut; say in recipe.model.plan "
@@ -67,7 +67,7 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
 
 
 def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError where a task computes with outputs what cannot be while they are in chunks."""
+    """Raise UsageError if the task uses the outputs in a way that isn't possible while they are in chunks."""
     logits = next((each for each in tensors_of(outputs) if isinstance(each, Logits)), None)
     if logits is None:
         return
@@ -77,15 +77,15 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
             compute(outputs, batch)
         except LockstepError:
             raise
-        except Exception:  # it reads values, which the meta device has not
+        except Exception:  # the task reads values, which the meta device doesn't have
             continue
 
 
 def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
-    """Return what the model takes for a batch; UsageError where it, or the task, cannot be computed in so many chunks.
+    """Return the model's inputs for a batch, after checking that model and task work in sequence chunks.
 
-    `batch` has real samples. The model is tried on the meta device, and on the CPU where that fails. It is called
-    `name` in errors.
+    Raises UsageError if they don't. `batch` must hold real samples. The model is run on the meta device, and on the CPU
+    if that fails. `name` is its name in errors.
     """
     sequence_task(task)
 
@@ -98,7 +98,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
             takes = trial("meta")
         except LockstepError:
             raise
-        except Exception:  # a model may read values while it is built or runs
+        except Exception:  # a model may read values while it is built or run
             takes = trial("cpu")
     return with_positions(task.inputs(batch), takes)
 
@@ -106,7 +106,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
 def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
     with torch.device(device):
         model = build()
-        model.train()  # of the user's own it may return nothing
+        model.train()  # a separate line, since train of a user's model may return None
     takes = argument_names(model)
     if POSITIONS not in takes:
         raise UsageError(
@@ -115,13 +115,13 @@ def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, devic
         )
     given = map_tensors(lambda each: each.to(device), batch)
     with torch.no_grad():
-        losses_in(model, task, given, 1)  # whether there is a mask over the whole sequence, as a sliding window's
+        losses_in(model, task, given, 1)  # checks for a mask over the whole sequence, such as that of a sliding window
         losses_in(model, task, given, chunks)
     return takes
 
 
 def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
-    """Return the loss of each chunk of a batch, where its sequences are cut into so many."""
+    """Return the loss of each chunk of a batch, with its sequences split into `chunks` chunks."""
     together = Cooperative([])
     sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
     [*parts] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
@@ -129,4 +129,4 @@ def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[A
     def loss_of(part: MicroBatch) -> Any:
         return task.loss(sequences.call(model, part), part.batch)
 
-    return together.run([partial(loss_of, part) for part in parts], lambda _: None)  # nothing has to be kept apart
+    return together.run([partial(loss_of, part) for part in parts], lambda _: None)  # nothing to isolate between chunks

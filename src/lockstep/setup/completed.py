@@ -1,4 +1,4 @@
-"""Whether the requested run is already complete, with its hash. Quick: no torch."""
+"""Whether the requested run is already complete, and its hash. Fast, because it doesn't import torch."""
 
 import re
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
 from lockstep.training.events import Done
 
-_FIELDS: Final = {"time", *Done.__dataclass_fields__}  # of a line of the log; what is not among them are figures
+_FIELDS: Final = {"time", *Done.__dataclass_fields__}  # fields of a line of the log; all others are figures
 _BEST: Final = "best_"
 
 
 def completion_notice(loaded: Loaded) -> str:
-    """Return the notice that the run folder holds this very run, trained to its end; empty where it does not."""
+    """Return a notice if the run folder holds this same run, trained to its end. Otherwise, return ""."""
     done = completed(loaded)
     if done is None:
         return ""
@@ -26,12 +26,12 @@ def completion_notice(loaded: Loaded) -> str:
 
 
 def completed(loaded: Loaded) -> Done | None:
-    """Return how the run folder's run ended, if it is this very run, trained to its end; None where it is not.
+    """Return the last event of the run in the run folder, or None if that isn't this same run, trained to its end.
 
-    What must be refused, such as a folder that holds a run of another recipe, is left to the start.
+    Mistakes, such as a folder with a run of a different recipe, are reported later, when the run starts.
     """
     run = loaded.config.run
-    if run.dir is None or run.resume != "auto" or run.key_file is not None:  # the log is not signed
+    if run.dir is None or run.resume != "auto" or run.key_file is not None:  # the log isn't signed
         return None
     folder = Path(run.dir)
     try:
@@ -45,7 +45,7 @@ def completed(loaded: Loaded) -> Done | None:
 
 
 def _done(end: Mapping[str, Any]) -> Done | None:
-    """Return the event that a line of the log is, but for what each rank took; None where it is damaged."""
+    """Return the event in a line of the log, without the fields by rank. Return None if the line is damaged."""
     sha256 = end.get("weights_sha256")
     at: dict[str, Any] = {name: end.get(name) for name in ("step", "epoch", "samples")}
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256) or {*map(type, at.values())} != {int}:

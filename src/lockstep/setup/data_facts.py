@@ -1,4 +1,4 @@
-"""Facts about a dataset: ranks compare them before a run, and checkpoints keep them for resuming and inference."""
+"""Facts about a dataset, which ranks compare before a run, and which checkpoints keep for resuming and inference."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,15 +9,14 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.batches import targets_if_any
 from lockstep.training.sample_digest import digest_ends
 
-_CHOSEN: Final = ("mean", "std")  # facts that the recipe may choose, and which are compared with it
+_CHOSEN: Final = ("mean", "std")  # facts that a recipe can set, and that are compared with the recipe
 
 
 def setup_facts(ready: Setup) -> dict[str, Any]:
-    """Return what shows that ranks have the same code of the user's own, and the same data.
+    """Return facts that show whether ranks have the same user code and the same data.
 
-    Of the data sizes, facts, and the first and last samples of each split.
-
-    The inputs of a user's dataset are left out: they may be random, which `verify` checks.
+    The facts about the data are sizes, the facts of the dataset, and digests of the first and last sample of each
+    split. For a user's dataset, the digests cover only the targets. Its inputs may be random, which `verify` checks.
     """
     own = ":" in ready.recipe.data.name
     data = ready.data
@@ -33,16 +32,16 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:
-    """Return the facts about its data that a model needs in use; a checkpoint keeps them with the weights."""
+    """Return the facts about the data that the model needs for inference. A checkpoint keeps them with the weights."""
     chosen, facts = ready.recipe.data, ready.data.facts
     mean, std = chosen.mean or facts.get("mean"), chosen.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
 def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any], place: Path) -> None:
-    """Raise UsageError where a checkpoint's model learned from data with other facts, such as names in another order.
+    """Raise UsageError if a checkpoint was trained on data with different facts, such as names in a different order.
 
-    `here` are those of the data that is here; facts that only one of them has do not count.
+    `here` are the facts of the current data. Facts that only one of the two has are ignored.
     """
     for name, before in learned.items():
         if name in here and here[name] != before and name not in _CHOSEN:
@@ -51,7 +50,7 @@ def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any], place: Path
 
 
 def _difference(before: Any, now: Any) -> str:
-    """Say how two facts differ: by the first of two lists' items that does, or in their lengths."""
+    """Return how two facts differ: the first list item that differs, or the lengths of the lists."""
     if not (isinstance(before, list) and isinstance(now, list)):
         return f"{before!r}, and in the data here {now!r}"
     if len(before) != len(now):

@@ -1,4 +1,4 @@
-"""The engine and the loader of a rank."""
+"""The engine and the data loader of a rank."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +20,9 @@ from lockstep.strategies.base import CutsModel
 
 
 def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
-    """Start the engine that a placement asks for; return it and this rank's loader. All ranks call it.
+    """Start the engine of a placement, and return it with the loader of this rank. All ranks call it.
 
-    One that `resumes` will be given all weights: it needs none before.
+    If `resumes` is set, the engine starts without first weights, because all weights are loaded later.
     """
     ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
     problem = ready.problem
@@ -35,7 +35,8 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
     if placement.audit_every is None:
         return _with_canonical_state(start(world, numerics), ready), ready.loader(world, own, placement.workers)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
-    # Where a rank cannot repeat one micro-batch of another by itself, all ranks do whole steps again in other places.
+    # If a rank can't repeat a micro-batch of another rank by itself, audits repeat whole steps with all ranks in
+    # different places.
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, own, placement.workers)
         moved = cast(Callable[[World, Numerics], Rotates], start)

@@ -1,4 +1,4 @@
-"""A few samples of the data, as the model sees them: looked at before a run, in training and in evaluation."""
+"""Sample batches of the data, as the model sees them in training and in evaluation, for checks before a run."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -14,20 +14,20 @@ from lockstep.data.base import DataSet, DeviceTransforms, NoTransforms, Request,
 from lockstep.data.images.device_transforms import device_transforms
 from lockstep.errors import TrainingError, UsageError
 
-_FEW_SAMPLES: Final = 4  # of a micro-batch: fewer give BatchNorm hardly a variance
-_EXAMPLES: Final = 4  # samples of each split that are looked at before a run
-_TRIED: Final = 64  # samples, where those cannot be read
+_FEW_SAMPLES: Final = 4  # samples of a micro-batch: with fewer samples, BatchNorm has hardly a variance
+_EXAMPLES: Final = 4  # samples of each split that are used in checks before a run
+_TRIED: Final = 64  # samples that are tried if the first ones can't be read
 
 
 def transforms_of(recipe: Recipe, data: DataSet, device: torch.device) -> DeviceTransforms:
-    """Return what is done to batches: nothing, unless the recipe or the data asks for it."""
+    """Return the transforms of batches on the device: no-op transforms, unless the recipe or the data requests some."""
     return device_transforms(values(recipe), data.facts, device) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
-    """Return a few samples as training sees them, and as evaluation sees them.
+    """Return a batch of a few samples as in training, and a batch as in evaluation.
 
-    Data of the user's own is looked at here: what cannot be learned from raises UsageError.
+    Raises UsageError if the recipe can't train on a user's data.
     """
     change = transforms_of(recipe, data, torch.device("cpu"))
     request, fetched = _few(data.train)
@@ -41,7 +41,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
 
 def _few(split: Split) -> tuple[Request, Batch]:
-    """Fetch some samples that can be read: of a file that cannot training tells, in its step, if it comes to it."""
+    """Return a batch of a few readable samples. If a file can't be read, training reports it when it gets there."""
     request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
@@ -51,7 +51,7 @@ def _few(split: Split) -> tuple[Request, Batch]:
 
 
 def _readable(split: Split) -> int:
-    """Return the first of some samples that can be read."""
+    """Return the index of the first readable sample."""
     for number in range(min(len(split), _TRIED)):
         try:
             split.fetch(np.array([number]), None)
@@ -60,7 +60,7 @@ def _readable(split: Split) -> int:
                 raise
         else:
             return number
-    raise AssertionError  # no split is empty
+    raise AssertionError  # unreachable: no split is empty
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
@@ -68,14 +68,14 @@ def repeat_samples(batch: Batch, samples: int) -> Batch:
 
 
 def fewest_samples(recipe: Recipe, steps: Steps) -> int:
-    """Return the samples of the smallest micro-batch; with BatchNorm over whole steps two, where the step has them."""
+    """Return the size of the smallest micro-batch. With sync BatchNorm, return at least 2 if the step has 2 samples."""
     both = _first_and_last(steps)
     smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in both)
     return min(max(2, smallest), *(step.samples for step in both)) if recipe.batchnorm == "sync" else smallest
 
 
 def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
-    """Warn where BatchNorm has so few samples to normalise over that its statistics mean little."""
+    """Yield a warning if BatchNorm normalizes over so few samples that its statistics mean little."""
     for step, which in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
         whole = recipe.batchnorm == "sync"
         smallest = step.samples if whole else min(map(len, step.microbatches(recipe.microbatches)))
@@ -99,5 +99,5 @@ def _drop(step: Step) -> str:
 
 
 def _first_and_last(steps: Steps) -> tuple[Step, Step]:
-    """Return the first step of an epoch and its last, which may have fewer samples."""
+    """Return the first and the last step of an epoch. The last step may have fewer samples."""
     return steps[0], steps[min(steps.per_epoch, steps.total) - 1]

@@ -1,7 +1,7 @@
-"""Where a run's first weights come from, if not from its seed: a file, or another run.
+"""The first weights of a run that don't come from its seed, but from a file or from another run.
 
-What they are belongs to the recipe, as a SHA-256 of the tensors; where they lie does not, and a run that resumes needs
-them no more. Nothing of a file or of another's run folder is run: only tensors and JSON are read.
+The recipe records the SHA-256 of their tensors, but not where they are stored. A run that resumes no longer needs them.
+Nothing in a file or in another run folder is executed: only tensors and JSON are read.
 """
 
 import hashlib
@@ -35,9 +35,10 @@ _START: Final = "run.start_from"
 
 @dataclass(frozen=True)
 class First:
-    """First weights, by the names of the model; what fits a pattern of `fresh` is left as it is initialised.
+    """First weights, by the names of the model. Parameters that match a pattern of `fresh` keep their initialization.
 
-    `found` is the checkpoint that they are of, where they are a run's; its state is carried on if `optimizer` is true.
+    `found` is the checkpoint they come from, if they are those of a run. If `optimizer` is set, the state of the
+    checkpoint is taken over, too.
     """
 
     place: str
@@ -47,31 +48,31 @@ class First:
     optimizer: bool = False
 
     def into(self, model: nn.Module) -> Fit:
-        """Copy them into a model; UsageError where they do not fit."""
+        """Copy the weights into a model. Raise UsageError if they don't fit."""
         return fit(model, self.tensors, self.place, self.fresh)
 
     @property
     def adapted(self) -> bool:
-        """Whether they are those of a model with adapters (models/adapters.py)."""
+        """Whether the weights are those of a model with adapters (models/adapters.py)."""
         return has_adapters(self.tensors)
 
     @property
     def state(self) -> SavedState | None:
-        """What else the checkpoint says."""
+        """The state of the checkpoint, or None if the weights don't come from a run."""
         return None if self.found is None else saved_state.parse_state(self.found.path, self.found.snapshot.state)
 
     @property
     def decisive(self) -> Mapping[str, Any]:
-        """The facts that the last layer was trained for, where they are known and it is taken over."""
+        """The known facts that the last layer was trained for, or none if `fresh` patterns exclude parameters."""
         facts = self.state.data if self.state is not None and not self.fresh else None
         return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
 
 
 def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
-    """Return the first weights that a configuration names, and it with what they are written into its recipe.
+    """Return the configuration with the hashes of its first weights in the recipe, and the first weights.
 
-    None where there are none, or where they are gone and the run folder holds a run that began from them.
-    UsageError where they cannot be read, or are not those that the recipe says.
+    The first weights are None if the configuration names none. They are also None if they are gone, and the run folder
+    holds a run that started from them. Raises UsageError if they can't be read, or don't match the recipe.
     """
     recipe, run = loaded.config.recipe, loaded.config.run
     weights, start_from = recipe.model.weights, run.start_from
@@ -91,7 +92,7 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
 
 
 def weights_record(recipe: Recipe, first: First | None, taken: Fit | None) -> dict[str, Any]:
-    """Return what a run folder says of first weights: empty where the seed gave them."""
+    """Return the record of the first weights for the run folder. It is empty if they came from the seed."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
     if sha256 is None:
@@ -159,7 +160,7 @@ def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
-    except TrainingError as error:  # it is of another run: this one has not begun
+    except TrainingError as error:  # a user mistake here, since the checkpoint is of a different run
         raise UsageError(str(error)) from error
 
 
@@ -172,19 +173,19 @@ def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
 
 
 def _previous_recipe(run: RunConfig) -> Recipe | None:
-    """Return the recipe of the run that is to be resumed, None where there is none that can be read."""
+    """Return the recipe of the run that would be resumed, or None if there is no readable recipe."""
     if run.dir is None or run.resume == "never":
         return None
     try:
         return loading.read_run_recipe(Path(run.dir) / CONFIG)
-    except ConfigError:  # other errors in it are reported when the folder is claimed
+    except ConfigError:  # its errors are reported when the folder is claimed
         return None
 
 
 def _with_first_weights(
     loaded: Loaded, weights: WeightsConfig | None = None, start: StartingPoint | None = None
 ) -> Loaded:
-    """Return the configuration with what first weights are in its recipe."""
+    """Return the configuration with the first weights recorded in its recipe."""
     config = loaded.config
     model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})
     recipe = config.recipe.model_copy(update={"model": model} if start is None else {"start": start})

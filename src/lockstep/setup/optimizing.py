@@ -1,4 +1,4 @@
-"""The optimizer that a recipe asks for, with what it says of single parameters."""
+"""The optimizer of a recipe, with the recipe's settings for individual parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,10 @@ from lockstep.parallel.optimize import Settings, make_optimizer
 
 
 def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[..., Optimizer]:
-    """Return what makes the optimizer of named parameters; `settings_of` gives what single ones are given otherwise."""
+    """Return a function that creates the optimizer from named parameters.
+
+    `settings_of` returns the settings of a parameter that differ from those of the recipe.
+    """
     chosen = recipe.optimizer
     return partial(
         make_optimizer,
@@ -34,9 +37,10 @@ def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[.
 
 
 def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], nn.Module]) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer does otherwise to single parameters of `names`, all that are trained, by name.
+    """Return the settings of individual parameters that differ from those of the recipe, by parameter name.
 
-    `blank` builds the model, whose layers decide where rates decay from layer to layer.
+    `names` are all trained parameters. `blank` builds the model. Its layers decide how learning rates decay from layer
+    to layer.
     """
     decay = recipe.optimizer.layer_decay
     scales = {} if decay is None else layer_scales(on_meta(blank), decay)
@@ -44,7 +48,10 @@ def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], n
 
 
 def with_each(recipe: Recipe, special: Mapping[str, dict[str, Any]]) -> list[Callable[..., Optimizer]]:
-    """Return what makes the optimizer as it is for each of the settings, whatever a parameter is called."""
+    """Return functions that create the optimizer, for the recipe's settings and for each distinct special setting.
+
+    Each function applies its setting to all parameters, regardless of their names.
+    """
     return [optimizer(recipe), *(optimizer(recipe, partial(_always, each)) for each in distinct(special))]
 
 

@@ -1,6 +1,6 @@
-"""The preparation of a recipe: from a configuration to data, model and optimizer that are opened and checked.
+"""Prepares a recipe: opens and checks the data, model and optimizer of a configuration.
 
-Every command that computes with a recipe comes through here, so all of them refuse the same things.
+Every command that computes with a recipe uses this module, so all of them reject the same mistakes.
 """
 
 from dataclasses import dataclass
@@ -23,46 +23,46 @@ from lockstep.strategies.base import Strategy
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe on a placement: its data, model and optimizer are opened, and fit the placement."""
+    """A recipe on a placement, with data, model and optimizer opened and checked against the placement."""
 
     resolved: Resolved
     ready: Setup
 
     @property
     def loaded(self) -> Loaded:
-        """The configuration, with the digest of its first weights."""
+        """The configuration, with the hash of its first weights."""
         return self.resolved.loaded
 
     @property
     def recipe(self) -> Recipe:
-        """What is computed."""
+        """The recipe, which decides the weights."""
         return self.resolved.recipe
 
     @property
     def placement(self) -> Placement:
-        """Where and how fast."""
+        """The placement: where and how fast the recipe is trained."""
         return self.resolved.placement
 
     @property
     def run(self) -> RunConfig:
-        """What is kept."""
+        """The run section: what is saved."""
         return self.resolved.run
 
     @property
     def strategy(self) -> Strategy:
-        """How the processes share the work."""
+        """The strategy: how the processes share the work."""
         return self.resolved.strategy
 
     @property
     def processes(self) -> int:
-        """How many share it."""
+        """The number of processes."""
         return self.resolved.processes
 
     @property
     def sources(self) -> dict[str, str]:
-        """The hashes of the user's own source files: those that the recipe names, and those of a strategy of their own.
+        """The hashes of the user's source files that the recipe names, and of those of a user's strategy.
 
-        A checkpoint has only those of the recipe: the strategy may be another one after a resume.
+        A checkpoint keeps only those of the recipe, because the strategy can change when a run resumes.
         """
         name = self.resolved.strategy_name
         return {**self.ready.source, **source_digests([name] if ":" in name else [])}
@@ -71,13 +71,13 @@ class Prepared:
 @final
 @dataclass(frozen=True)
 class Placed:
-    """A configuration that its placement can run, and the first weights that it names; no data is opened yet."""
+    """A configuration that its placement can run, and its first weights. No data is opened yet."""
 
     resolved: Resolved
     first: First | None = None
 
     def open(self, *, training: bool = True) -> Prepared:
-        """Open data, model and optimizer, and check them with the placement; what does not fit raises UsageError."""
+        """Open data, model and optimizer, and check them against the placement. Raise UsageError if they don't fit."""
         with with_places(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
             check_cut(self.resolved, ready)
@@ -85,10 +85,10 @@ class Placed:
 
 
 def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
-    """Return what a configuration means on so many processes; left out, as many as it asks for on this machine.
+    """Resolve a configuration for `processes` processes, by default for the number that it requests on this machine.
 
-    What the configuration alone shows to be impossible raises UsageError. An evaluation, without `training`, shares no
-    steps, so it may have more processes than a step has micro-batches.
+    Raises UsageError for everything that the configuration alone shows to be impossible. An evaluation, with
+    `training=False`, can use more processes than a step has micro-batches, because it doesn't share steps.
     """
     with with_places(loaded):
         resolved = resolve(loaded, processes)
@@ -97,19 +97,19 @@ def check(loaded: Loaded, processes: int | None = None, *, training: bool = True
 
 
 def place(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Placed:
-    """Check a configuration as `check` does, and read the first weights that it names."""
+    """Check a configuration like `check`, and read its first weights."""
     with with_places(loaded):
         loaded, first = load_first_weights(loaded)
     return Placed(check(loaded, processes, training=training), first)
 
 
 def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Prepared:
-    """Open and check everything that a configuration names. No process group is needed, and none is opened."""
+    """Open and check everything that a configuration names. It neither needs nor opens a process group."""
     return place(loaded, processes, training=training).open(training=training)
 
 
 def open_recipe(loaded: Loaded, first: First | None, *, training: bool = True) -> Setup:
-    """Open and check what all placements of a recipe have in common."""
+    """Open and check everything that all placements of a recipe have in common."""
     ready = setup(loaded.config.recipe, first)
     check_first(ready)
     check_kernels(loaded.config.placement, ready, training=training)
@@ -117,6 +117,6 @@ def open_recipe(loaded: Loaded, first: First | None, *, training: bool = True) -
 
 
 def open_unplaced(loaded: Loaded) -> Setup:
-    """Do the same with the first weights that a configuration names, whatever its placement."""
+    """Open and check a recipe with the first weights of its configuration, regardless of the placement."""
     with with_places(loaded):
         return open_recipe(*load_first_weights(loaded))

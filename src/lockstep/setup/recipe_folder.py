@@ -1,4 +1,4 @@
-"""The run folder of a recipe: its name, and whether the run in it goes on."""
+"""The run folder of a recipe: its name, and whether the run in it is resumed."""
 
 import os
 import re
@@ -15,26 +15,28 @@ from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differ
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.signing import signing_key
 
-_LONGEST_NAME: Final = 200  # bytes, without the time; file systems take 255
+_LONGEST_NAME: Final = 200  # bytes, without the time; file systems allow 255
 
 
 def claim(loaded: Loaded) -> Claim:
-    """Lock the run folder that `loaded` asks for and decide where the run begins.
+    """Lock the run folder of `loaded`, and decide where the run starts.
 
-    A folder with a run goes on under `resume: auto`, if the recipe is the same; anything else raises UsageError.
+    With `resume: auto`, a run in the folder is resumed if it has the same recipe. Any other run in the folder raises
+    UsageError.
     """
     run = loaded.config.run
     key = signing_key(run.key_file)
-    # Before a folder is made.
+    # Before the run folder is created.
     other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)
     return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, other, key))
 
 
 def fresh(loaded: Loaded) -> Path:
-    """Return a folder that is not there yet, for a run that begins now; it has the names of recipe and model.
+    """Return a folder that doesn't exist yet, for a run that starts now. It is named after the recipe and the model.
 
-    What the model's name begins with is not said twice: digits and digits_convnet make digits-convnet.
+    If the name of the model starts with that of the recipe, the name isn't repeated: digits and digits_convnet give
+    digits-convnet.
     """
     model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
     rest = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
@@ -64,12 +66,12 @@ def _beginning(
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
-    if newest is None:  # nothing is lost if it begins again with another recipe, such as one that mends its failure
+    if newest is None:  # nothing is lost by starting again with a different recipe, such as a fixed one
         changed = recipe_differences(recipe, loaded.config.recipe)
         again = f"{folder}: the run in it saved no checkpoint; beginning again"
         return None, [f"{again}{' with another recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
-    # It may have been copied here from another run: its hashes would not show it.
+    # The checkpoint may have been copied here from another run, which its hashes don't show.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, checkpoint_warnings(newest)
 

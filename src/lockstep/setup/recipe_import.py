@@ -1,4 +1,4 @@
-"""A recipe from a configuration of another framework, for the number of GPUs that it is trained on."""
+"""Imports a recipe from a configuration of another framework, for the number of GPUs to train on."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,9 +11,10 @@ _PROCESSES: Final = "placement.processes="
 def import_recipe(
     file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None
 ) -> ImportedConfig:
-    """Translate a file; see import_file.
+    """Translate a file, see import_file.
 
-    Without `gpus`, it is for as many as there are ranks, or else cards in this machine, at least one.
+    `gpus` defaults to the world size, then to `placement.processes` in `words`, then to the number of GPUs in this
+    machine, at least 1.
     """
     asked = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
     processes = int(asked[-1]) if asked and asked[-1].isdecimal() else 0
@@ -21,6 +22,6 @@ def import_recipe(
 
 
 def _cards() -> int:
-    import torch  # only now: it takes seconds
+    import torch  # a lazy import, since it takes seconds
 
     return max(1, torch.cuda.device_count())

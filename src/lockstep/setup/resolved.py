@@ -1,4 +1,4 @@
-"""A configuration on a number of processes: what it means there is worked out once, and handed on whole."""
+"""A configuration resolved for a number of processes, so that its meaning is computed once and passed on whole."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lockstep.strategies.base import ExternalEngine, Strategy
 
 @dataclass(frozen=True)
 class Resolved:
-    """A valid configuration, the number of processes that share it, and the strategy that they do it by."""
+    """A valid configuration, the number of processes, and the strategy that they use."""
 
     loaded: Loaded
     processes: int
@@ -29,17 +29,17 @@ class Resolved:
 
     @property
     def recipe(self) -> Recipe:
-        """What is computed."""
+        """The recipe, which decides the weights."""
         return self.loaded.config.recipe
 
     @property
     def placement(self) -> Placement:
-        """Where and how fast."""
+        """The placement: where and how fast the recipe is trained."""
         return self.loaded.config.placement
 
     @property
     def run(self) -> RunConfig:
-        """What is kept."""
+        """The run section: what is saved."""
         return self.loaded.config.run
 
     @property
@@ -50,15 +50,15 @@ class Resolved:
 
     @property
     def engine_files(self) -> dict[str, str]:
-        """The configuration files of another framework's engine, such as DeepSpeed's JSON, by name."""
+        """The configuration files of an external engine by name, such as DeepSpeed's JSON."""
         files = self.strategy.files(self.numerics) if isinstance(self.strategy, ExternalEngine) else {}
         return {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
 
 
 def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
-    """Return what a configuration means on so many processes; left out, as many as it asks for on this machine.
+    """Resolve a configuration for `processes` processes, by default for the number that it requests on this machine.
 
-    More than there are devices for, and a strategy that cannot be made, raise UsageError.
+    Raises UsageError if there are more processes than devices, or if the strategy can't be created.
     """
     count = local_processes(loaded.config) if processes is None else processes
     name, strategy = find_strategy(loaded.config.placement, count)
@@ -66,7 +66,11 @@ def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
 
 
 def local_processes(config: Config) -> int:
-    """Return how many local processes the placement means; more than there is work or devices for raise UsageError."""
+    """Return the number of local processes of a placement.
+
+    With `auto`, never more than there are micro-batches. More processes than GPUs raise UsageError, unless the backend
+    is gloo.
+    """
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
     check_cuda(placement.device, gpus)

@@ -1,8 +1,9 @@
-"""Whether a checkpoint belongs to a run: its recipe, how far it came, and what follows from these.
+"""Checks that a checkpoint belongs to a run: its recipe, its progress, and everything that follows from these.
 
-Hashes find damage, but not a checkpoint of another run, or one written to deceive. So what the recipe decides is worked
-out again and compared: every tensor's name, shape and dtype, the optimizer's slots and numbers, the loss scale. What a
-trained tensor holds follows from nothing but training; against changes there is run.key_file (docs/security.md).
+Hashes detect damage, but not a checkpoint of a different run, or a forged checkpoint. Therefore Lockstep recomputes
+everything that the recipe decides, and compares it: the name, shape and dtype of each tensor, the slots and numbers of
+the optimizer, and the loss scale. The values of trained tensors can't be recomputed. To protect them against changes,
+use run.key_file (docs/security.md).
 """
 
 import math
@@ -36,16 +37,16 @@ from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.store import Snapshot
 
-_SHOWN: Final = 8  # problems of a checkpoint
+_SHOWN: Final = 8  # maximum number of problems listed for a checkpoint
 
 
 def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
-    """Return a line for each key in which two recipes differ; data may have moved."""
+    """Return a line for each key in which two recipes differ. The location of the data is ignored."""
     return loading.differences(comparable(values(before)), comparable(values(now)))
 
 
 def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
-    """Raise UsageError with the differing keys if the run at `place` has another recipe."""
+    """Raise UsageError with the keys that differ if the run at `place` has a different recipe."""
     lines = recipe_differences(before, now)
     if not lines:
         return
@@ -60,7 +61,7 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
 
 
 def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
-    """Return the recipe that the checkpoint `path` was made by."""
+    """Return the recipe of the checkpoint `path`. Raise UsageError if it has none."""
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(
@@ -75,7 +76,7 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
 
 
 def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state from which the run `ready` goes on. UsageError where the checkpoint cannot be of that run."""
+    """Return the state from which the run `ready` resumes. Raise UsageError if the checkpoint isn't of that run."""
     check_recipe(path, checkpoint_recipe(path, snapshot), ready.recipe)
     state = evaluation_state(path, snapshot, ready)
     start = ready.recipe.start
@@ -91,7 +92,7 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 
 
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state, as `resume_state` does, as far as an evaluation needs it: the optimizer is not looked at."""
+    """Return the state like `resume_state`, but without checking the optimizer, which an evaluation doesn't need."""
     state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.data, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
@@ -105,14 +106,14 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
 
 
 def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise UsageError where tensors of the checkpoint `path` have other names or shapes than those of a model."""
-    dtypes = {name: found.get(name, each).dtype for name, each in expected.items()}  # an average may be in a wider one
+    """Raise UsageError if the names or shapes of a checkpoint's tensors differ from those of a model."""
+    dtypes = {name: found.get(name, each).dtype for name, each in expected.items()}  # an average may have a wider dtype
     forms = {name: Form(tuple(each.shape), dtypes[name]) for name, each in expected.items()}
     _refuse(path, list(_forms_problems("model", _forms(found), forms)))
 
 
 def feedback_lost(before: Snapshot, now: State) -> list[str]:
-    """Return a line where what a checkpoint's ranks held back of their gradients is not taken over."""
+    """Return a warning if this placement drops the gradients that the ranks of a checkpoint held back."""
     if before.feedback is None or now.feedback is not None:
         return []
     return [
@@ -122,7 +123,7 @@ def feedback_lost(before: Snapshot, now: State) -> list[str]:
 
 
 def check_first(ready: Setup) -> None:
-    """Raise UsageError where the run cannot begin from the checkpoint that gives its first weights."""
+    """Raise UsageError if the run can't start from the checkpoint with its first weights."""
     first = ready.first
     if first is None or first.found is None or first.state is None:
         return
@@ -137,7 +138,7 @@ def check_first(ready: Setup) -> None:
 
 
 def check_beginning(ready: Setup) -> None:
-    """Raise UsageError where a run cannot begin: its first weights are gone, or its data can be read in two ways."""
+    """Raise UsageError if a run can't start because its first weights are gone or its data is ambiguous."""
     recipe = ready.recipe
     if ready.data.question:
         raise UsageError(ready.data.question)
@@ -149,9 +150,10 @@ def check_beginning(ready: Setup) -> None:
 
 
 def continuation_state(ready: Setup, now: State) -> State:
-    """Return the state of a run that begins with all of another's: `now` is what this one has before.
+    """Return the state of a run that continues a different run. `now` is the state that this run starts with.
 
-    The numbers of the optimizer's groups that count are the other's; rates, decay and the like are the recipe's.
+    Counters in the optimizer's groups are taken from the other run. Learning rates, weight decay and similar settings
+    are taken from the recipe.
     """
     first = ready.first
     assert first is not None
@@ -205,7 +207,7 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
 
 
 def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
-    """Compare the elements of what is kept of parameters, for each rank there was, with those of the parameters."""
+    """Compare the number of elements held back for a parameter, by each previous rank, with that of the parameter."""
     for name, held in tensors.items():
         owner, _, slot = name.rpartition("/")
         shape = tuple(local_tensor(held).shape)
@@ -217,15 +219,15 @@ def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str
 
 
 def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
-    """Compare with an optimizer over parameters of the same shapes that has made one update, or none if none was."""
+    """Compare with an optimizer for parameters of the same shapes after one update, or after none if there was none."""
     _, numbers = _trial(ready, steps=0)
     expected, after = _trial(ready, steps=min(updates, 1))
     optimizer = state.engine.optimizer
     yield from _optimizer_forms_problems(tensors, optimizer, expected, after)
     if len(optimizer.groups) != len(after["groups"]):
         return
-    # Of a group's numbers some count updates; the others follow from the recipe. One that is missing was not known to
-    # the version of torch that wrote it.
+    # Some numbers of a group count updates, and the others follow from the recipe. If a number is missing, the version
+    # of torch that wrote the checkpoint didn't have it.
     for number, (own, first, last) in enumerate(zip(optimizer.groups, numbers["groups"], after["groups"], strict=True)):
         place = f"optimizer: group {number}"
         yield from _differing(place, {*own}, {*own} & {*last})
@@ -239,7 +241,7 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
 def _optimizer_forms_problems(
     tensors: Mapping[str, Any], optimizer: SavedOptimizer, expected: Mapping[str, Tensor], after: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Compare the tensors, slots and groups with those that an optimizer has `after` its updates."""
+    """Compare tensors, slots and groups with those of an optimizer `after` its updates."""
     yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
     yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
     if len(optimizer.groups) != len(after["groups"]):
@@ -249,7 +251,10 @@ def _optimizer_forms_problems(
 def _count_problems(
     found: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
 ) -> Iterator[str]:
-    """Compare the optimizer's own counts of its updates, if they are 1 after the first, with those of the run."""
+    """Compare the optimizer's own update counters with the updates of the run.
+
+    A number is a counter if it is named `step` and is 1 after the first update. Non-finite numbers are problems, too.
+    """
     once = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
     for name, value in sorted(found.items()):
         if name.rpartition("/")[2] == "step" and once.get(name) == 1 and value != updates:
@@ -274,7 +279,7 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
             yield f"loss scale: {found['scale']}, in this run {scale.static} at each step"
         return
     ratio = found["scale"] / scale.initial
-    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # doubled and halved, nothing else
+    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # only doubling and halving are possible
         yield f"loss scale: {found['scale']} is not {scale.initial} times a power of two"
     if found["_growth_tracker"] not in range(scale.growth_interval):
         yield f"loss scale: {found['_growth_tracker']} steps since it grew, at most {scale.growth_interval - 1}"
@@ -295,16 +300,16 @@ def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all numbers of an optimizer by name, those of groups as optimizer_state names their tensors."""
+    """Return all numbers of an optimizer by name. Names in groups are those that optimizer_state gives to tensors."""
     of_groups = {f"group {number}/{name}": value for number, each in enumerate(groups) for name, value in each.items()}
     return {**slots, **of_groups}
 
 
 def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a new optimizer after so many steps: by shapes alone, in memory only where that fails."""
+    """Return the state of a new optimizer after `steps` steps, on the meta device, or on the CPU if that fails."""
     try:
         return _after_steps(ready, steps, "meta")
-    except Exception:  # some read values as they step
+    except Exception:  # some optimizers read values in a step
         return _after_steps(ready, steps, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of a run: by one of our curves, or by `package.module:function` of the user's own."""
+"""The learning rate of a run: a built-in schedule, or a user's function given as `package.module:function`."""
 
 import math
 from collections.abc import Callable
@@ -13,23 +13,24 @@ from lockstep.core.order import Steps
 from lockstep.core.rate import Rate, Shape
 from lockstep.errors import UsageError
 
-_LOOKED_AT: Final = 1_000  # steps of a run, of an own schedule
+_LOOKED_AT: Final = 1_000  # steps at which a user's schedule is checked
 _CONTRACT: Final = "see docs/extend.md"
 
 
 def find_rate(recipe: Recipe, steps: Steps) -> Rate:
-    """Return the learning rate as a function of samples seen; one by import path raises UsageError wherever it fails.
+    """Return the learning rate as a function of samples seen. A user's schedule raises UsageError whenever it fails.
 
-    An own function is `(epoch, epochs, **options) -> factor` of the base rate.
+    A user's schedule is a function `(epoch, epochs, **options) -> factor`, where `factor` scales the base rate.
     """
     name = recipe.schedule.name
     return planning.rate(recipe, steps, _own(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:
-    """Raise UsageError where an own schedule fails at one of many steps, or gives another value when asked again.
+    """Raise UsageError if a user's schedule fails at any of many steps, or returns a different value if called again.
 
-    It is asked forwards and then backwards: a resumed run asks for a step without those before it.
+    The steps are checked forwards and then backwards, because a resumed run doesn't call the schedule for earlier
+    steps.
     """
     if ":" not in recipe.schedule.name:
         return

@@ -1,4 +1,4 @@
-"""The strategy that a placement names: one of ours, or `package.module:Class` of the user's own."""
+"""The strategy of a placement: a built-in strategy, or a user's class given as `package.module:Class`."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -19,8 +19,10 @@ _CONTRACT: Final = "see docs/extend.md"
 
 
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
-    """Return the name and the strategy that a placement asks for; UsageError for wrong options, or an own one that
-    lacks what strategies/base.py asks for."""
+    """Return the name and the strategy of a placement.
+
+    Raises UsageError for invalid options, and for a user's strategy that lacks a member of strategies/base.py.
+    """
     name = placement.strategy.name
     if name == "auto":
         name = "single" if processes == 1 else "ddp"
@@ -50,9 +52,9 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
 
 
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
-    """Return the number of blocks of which one computes its activations again before the strategy gets the model.
+    """Return k if every k-th block recomputes its activations, which is set up before the strategy gets the model.
 
-    It is 0 where none does, or where the strategy sees to it itself.
+    Returns 0 if no block does, or if the strategy handles recomputation itself.
     """
     has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
     if placement.recompute == "none" or has_own_option:
@@ -61,7 +63,7 @@ def recompute_interval(placement: Placement, strategy: Strategy) -> int:
 
 
 def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: int) -> None:
-    """Raise UsageError where the strategy refuses so many processes, or has no place for each of them."""
+    """Raise UsageError if the strategy rejects this number of processes, or if its mesh doesn't match it."""
     with _code(name):
         strategy.check(processes, microbatches)
         mesh = strategy.mesh(processes)
@@ -76,7 +78,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 
 def _own(path: str) -> type[Any]:
-    """Return the user's class, which has everything that a strategy has to have."""
+    """Return the user's class. Raise UsageError if it lacks a member that a strategy must have."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         what = "a class, but no dataclass" if isinstance(kind, type) else f"of type {type(kind).__name__}"

@@ -1,7 +1,7 @@
-"""Which code is the user's own, and where in it something stands: `net.py:12`.
+"""Finds the user's code, and the line of a function, attribute or variable in it, such as `net.py:12`.
 
-The user's own is what lies neither in Python's library, nor among installed packages, nor in Lockstep, and whatever a
-recipe names by an import path.
+The user's code is all code outside the Python library, installed packages and Lockstep. It also includes everything
+that a recipe names by an import path.
 """
 
 import ast
@@ -23,12 +23,12 @@ from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
-_BUILDING: Final = ("__init__", "__new__", "__post_init__")  # what is set there is no state that a forward changes
+_BUILDING: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state that a forward changes
 _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
-    """Return what a recipe names by an import path, by its section, such as `model` or `data`."""
+    """Return the import paths in a recipe, by section, such as `model` or `data`."""
     named = {
         "model": recipe.model.name,
         **dict(_of_data("data", recipe.data.name, recipe.data.options)),
@@ -40,24 +40,24 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
     }
     named |= {f"metrics.{number}": name for number, name in enumerate(recipe.metrics)}
     names = {part: name for part, name in named.items() if ":" in name}
-    if recipe.model.source != "auto":  # with its source given, a colon is part of timm's own names
+    if recipe.model.source != "auto":  # if the source is set, a colon is part of a timm name
         names.pop("model", None)
     return names
 
 
 def _of_data(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names of a data set and of those that it mixes, by their sections."""
+    """Yield the section and name of a dataset, and of the datasets that it mixes."""
     yield section, name
     for label, source in mixed(name, options).items():
         yield from _of_data(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
 
 
 def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
-    """Return the modules of the user's own code that are imported; `paths` are import paths of a recipe."""
+    """Return the imported modules of the user's code. `paths` are the import paths of a recipe."""
     packages = {path.partition(":")[0].partition(".")[0] for path in paths}
     found = {}
     for name, module in list(sys.modules.items()):
-        # Some libraries put objects there that make attributes up.
+        # Some libraries put objects into sys.modules that make up attributes.
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and (name.partition(".")[0] in packages or is_own(file)):
             found[name] = module
@@ -65,19 +65,22 @@ def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def place_of(thing: object) -> str:
-    """Return where a function, a class or that of an object begins; "" where that is not known, or a library's."""
+    """Return the first line of a function or class, or of the class of an object.
+
+    Returns "" if the line isn't known, or if it is in a library.
+    """
     found = inspect.unwrap(thing) if callable(thing) else thing
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         found = type(found)
     try:
         file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
-    except (TypeError, OSError):  # of C, or typed into an interpreter
+    except (TypeError, OSError):  # written in C, or typed into an interpreter
         return ""
     return location(file, line) if file and not is_librarys(file) else ""
 
 
 def place_of_attribute(kind: type, name: str) -> str:
-    """Return where the methods of a class, or of those it comes from, change `self.<name>`, as far as can be told."""
+    """Return the line where methods of a class or its bases change `self.<name>`, or "" if it can't be found."""
     for each in kind.__mro__:
         file = _file(each)
         if file is None or not is_own(file):
@@ -91,9 +94,9 @@ def place_of_attribute(kind: type, name: str) -> str:
 
 
 def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
-    """Return where functions change a module's global `name`, or one its local, as far as can be told.
+    """Return the line where functions change a global of a module, or where a function changes its local variable.
 
-    Else where it is made.
+    If no such line is found, returns the first line that mentions it.
     """
     file = _file(scope)
     if file is None:
@@ -107,9 +110,9 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
 
 
 def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
-    """Return whether a loop reads a variable before it assigns it, so that a value leads from one turn to the next.
+    """Return whether a loop reads a variable before assigning it, so that a value is carried between iterations.
 
-    None if no loop of this module or function assigns it. A tensor may still be written in place.
+    Returns None if no loop of this module or function assigns the variable. A tensor may still be written in place.
     """
     file = _file(scope)
     if file is None:
@@ -121,14 +124,14 @@ def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
     assigned = [order for order in orders if any(not reads for reads, _ in order)]
     if not assigned:
         return None
-    # An assignment under a condition may not happen: what is read after it may be the value of an earlier turn.
+    # A conditional assignment may be skipped. A read after it may then see the value of an earlier iteration.
     return any(next((reads for reads, maybe in order if reads or not maybe), False) for order in assigned)
 
 
 def _accesses(node: ast.AST, name: str, maybe: bool = False) -> Iterator[tuple[bool, bool]]:
-    """Yield each access to a variable in the order of evaluation: whether it reads, and whether it may be skipped."""
+    """Yield each access to a variable in evaluation order: whether it is a read, and whether it may be skipped."""
     parts: list[ast.AST] = []
-    skipped: list[ast.AST] = []  # unless a condition holds
+    skipped: list[ast.AST] = []  # runs only if a condition holds
     match node:
         case ast.Name():
             if node.id == name:
@@ -156,7 +159,7 @@ def _accesses(node: ast.AST, name: str, maybe: bool = False) -> Iterator[tuple[b
 
 
 def own_frames() -> Iterator[FrameType]:
-    """Yield the functions of the user's own code that have called this."""
+    """Yield the frames of the user's functions on the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_locals is not frame.f_globals and is_own(frame.f_code.co_filename):
@@ -165,9 +168,9 @@ def own_frames() -> Iterator[FrameType]:
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return the line of a frame, or of the nearest one above it that is not of Python's own library.
+    """Return the line of a frame, or of the nearest caller outside the Python library.
 
-    "" where that is one of torch, of NumPy or of Lockstep: they do what they do for reasons of their own.
+    Returns "" if that line is in torch, NumPy or Lockstep, since these have their own reasons.
     """
     while frame is not None and _of_python(frame.f_code.co_filename):
         frame = frame.f_back
@@ -177,12 +180,12 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 
 def is_librarys(file: str) -> bool:
-    """Return whether a source file is of Python, torch, NumPy or Lockstep."""
+    """Return whether a source file belongs to Python, torch, NumPy or Lockstep."""
     return _of_python(file) or file.startswith(_libraries())
 
 
 def _line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
-    """Return the first line in a function that changes something, else the first that uses it at all."""
+    """Return the first line in a function that changes a name, or else the first line that uses it."""
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name not in _BUILDING]
     nodes = [node for function in functions for node in ast.walk(function)]
     lines = [(not _changes(node, is_it), node.lineno) for node in nodes if is_it(node) or _changes(node, is_it)]  # type: ignore[attr-defined]
@@ -190,7 +193,7 @@ def _line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
 
 
 def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
-    """Return whether a node assigns to something, to an item of it, or calls what by its name changes it in place."""
+    """Return whether a node assigns a name or an item of it, or calls a method that changes it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
             return is_it(node)
