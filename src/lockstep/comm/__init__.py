@@ -1,1 +1,1 @@
-"""What ranks send each other: sums, rows, point to point. torch.distributed is used here and in ranks/ alone."""
+"""Communication between ranks: sums, rows, point to point. Only comm/ and ranks/ use torch.distributed."""

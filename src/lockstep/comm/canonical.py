@@ -1,8 +1,11 @@
-"""The canonical tree between processes: the same brackets as in one process, over the network.
+"""The canonical tree between processes: sums over the network with the same brackets as in a single process.
 
-Each rank holds the pieces that are its data rank's (core/mesh.py): one, several, or none. Level by level of the tree
-the ranks deal out the vector further among each other, and add (core/reduction.py). Then each has one of W parts of the
-sum, and they gather the others in log2(W) rounds. With one piece each a rank sends about what it would in a ring.
+Each rank starts with the pieces of its data rank (core/mesh.py), which may be one, several or none.
+1. At each level of the tree, the ranks split the vector further among each other, and add (core/reduction.py).
+2. At the root, each of W ranks holds one of W parts of the sum.
+3. The ranks gather the other parts in log2(W) rounds.
+
+With one piece per rank, a rank sends about as much as in a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -23,18 +26,18 @@ from lockstep.core.tree import LeafBlock, total
 
 
 def add_(left: Tensor, right: Tensor) -> Tensor:
-    """Add in the memory of `left`."""
+    """Add `right` to `left` in place."""
     return left.add_(right)
 
 
 class Sum(Protocol):
-    """Adds what ranks have of a flat vector: CanonicalSum, or what stands in its place."""
+    """Sums a flat vector over ranks: CanonicalSum, or a replacement for it."""
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor: ...
 
 
 def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
-    """Add a rank's own pieces from left to right, in the memory of the first; zeros like `like` where it has none."""
+    """Sum a rank's pieces from left to right, in place in the first one, or return zeros like `like` if it has none."""
     if not pieces:
         return torch.zeros_like(like)
     first, *others = (pieces[block] for block in sorted(pieces))
@@ -46,10 +49,10 @@ def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
 @final
 @dataclass(eq=False)
 class CanonicalSum:
-    """Adds flat vectors over the ranks of `carrier`; all ranks call it in the same order with the same lengths.
+    """Sums flat vectors over the ranks of `carrier`. All ranks call it in the same order with the same lengths.
 
-    `_data_ranks` are theirs, under the numbers that they have for the carrier, and `_rank` is this one's; one that is
-    alone needs no carrier. Of sequences that are cut into `chunks`, each chunk of a micro-batch is a leaf of its own
+    `_data_ranks` are those of the ranks, in the numbering of the carrier, and `_rank` is that of this rank. A single
+    rank needs no carrier. If sequences are split into `chunks`, each chunk of a micro-batch is a separate leaf
     (core/mesh.py).
     """
 
@@ -60,13 +63,13 @@ class CanonicalSum:
 
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
-        self.alone = self._size == 1  # there is no other rank to add with
+        self.alone = self._size == 1  # there is no other rank
         self._by_rank = Shares(tuple(range(self._size)))
-        self._plans: dict[int, Reduction] = {}  # by how many leaves there are
+        self._plans: dict[int, Reduction] = {}  # by number of leaves
         self._holding: dict[int, CanonicalSum] = {}
 
     def of_holders(self, leaves: int) -> CanonicalSum:
-        """Return what adds `leaves` leaves between those ranks alone that hold one. This one does."""
+        """Return a CanonicalSum between only those ranks that hold one of `leaves` leaves. This rank must hold one."""
         if leaves not in self._holding:
             held = [rank for rank, each in enumerate(self._data_ranks) if each.own_blocks(leaves, self._chunks)]
             carrier = self._carrier and renumbered(self._carrier, held)
@@ -77,8 +80,8 @@ class CanonicalSum:
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
 
-        `pieces` are this rank's, flat, and may be overwritten; `like` is a flat tensor of the same length, dtype
-        and device, for ranks that hold none.
+        `pieces` are the flat pieces of this rank, which may be overwritten. `like` is a flat tensor of the same length,
+        dtype and device, for ranks without pieces.
         """
         if self.alone:
             return total(pieces, leaves, add_)
@@ -87,11 +90,12 @@ class CanonicalSum:
         values = {block.first: _Share(range(len(like)), pieces[block], came=False) for block in held}
         for sums, moves in rounds:
             for left, right, _ in sums:
-                # In memory that is there, where one of the two is: of two floats a + b is b + a.
+                # Adds in place in the share that didn't arrive from a peer, if there is one. The order of two floats
+                # doesn't matter, since b + a = a + b.
                 own, other = sorted((values.pop(left), values.pop(right)), key=attrgetter("came"))
                 values[left] = own._replace(tensor=add_(own.tensor, other.tensor))
             self._deal(moves, values, like)
-        # All that this rank held has been sent or added: its memory is free.
+        # All pieces of this rank were sent or added, so their memory is free.
         result = pieces[held[0]] if held else torch.empty_like(like)
         part, share, _ = values[0]
         result[part.start : part.stop].copy_(share)
@@ -99,9 +103,10 @@ class CanonicalSum:
         return result
 
     def of_ranks(self, own: Tensor) -> Tensor:
-        """Return the sum of one flat vector of each rank, `own` of this one, on every rank: in the order of the ranks.
+        """Return the sum of a flat vector of each rank, in rank order, on every rank. `own` is that of this rank.
 
-        As many leaves as replicas, one each: so the bits are the same each time, but those of one process they are not.
+        There is one leaf per replica. The bits are therefore the same in each run, but differ from those of a single
+        process.
         """
         rank = self._data_ranks[self._rank]
         [block] = rank.own_blocks(rank.replicas)
@@ -117,14 +122,14 @@ class CanonicalSum:
         return every
 
     def _plan(self, leaves: int) -> Reduction:
-        """Return how all add, as far as this rank has a part in it."""
+        """Return the part of this rank in the reduction."""
         if leaves not in self._plans:
             held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
             self._plans[leaves] = reduction(held, leaves).of_rank(self._rank)
         return self._plans[leaves]
 
     def _deal(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
-        """Move this rank's shares of blocks to where they go, and take those that come."""
+        """Send this rank's shares of blocks to their targets, and receive the shares that it needs."""
         sent: list[Addressed] = []
         received: list[Addressed] = []
         for move in moves:
@@ -147,7 +152,7 @@ class CanonicalSum:
         self._move(sent, received)
 
     def _gather(self, vector: Tensor, shares: Shares) -> None:
-        """Fill in the shares of all other ranks."""
+        """Receive the shares of all other ranks."""
         for sent, received in shares.gathering(self._rank, len(vector)):
             self._move(*([(vector[part.start : part.stop], rank) for rank, part in each] for each in (sent, received)))
 
@@ -158,12 +163,12 @@ class CanonicalSum:
 
 @final
 class HalfPrecisionSum:
-    """Adds flat vectors over ranks as CanonicalSum does, but for the rounding of what they send to `dtype`.
+    """Sums flat vectors over ranks like CanonicalSum, but rounds what ranks send to `dtype`.
 
-    16 bits are half the bytes of fp32, and no longer the bits of one process. torch's hooks of this kind
-    (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) leave the order of the sum to the backend; here a run on
-    the same number of ranks has the same bits each time. A rank adds its own pieces in the dtype that they have,
-    whatever their brackets: it sends one vector.
+    16 bits take half the bytes of fp32, but the bits differ from those of a single process. torch's hooks of this kind
+    (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) leave the order of the sum to the backend. Here, a run
+    on the same number of ranks has the same bits each time. A rank adds its own pieces in their dtype, regardless of
+    their brackets, because it sends a single vector.
     """
 
     def __init__(self, across: CanonicalSum, dtype: torch.dtype) -> None:
@@ -171,18 +176,18 @@ class HalfPrecisionSum:
         self._dtype = dtype
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-        """Return the sum over all leaves, on every rank; see CanonicalSum."""
+        """Return the sum over all leaves, on every rank. See CanonicalSum."""
         if self._across.alone:
             return self._across(pieces, leaves, like)
         return self._across.of_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
-    """Deal out the vectors of a round (core/mesh.py) among `members`: a reduce-scatter that does not add.
+    """Exchange the vectors of a round (core/mesh.py) among `members`: a reduce-scatter that doesn't add.
 
-    Returns the part of this one, which is `member`, of the vectors of members 0 to `holders` - 1, in their order: fresh
-    tensors. `vector` has one part of one length for each member, in their order; a rank that is no holder gives any.
-    All members call it in the same order with vectors of the same length.
+    `vector` has a part of equal length for each member, in order. A member with an index of `holders` or above may pass
+    any vector. Returns new tensors with the part of this `member` from the vectors of members 0 to `holders` - 1, in
+    order. All members call it in the same order with vectors of the same length.
     """
     parts = vector.view(members, -1)
     others = [each for each in range(members) if each != member]
@@ -197,22 +202,22 @@ def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor,
 
 
 class _Share(NamedTuple):
-    """What a rank has of a block: which part of the vector, and whether that came from others, in memory of its own."""
+    """A rank's share of a block: its range in the vector, and whether it arrived from peers, in separate memory."""
 
     part: range
     tensor: Tensor
     came: bool
 
     def at(self, part: range) -> Tensor:
-        """Return what it has of a part that it covers."""
+        """Return the elements in a range that the share covers."""
         return self.tensor[part.start - self.part.start : part.stop - self.part.start]
 
     def narrowed(self, part: range) -> _Share:
-        """Return this part of it alone."""
+        """Return the share reduced to a range."""
         return self._replace(part=part, tensor=self.at(part))
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Exchange tensors, empty ones left out, so that the current stream may use them; a lost peer is named."""
+    """Exchange non-empty tensors, ready for use on the current stream. Raises PeerLostError if a peer is lost."""
     with translate_peer_errors():
         carrier([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()

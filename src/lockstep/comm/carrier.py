@@ -1,9 +1,9 @@
-"""How tensors travel from rank to rank: as the backend takes them, or by way of the host's memory.
+"""Carriers move tensors between ranks: directly through the backend, or staged through host memory.
 
-Which of the two is chosen once, from the backend and the device (comm/world.py); nobody else asks. NCCL takes
-tensors of a CUDA device, gloo those of the host: its send and recv pass the address of a tensor on as it is, which
-nothing checks (torch, ProcessGroupGloo::send). Its all-gather, which fully_shard uses, copies a CUDA tensor to pinned
-memory and back by itself. Nothing here adds, so the bits do not depend on what carries them.
+The choice is made once, from the backend and the device (comm/world.py). NCCL takes CUDA tensors, and gloo takes CPU
+tensors. The send and recv of gloo pass on the address of a tensor without checking its device (torch,
+ProcessGroupGloo::send). The all-gather of gloo, which fully_shard uses, copies CUDA tensors to pinned memory and back
+by itself. Carriers never add, so the bits don't depend on the carrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from lockstep.device.memory import host_like
 
-Addressed = tuple[Tensor, int]  # a contiguous tensor, and the number of the other rank in the group
+Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the peer
 
 
 @final
 class Transfer:
-    """An exchange under way. It keeps what it sends alive, and lands what came by way of the host."""
+    """A transfer that has started. It keeps sent tensors alive, and copies staged tensors to the device on arrival."""
 
     def __init__(self, works: Sequence[dist.Work], kept: Sequence[Tensor], landing: Sequence[tuple[Tensor, Tensor]]):
         self._works = works
         self._kept = kept
         self._landing = landing
-        self.landed: Callable[[], None] | None = None  # called when all has come
+        self.landed: Callable[[], None] | None = None  # called when all tensors have arrived
 
     def wait(self) -> None:
-        """Wait until what was received may be read, and what was sent written to, by what the current stream does next.
+        """Wait until work on the current stream can read the received tensors and write to the sent tensors.
 
-        Of gloo the calling thread waits, of NCCL the stream alone.
+        With gloo, the calling thread waits. With NCCL, only the stream waits.
         """
         for work in self._works:
             work.wait()
@@ -41,31 +41,32 @@ class Transfer:
             self.landed()
 
     def is_done(self) -> bool:
-        """Whether all of it is known to be done, so that memory may go."""
+        """Return whether the transfer is known to be complete, so that its memory can be freed."""
         return not self._landing and all(work.is_completed() for work in self._works)
 
 
-# Exchanges tensors between the ranks of one group, point to point: given those to send, and those to receive into, it
-# begins to once the current stream has come to here. Between two ranks tensors arrive in the order in which they were
-# sent. What one call sends and receives never waits for one another.
+# Sends and receives tensors point to point between the ranks of a group. It takes the tensors to send, and those to
+# receive into. The transfer starts once the current stream reaches this point. Between two ranks, tensors arrive in the
+# order in which they were sent. Within a call, sends and receives never wait for each other.
 Carrier = Callable[[Sequence[Addressed], Sequence[Addressed]], Transfer]
 
 
 def direct(group: dist.ProcessGroup) -> Carrier:
-    """Return what gives tensors to the backend as they are: NCCL those of CUDA, gloo those of the CPU."""
+    """Return a carrier that passes tensors to the backend as they are: CUDA tensors to NCCL, CPU tensors to gloo."""
     return lambda sent, received: Transfer(_start(group, sent, received), [tensor for tensor, _ in sent], [])
 
 
 def staged(group: dist.ProcessGroup) -> Carrier:
-    """Return what moves tensors by way of the host's memory, which gloo can read: for several ranks on one device.
+    """Return a carrier that moves tensors through host memory, for gloo with several ranks on a device.
 
-    The calling thread waits for the copies, so this is no way to be fast.
+    It is slow, because the calling thread waits for the copies.
     """
 
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
         leaving = [(host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
-            # The copies run on the current stream, behind what computes the tensors; gloo reads when they are done.
+            # The copies run on the current stream, after the kernels that compute the tensors. gloo must read only
+            # after they are done.
             torch.cuda.current_stream(device).synchronize()
         arriving = [(host_like(tensor), peer) for tensor, peer in received]
         landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, arriving, strict=True)]
@@ -75,7 +76,7 @@ def staged(group: dist.ProcessGroup) -> Carrier:
 
 
 def renumbered(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
-    """Return the same carrier for a caller that calls rank `numbers[i]` of it i."""
+    """Return the same carrier with different rank numbers: rank i of the result is rank `numbers[i]` of `carrier`."""
     return lambda sent, received: carrier(
         [(tensor, numbers[peer]) for tensor, peer in sent], [(tensor, numbers[peer]) for tensor, peer in received]
     )

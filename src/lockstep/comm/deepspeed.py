@@ -1,6 +1,6 @@
-"""DeepSpeed as a rank imports it: quietly, for this rank's device, and in the process group of the run.
+"""Imports DeepSpeed quietly, for the device of a rank, and in the process group of the run.
 
-It takes a group that is there, and makes groups of its own from it. A rank that is alone has none until here.
+DeepSpeed uses an existing process group, and creates its groups from it. A single rank has no process group before.
 """
 
 import logging
@@ -15,24 +15,24 @@ from lockstep.comm.peer_errors import lost_peer, translate_peer_errors
 from lockstep.comm.world import World, open_lone_group
 
 _LOGGER: Final = "DeepSpeed"
-_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an operation that it would compile at the start, for inference alone
+_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an operation for inference that DeepSpeed would compile at startup
 
 
 def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
-    """Return the module `deepspeed`, for such a device; the first import takes seconds."""
+    """Return the module `deepspeed` for a device type. The first import takes seconds."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of distutils and of torch's older names, which are its makers' to mend
+        warnings.simplefilter("ignore")  # about distutils and old names of torch, which DeepSpeed has to fix
         module: Any = import_module("deepspeed")
     module.ops.__compatible_ops__[_SHARED_MEMORY] = False
-    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # its warnings are about choices that are ours
+    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # its warnings are about choices that Lockstep makes
     return module
 
 
 def library(world: World) -> Any:
-    """Return the module `deepspeed`, which sends what it sends in the run's process group. All ranks call it.
+    """Return the module `deepspeed`, initialized in the process group of the run. All ranks call it.
 
-    The group of a rank that is alone stays until the process ends: DeepSpeed keeps what it made of it.
+    The group of a single rank exists until the process ends, because DeepSpeed keeps what it created from it.
     """
     module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
@@ -45,7 +45,7 @@ def library(world: World) -> Any:
 
 @contextmanager
 def its_exchanges() -> Iterator[None]:
-    """Run what DeepSpeed exchanges in, beside other code: of all errors those of exchanges become PeerLostError."""
+    """Run code in which DeepSpeed communicates. Errors of its collectives are raised as PeerLostError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The edges of a pipeline: the carriers between a rank and each of its neighbours, one for each direction."""
+"""The edges of a pipeline: the carriers between a rank and each of its neighbors, one per direction."""
 
 from collections.abc import Collection
 from typing import NamedTuple, final
@@ -12,7 +12,10 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """What carries tensors to another rank, and from it; `peer` is its number there. Neither waits for the other."""
+    """The carriers to a neighbor (`there`) and from it (`back`), which never wait for each other.
+
+    `peer` is the group rank of the neighbor.
+    """
 
     there: Carrier
     back: Carrier
@@ -21,7 +24,7 @@ class Edge(NamedTuple):
 
 @final
 class Edges:
-    """The edges of this rank, each made when it is first asked for."""
+    """The edges of this rank. Each edge is created when it is first requested."""
 
     def __init__(self, groups: ProcessGroups, rank: int, size: int, device: torch.device) -> None:
         self._groups = groups
@@ -31,34 +34,35 @@ class Edges:
         self._edges: dict[int, Edge] = {}
 
     def to(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
+        """Return the edges to the ranks `neighbours`. All ranks call it, and two neighbors must name each other."""
         new = set(neighbours) - self._edges.keys()
         if self._groups.backend == "nccl":
             self._edges |= self._one_way_edges(new)
-        elif new:  # gloo's threads send and receive side by side
+        elif new:  # gloo sends and receives on concurrent threads
             both = self._groups.carrier(self._groups.main, range(self._size), "between stages")
             self._edges |= {rank: Edge(both, both, rank) for rank in new}
         return {rank: self._edges[rank] for rank in neighbours}
 
     def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return edges with a group for each direction.
+        """Return edges with a separate group for each direction.
 
-        NCCL runs what is exchanged in one group in order, and a send ends only when its receiver has begun: in a group
-        for both directions two ranks which send first would wait for each other for ever. (torch's pipelines do the
-        same where they are told to: torch.distributed.config.pipeline_per_edge_p2p.)
+        NCCL runs the operations of a group in order, and a send only ends when its receiver has started. If both
+        directions shared a group, two ranks that both send first would wait for each other forever. (torch's pipelines
+        do the same with torch.distributed.config.pipeline_per_edge_p2p.)
         """
         own = self._rank
         wanted = torch.zeros(self._size, self._size, dtype=torch.uint8)
         wanted[own, list(neighbours)] = 1
-        # All ranks make the groups of all: those that only their own ranks make have names which torch lets differ.
+        # All ranks create the groups of all ranks. If only its members created a group, torch could give it different
+        # names on different ranks.
         ways = [(int(source), int(target)) for source, target in self._groups.add_(wanted).nonzero()]
         made = {way: carrier for way in ways if (carrier := self._one_way(*way))}
         return {rank: Edge(made[own, rank], made[rank, own], int(rank > own)) for rank in neighbours}
 
     def _one_way(self, source: int, target: int) -> Carrier | None:
-        """Make a group of two ranks; where this is one of them, connect it to the other and return what carries.
+        """Create a group of two ranks. If this rank is in it, connect it to the peer and return the carrier.
 
-        To connect is to wait for the other, and in the middle of a step that might be waiting for this one.
+        Connecting waits for the peer. In the middle of a step, the peer might be waiting for this rank.
         """
         ranks = sorted((source, target))
         group = self._groups.new(ranks)

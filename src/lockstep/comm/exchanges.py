@@ -1,4 +1,4 @@
-"""Exchanges between ranks that are not Lockstep's: seen before they begin, however the user's code came by them."""
+"""Intercepts collectives that Lockstep didn't call, before they begin, regardless of how user code imported them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,24 +10,24 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 _OURS: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
-OF_ROWS: Final = "an operation with weights in rows"  # the name of all exchanges that torch's DTensor makes
+OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives called by DTensor
 _OF_ROWS: Final = "torch.distributed.tensor."
-_QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # such as get_rank, which waits for nobody
+_QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # such as get_rank, which doesn't communicate
 
 
 @contextmanager
 def intercept(tell: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `tell` with the name of each exchange that is another's, before it begins.
+    """While the block runs, call `tell` with the name of each collective that isn't Lockstep's, before it begins.
 
-    It may be called twice for one. What it raises is raised where the exchange was called.
+    It may be called twice for a collective. An exception in `tell` is raised in the caller of the collective.
     """
-    # Each exchange of these modules first asks about its group, by the names that the module has for the questions: so
-    # it does not matter where the caller has the exchange from. ProcessGroup.register_pre_hook, of torch 2.15, would
-    # see the calls in one group alone, and none in a process that is the only one.
+    # Each collective of these modules first looks up its group, by calling functions through their names in the module.
+    # It therefore doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15
+    # would only see calls in a single group, and none if there is only one process.
     with ExitStack() as held:
         for question in ("_rank_not_in_group", "_get_default_group"):
             held.enter_context(_asking(c10d, question, tell))
-        # Remove at torch >= 2.12: before, functional collectives ask by another name.
+        # Remove at torch >= 2.12: before, functional collectives use a different name.
         known = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
         held.enter_context(_asking(functional, known, tell))
         yield
@@ -50,13 +50,13 @@ def _asking(module: ModuleType, name: str, tell: Callable[[str], None]) -> Itera
 
 
 def _of_others(frame: FrameType | None) -> str:
-    """Return the name of the exchange that is called, "" where Lockstep calls it, or where it is none."""
+    """Return the name of the called collective, or "" if Lockstep calls it or it is no collective."""
     name = ""
     while frame is not None:
         match str(frame.f_globals.get("__name__")):
             case c10d.__name__ | functional.__name__:
                 name = frame.f_code.co_name
-            case "torch.distributed.c10d_logger":  # is around most of them
+            case "torch.distributed.c10d_logger":  # wraps most of them
                 pass
             case caller if caller.startswith(_OF_ROWS):
                 return OF_ROWS

@@ -1,4 +1,4 @@
-"""The door to torch's fully_shard (FSDP2), whose reduce-scatter hands gradients to us instead of adding them."""
+"""The interface to torch's fully_shard (FSDP2), with a reduce-scatter that passes on gradients instead of adding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
@@ -26,15 +26,15 @@ from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
-# Called in backward with the number of a unit, the gradients of its parameters as one flat tensor with a part for each
-# member, the flat tensor that the unit's sharded gradients are views of, and whether it may wait for other members: for
-# the same units in the same order on all of them.
+# Called in backward with the index of a unit, the gradients of its parameters as a flat tensor with a part for each
+# member, the flat tensor that its sharded gradients are views of, and whether it may wait for other members. All
+# members call it for the same units in the same order.
 Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 
 @dataclass(frozen=True)
 class Narrow:
-    """The dtype that parameters are gathered in, but for some that are gathered as they are."""
+    """The dtype in which parameters are gathered. The parameters in `wide` are gathered in their own dtype."""
 
     dtype: torch.dtype
     wide: frozenset[nn.Parameter] = frozenset()
@@ -43,13 +43,14 @@ class Narrow:
 @final
 @dataclass(eq=False)
 class Sharded:
-    """A model whose tensors are cut by rows over the members of `mesh`, unit by unit; what is in no unit is the last.
+    """A model whose tensors are sharded by rows over the members of `mesh`, unit by unit.
 
-    A unit's parameters are gathered before its forward and again before its backward, or with `keep_gathered` once for
-    both; as `narrow` says, where it is given. Its gradients are in the dtype of the shards. Members may call different
-    units in the same forward (comm/gathers.py): the gradients of one that is not called are zeros, as in one process.
-    When a unit's backward is complete (comm/unit_calls.py) its gradients are handed to `receive`, in an order that is
-    the same on all members (comm/gradient_queue.py).
+    The parameters that are in no unit form the last unit. The parameters of a unit are gathered before its forward and
+    again before its backward. With `keep_gathered`, they are gathered once for both. `narrow` sets the dtype of the
+    gathered parameters. Gradients have the dtype of the shards. Members may call different units in the same forward
+    (comm/gathers.py). If a unit isn't called, its gradients are zeros, as in a single process. Once the backward of a
+    unit is complete (comm/unit_calls.py), its gradients are passed to `receive`, in the same order on all members
+    (comm/gradient_queue.py).
     """
 
     model: nn.Module
@@ -64,19 +65,19 @@ class Sharded:
     def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: Narrow | None) -> None:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
         self._offloads = offload and mesh.device_type == "cuda"
-        self._outputs: dict[int, Tensor] = {}  # of the last backward, with offloading
+        self._outputs: dict[int, Tensor] = {}  # outputs of the last backward, with offloading
         self._calls = UnitCalls(len(units) + 1)
         self._forwards_under_way = 0
-        self._counts_parameters = False  # whether their hooks are there
-        self._backward = False  # whether a backward of a step is under way
-        self._graph_task = -1  # autograd's number of it
+        self._counts_parameters = False  # whether the hooks are registered
+        self._backward = False  # whether a backward of a step is running
+        self._graph_task = -1  # autograd's ID of the backward
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         self._gradients = GradientQueue(
             self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
         )
         self._gathers = Gathers(partial(_ask, mesh), self._gather, self._scatter, self._gradients.advance, self._check)
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-        # What goes into a unit is not converted: in one process there are no units.
+        # The inputs of a unit aren't converted, because a single process has no units.
         precision = _policy(narrow)
         older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
         for number, unit in enumerate((*units, model)):
@@ -102,45 +103,45 @@ class Sharded:
             if unit is not model:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
             unit.register_forward_hook(partial(self._after_unit, number), prepend=True, with_kwargs=True)
-            setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - it is found here before fully_shard's
+            setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - found before fully_shard's
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
-        self._frees = False  # whether weights that stay gathered for a step are freed after this backward
+        self._frees = False  # whether weights that stay gathered in a step are freed after this backward
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
-        self._parameters = list(model.parameters())  # the shards: while gathered, the model has others in their place
+        self._parameters = list(model.parameters())  # the shards, which are replaced in the model while gathered
         held = [number for number, unit in enumerate(self._units) if _parameters(unit)]
-        self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # what is in no unit first
-        self._whole = False  # all that may be called is gathered
-        self._in_order = True  # so far members wanted the same units in backward, one after the other
+        self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # the last unit first
+        self._whole = False  # all units are gathered
+        self._in_order = True  # members requested the same units in all backwards so far
 
     def begin_step(self) -> None:
-        """Call before the first forward of a step: what was called since the last backward has no part in the next."""
+        """Forget the calls since the last backward. Call it before the first forward of a step."""
         self._calls.forget_calls()
 
     def begin_round(self, last: bool) -> None:
-        """Call before each backward of a step, and say of the last one that it is."""
+        """Prepare a backward. Call it before each backward of a step, with `last` for the last one."""
         self._backward = True
         self._outputs.clear()
         self._frees = self.keep_gathered and last
         if not self.keep_gathered:
             usual = sorted(self._forwards, reverse=True)
             self._gathers.begin(f"backward of {self._calls.passes}", usual)
-            self._gather(usual[0])  # what is in no block, even where this member called none of the last blocks
+            self._gather(usual[0])  # the last unit, even if this member called none of the last blocks
         self._whole = self._whole and not last
         if self._calls.several_threads:
             self._count_parameters()
         self._gradients.begin()
 
     def end_backward(self) -> None:
-        """Call when a backward is over: every unit is complete."""
+        """Complete every unit. Call it when a backward is over."""
         self._calls.end_backward()
         if not self.keep_gathered:
             self._gathers.end(called=self._calls.called())
             self._in_order = self._in_order and not self._gathers.differed
         self._gradients.end()
         _check_gradients(self._units, self.names)
-        if self._frees:  # not unit by unit: nodes of a weight that is used outside of its unit would read freed memory
+        if self._frees:  # not unit by unit: a weight used outside of its unit would read freed memory
             for module in self._units:
                 module.reshard()
         self._gradients.clear()
@@ -149,12 +150,15 @@ class Sharded:
         self._graph_task = -1
 
     def end_round(self) -> None:
-        """Call after each backward but a step's last one: what reduce-scatter gave out then was no gradient."""
+        """Clear the gradients, which aren't complete. Call it after each backward except the last of a step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def copy_sums(self) -> None:
-        """Call when a step's sums are complete: with offloading fully_shard has copied them to the CPU before."""
+        """Copy the sums to the CPU. Call it when the sums of a step are complete.
+
+        With offloading, fully_shard has already copied them, but before they were complete.
+        """
         for unit, output in self._outputs.items():
             place = 0
             for each in _group(self._units[unit]).fsdp_params:
@@ -165,23 +169,26 @@ class Sharded:
         self._outputs.clear()
 
     def scatter(self) -> None:
-        """Free what is gathered: it no longer is what the shards are."""
+        """Free all gathered parameters, because they no longer match the shards."""
         self._whole = False
         for unit in self._units:
             unit.reshard()
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
-        """Return the model's state; `primary` says whether this rank's replica is the one that reports its shards."""
+        """Return the state of the model. `primary` says whether the replica of this rank reports its shards."""
         held = self.model.state_dict().items()
         return {name: _shard(each, self.mesh, primary) if isinstance(each, DTensor) else each for name, each in held}
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
-        """Return this rank's rows of each parameter that wants a gradient, and the parameter, in the model's order."""
+        """Return this rank's rows and the parameter, for each parameter that requires a gradient, in model order."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: (_shard(cast(Any, p), self.mesh, primary), cast(Any, p)) for name, p in parameters.items()}
 
     def gathered_tensors(self) -> dict[Tensor, Tensor]:
-        """Return by the whole tensors that the model computes with, as far as they were gathered once, their shards."""
+        """Return a map from the whole tensors that the model computes with to their shards.
+
+        Tensors that were never gathered are missing.
+        """
         found = {}
         for group in filter(None, map(_group, self._units)):
             for each in group.fsdp_params:
@@ -190,7 +197,7 @@ class Sharded:
         return found
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
-        if _in_backward():  # recomputed
+        if _in_backward():  # recomputation
             return
         self._forwards_under_way += 1
         if torch.is_grad_enabled():
@@ -217,8 +224,8 @@ class Sharded:
             return
         if not self._forwards_under_way:
             raise refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
-        # autocast keeps the casts of weights that a call without a gradient makes first, and the nodes of these casts:
-        # they are older than those of the later call, and autograd comes to them after all units in between.
+        # autocast caches the casts of weights from a call without gradients, and their autograd nodes. These are older
+        # than the nodes of the later call, so autograd reaches them after all units in between.
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):
             self._calls.begin_call(unit)
 
@@ -237,25 +244,25 @@ class Sharded:
         return outputs
 
     def _reach(self, call: int, gradient: Tensor) -> None:
-        """Complete the units that were first called after this call: its output has its gradient."""
+        """Complete the units that were first called after this call, because its output has its gradient."""
         self._check_graph_task(gradient)
         for unit in self._calls.completed_by(call):
             self._finish(unit)
 
     def _before_backward(self, unit: int, pre_backward: Callable[[bool], None], prefetch: bool, *_: Any) -> None:
-        """Gather a unit for its backward, unless that is over: one of its outputs may be an input, which is older."""
+        """Gather a unit for its backward. No-op if the unit is complete, as when an output is also an older input."""
         if not self._calls.is_complete(unit):
             pre_backward(prefetch)
 
     def _finish(self, unit: int) -> None:
-        """Take the gradients of a unit, whose backward is over, and free what is gathered for it."""
+        """Take the gradients of a unit whose backward is over, and free its gathered parameters."""
         self._calls.complete(unit)
         if (group := _group(self._units[unit])) is not None and group._training_state == TrainingState.PRE_BACKWARD:
             group.post_backward()
         self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
-        """Raise UsageError in a nested backward: at its end fully_shard would take the gradients of all units."""
+        """Raise UsageError in a nested backward, after which fully_shard would take the gradients of all units."""
         if not self._backward:
             raise _foreign_backward()
         task = torch._C._current_graph_task_id()
@@ -269,7 +276,7 @@ class Sharded:
             )
 
     def _count_parameters(self) -> None:
-        """Complete a unit once each of its parameters has its gradient, in backwards through several threads."""
+        """In backwards through several threads, complete a unit once each of its parameters has its gradient."""
         if self._counts_parameters:
             return
         self._counts_parameters = True
@@ -288,7 +295,7 @@ class Sharded:
             self._finish(unit)
 
     def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Take what a unit's backward made, to be passed on in its turn."""
+        """Add the gradients of a unit to the queue."""
         if not self._backward:
             raise _foreign_backward()
         if self._offloads:
@@ -296,7 +303,7 @@ class Sharded:
         self._gradients.put(unit, gradients, output)
 
     def _make_zeros(self, unit: int) -> None:
-        """Let fully_shard hand over zeros for a unit that was not called."""
+        """Make fully_shard pass zeros for a unit that wasn't called."""
         if not self.keep_gathered:
             self._gathers.reach(unit)
         _group(self._units[unit]).post_backward()
@@ -305,10 +312,10 @@ class Sharded:
         return self._in_order and not self._gathers.differed
 
     def _pass_on(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Call `receive` on the stream that fully_shard reduces on, which calls the hook there.
+        """Call `receive` on the reduce-scatter stream of fully_shard.
 
-        What is added is of that stream's memory then, whenever it comes. Memory of the computing stream would be given
-        out to that again as soon as nobody holds it, though the other may not have read it yet.
+        The memory of the sums then belongs to that stream, regardless of when they are computed. Memory of the
+        computing stream would be reused as soon as it is released, even if the other stream hasn't read it yet.
         """
         group = _group(self._units[unit])
         side, here = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
@@ -318,7 +325,7 @@ class Sharded:
         here.wait_stream(side)
 
     def _check(self, unit: int, left: Sequence[int]) -> None:
-        """Raise UsageError for a unit that others do not gather."""
+        """Raise UsageError for a unit that other members don't gather."""
         if unit not in left:
             raise UsageError(
                 f"{self.names[unit]} is called more often than in the first forward, or its backward did not reach it "
@@ -349,12 +356,12 @@ def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is without shards; all ranks that have a shard of it call this."""
+    """Return a tensor without shards. All ranks that hold a shard of it call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_gradient(parameter: DTensor) -> Tensor:
-    """Return this rank's rows of a parameter's gradient."""
+    """Return the rows of a parameter's gradient that this rank holds."""
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
     return cast(DTensor, parameter.grad)._local_tensor
@@ -381,7 +388,7 @@ def _ask(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
-    # As torch.chunk cuts: all members have as many rows as the first, but for the last ones.
+    # Like torch.chunk: all members have as many rows as the first, except for the last members.
     height = -(-tensor.shape[0] // mesh.size())
     own = tensor._local_tensor.detach()
     return Shard(own, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
@@ -403,7 +410,7 @@ def _no_copy(_memo: object) -> NoReturn:
 
 
 def _group(unit: FSDPModule) -> Any:
-    """Return what fully_shard has of a unit that has parameters of its own, else None."""
+    """Return fully_shard's parameter group of a unit, or None if the unit has no parameters of its own."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
@@ -413,9 +420,9 @@ def _parameters(unit: FSDPModule) -> list[Any]:
 
 
 def _add_zeros(unit: FSDPModule) -> None:
-    """Let what a unit's backward reduces have zeros for parameters that this member did not use, and others may have.
+    """Make the reduction of a unit use zeros for parameters that this member didn't use, but others may have.
 
-    As set_reduce_scatter_unused_params does, which torch 2.11 does not have.
+    Like set_reduce_scatter_unused_params, which torch 2.11 doesn't have.
     """
     if (group := _group(unit)) is None:
         return
@@ -423,7 +430,7 @@ def _add_zeros(unit: FSDPModule) -> None:
 
     def with_zeros(*unused: Any) -> None:
         for each in group.fsdp_params:
-            parameter = getattr(each, "_unsharded_param", None)  # there is none before it is gathered first
+            parameter = getattr(each, "_unsharded_param", None)  # None before the first gather
             if parameter is not None and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
         post_backward(*unused)
@@ -433,7 +440,7 @@ def _add_zeros(unit: FSDPModule) -> None:
 
 @final
 class _AllGatherHook(DefaultAllGather):
-    """Calls `before` ahead of each gather of a unit, which is dist.all_gather_into_tensor, or what this torch has."""
+    """Calls `before` ahead of each gather of a unit, by dist.all_gather_into_tensor or its equivalent in this torch."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -458,7 +465,7 @@ class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
 
 
 def _leave_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Stand in for what puts an autograd node before a unit's inputs (see comm/unit_calls.py)."""
+    """Replacement for the hook that puts an autograd node in front of a unit's inputs (see comm/unit_calls.py)."""
     return args, kwargs
 
 

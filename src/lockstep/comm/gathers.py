@@ -1,16 +1,18 @@
-"""The order in which the members of a sharded model gather its units: one for all, whatever each of them calls.
+"""Keeps the all-gathers of a sharded model in the same order on all ranks, even if ranks call different units.
 
-Collectives of a group pair up in the order in which they are issued. But a model may call its units as samples or
-chance decide, as a mixture of experts written by hand does, and each member has other samples. So what is gathered
-follows a schedule, which all members have. They learn it where there is none yet, in the first forward and the first
+Collectives in a process group must be issued in the same order on all ranks. However, the order in which a model calls
+its units can depend on the input or on random numbers, as in a hand-written mixture of experts, and each rank has
+different inputs. Therefore all ranks follow the same schedule, which they record during the first forward and the first
 backward:
+1. Before a rank gathers a unit, all ranks tell each other which unit they need next. A rank that has finished reports
+   that it needs no unit.
+2. All ranks gather the first of the requested units. The ranks that requested this unit continue, and the other ranks
+   go back to step 1.
 
-1. Before a member gathers a unit, all tell each other which unit they want. A member that is through wants none.
-2. Of the units that are wanted the first is gathered by all. Who wants it goes on, the others tell again.
-
-What was gathered, one after the other, is the schedule, with the units that nobody wanted in their usual places. From
-then on nobody asks: a member takes part in all gathers that the schedule has before the unit that it is about to
-call, and at its end in those that are left. What it has gathered but not called stays until it calls it, or the end.
+Units that no rank requested are added to the schedule in their usual place. Once the schedule is complete, ranks no
+longer need to communicate about the order. Before a rank gathers a unit, it joins all gathers that come earlier in the
+schedule. At the end, it joins the gathers that are left. If a rank joined the gather of a unit before calling it, the
+unit stays gathered until the rank calls it, or until the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 _NONE: Final = -1
-# What is said of a module that is called outside of the forward that gathers it.
+# The error for a unit that is called outside of the forward of the placed model.
 CALLED_ALONE: Final = "is called by itself, and its weights are in rows, which the placed model gathers"
 CALL_THE_MODEL: Final = (
     "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp or zero1"
@@ -28,11 +30,14 @@ CALL_THE_MODEL: Final = (
 @final
 @dataclass(eq=False)
 class Gathers:
-    """The gathers of one member; every member calls `begin` and `end` alike.
+    """The gathers of a rank. All ranks must call `begin` and `end` in the same way.
 
-    `ask` gives numbers to all members and returns theirs. `gather` gathers a unit if it is not gathered, for which it
-    calls `before`; `scatter` frees it. `taken` is called when this member has taken part in a gather for others, and
-    `check`, with what is left of the schedule, for a unit that it is about to gather: it raises where that cannot be.
+    - `ask` sends integers to all ranks and returns those of all ranks.
+    - `gather` gathers a unit if it isn't gathered, and calls `before` for it.
+    - `scatter` frees a unit.
+    - `taken` is called after this rank joined a gather for other ranks.
+    - `check` is called before this rank gathers a unit, with the rest of the schedule. It raises if the unit can't be
+      gathered.
     """
 
     ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -40,35 +45,35 @@ class Gathers:
     scatter: Callable[[int], None]
     taken: Callable[[], None]
     check: Callable[[int, Sequence[int]], None]
-    differed: bool = False  # whether members wanted different units at the same time, in a phase that was learned
+    differed: bool = False  # whether ranks requested different units at once, in a phase that was recorded
     _known: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
     _usual: Sequence[int] = ()
     _schedule: list[int] = field(default_factory=list)
     _at: int = 0
-    _held: list[int] = field(default_factory=list)  # gathered for others
+    _held: list[int] = field(default_factory=list)  # units gathered for other ranks
     _taking_part: bool = False
     _issued: bool = False
 
     def begin(self, phase: str, usual: Sequence[int]) -> Sequence[int]:
-        """Begin what has a schedule of its own, and return that; empty where it is yet to be learned.
+        """Begin a phase with a separate schedule, and return the schedule. It is empty if it isn't recorded yet.
 
-        `usual` is the order in which units are likely to be wanted.
+        `usual` is the order in which units are likely to be called.
         """
         self._phase, self._usual, self._at, self.differed = phase, usual, 0, False
         self._schedule = self._known.get(phase, [])
         return self._schedule
 
     def remaining(self) -> Sequence[int]:
-        """Return what all will still gather, one after the other; nothing where that is not known."""
+        """Return the units that all ranks will still gather, in order. Empty if the schedule isn't known."""
         return self._schedule[self._at :] if self._phase in self._known else ()
 
     def before(self, unit: int) -> None:
-        """Call just before a unit's collective: take part in what others gather before it."""
+        """Join the gathers of other ranks that come before `unit`. Call it right before the collective of the unit."""
         if self._taking_part:
             self._issued = True
             return
-        if self._phase is None:  # outside of all phases members do the same
+        if self._phase is None:  # outside of phases, all ranks do the same
             return
         if self._phase in self._known:
             self.check(unit, self.remaining())
@@ -76,15 +81,15 @@ class Gathers:
             self._take_part(served)
 
     def reach(self, unit: int) -> None:
-        """Take part in all gathers up to the last one of a unit that this member does not call."""
+        """Join all gathers up to the last gather of a unit that this rank doesn't call."""
         while unit in self.remaining() if self._phase in self._known else unit not in self._schedule:
             self._take_part(self._next(unit))
 
     def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:
-        """Take part in what others still gather, and free what was gathered for them, unless it is `kept`.
+        """Join the remaining gathers, free the units gathered for other ranks unless `kept`, and return the schedule.
 
-        Returns the schedule. Where `called` is given, with 1 for each unit that this member has called, units that some
-        have called and nobody wanted are in no later schedule of this phase.
+        `called` holds 1 for each unit that this rank called, and 0 for all other units. If it is set, units that some
+        ranks called but no rank requested are excluded from later schedules of this phase.
         """
         assert self._phase is not None
         learned = self._phase not in self._known
@@ -100,7 +105,7 @@ class Gathers:
         return self._schedule
 
     def _next(self, wanted: int) -> int:
-        """Return the unit that is gathered next, none where nothing is."""
+        """Return the unit to gather next, or -1 if there is none."""
         if self._phase in self._known:
             if self._at == len(self._schedule):
                 return _NONE
@@ -129,7 +134,7 @@ class Gathers:
             self.gather(unit)
             if self._issued:
                 self._held.append(unit)
-            else:  # it is there already, and stays
+            else:  # the unit is already gathered, and stays
                 self.scatter(unit)
                 self.gather(unit)
         finally:

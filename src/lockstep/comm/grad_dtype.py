@@ -1,9 +1,9 @@
-"""Lets gradients of gathered weights keep the dtype in which autograd computes them.
+"""Keeps the gradients of gathered weights in the dtype in which autograd computes them.
 
-If a weight is used twice, autograd adds two gradients before anything else sees them. In one process they are added in
+If a weight is used twice, autograd adds two gradients before any hook sees them. In a single process, they are added in
 the dtype of the copy that the model computes with (parallel/weights.py). From torch 2.15, fully_shard sets `grad_dtype`
-to the dtype of the reduction while no backward runs, so that a gradient which arrives before the unit's own backward
-begins, such as that of a penalty on the weights, is converted first, and the sum is rounded differently.
+to the dtype of the reduction while no backward runs. A gradient that arrives before the backward of its unit begins,
+such as that of a weight penalty, would be converted first, and the sum would be rounded differently.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from lockstep.comm import older_fsdp
 
 
 def keep_computed_dtype(group: Any) -> None:
-    """Let the gathered weights of a unit take gradients of any dtype; `group` is fully_shard's group of the unit."""
+    """Allow gathered weights of a unit to have gradients of any dtype. `group` is fully_shard's group of the unit."""
     for parameter in group.fsdp_params:
         parameter.init_unsharded_param = partial(_init_unsharded_param, parameter, parameter.init_unsharded_param)
     if not older_fsdp.is_older():
@@ -27,7 +27,7 @@ def _init_unsharded_param(parameter: Any, init_unsharded_param: Any) -> None:
 
 
 def _set_grad_dtypes(group: Any, set_grad_dtypes: Any, defer_upcast: bool) -> None:
-    set_grad_dtypes(defer_upcast=defer_upcast)  # converts gradients that already accumulate
+    set_grad_dtypes(defer_upcast=defer_upcast)  # converts gradients that are already accumulated
     for parameter in group.fsdp_params:
         if parameter.param_dtype is not None and "_unsharded_param" in vars(parameter):
             parameter._unsharded_param.grad_dtype = None

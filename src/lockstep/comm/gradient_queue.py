@@ -1,4 +1,4 @@
-"""The queue of the gradients that a sharded model's units make, which all members pass on in one order."""
+"""The queue of the gradients of a sharded model's units, which all ranks pass on in the same order."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +15,14 @@ from lockstep.errors import UsageError
 class GradientQueue:
     """The gradients of units whose backward is complete, until it is their turn.
 
-    `is_under_way` returns whether a unit's gradients are yet to come. If a unit was not called, `make_zeros` puts zeros
-    for it. `pass_on` is called with a unit, its flat gradients, the flat tensor that its sharded gradients are views
-    of, and whether it may wait for other members, which `may_wait` returns.
+    - `is_under_way` returns whether the gradients of a unit are still to come.
+    - `make_zeros` adds zeros for a unit that wasn't called.
+    - `pass_on` is called with a unit, its flat gradients, the flat tensor that its sharded gradients are views of, and
+      whether it may wait for other ranks. `may_wait` returns the latter.
 
-    When `pass_on` waits, it is for members that pass on what this one has passed on, or earlier units. What they gather
-    before that, this one has gathered: all go through gathers and units in the same order.
+    If `pass_on` waits, it only waits for ranks to pass on units that this rank has passed on, or earlier units.
+    Everything that the other ranks gather before that, this rank has gathered too, because all ranks go through gathers
+    and units in the same order.
     """
 
     names: Sequence[str]
@@ -28,11 +30,11 @@ class GradientQueue:
     make_zeros: Callable[[int], None]
     pass_on: Callable[[int, Tensor, Tensor, bool], None]
     may_wait: Callable[[], bool]
-    order: Sequence[int] = ()  # of the units, once it is known
+    order: Sequence[int] = ()  # the order of the units, once it is known
     _due: deque[int] = field(default_factory=deque, init=False)
     _waiting: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
-    _put: set[int] = field(default_factory=set, init=False)  # in this backward
-    _kept: list[Tensor] = field(default_factory=list, init=False)  # what was passed on late, in this backward
+    _put: set[int] = field(default_factory=set, init=False)  # units added in this backward
+    _kept: list[Tensor] = field(default_factory=list, init=False)  # gradients passed on late in this backward
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:
@@ -41,17 +43,17 @@ class GradientQueue:
         self.advance()
 
     def put(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Add a unit's gradients, and pass on those whose turn it is."""
-        if unit in self._put:  # what autograd was to do last it did earlier
+        """Add the gradients of a unit, and pass on those whose turn it is."""
+        if unit in self._put:  # autograd ran a node earlier than expected
             raise UsageError(f"{self.names[unit]} has another gradient after its backward; use strategy ddp or zero1")
         self._put.add(unit)
-        self._waiting[unit] = gradients, output  # the latter's views become the gradients
+        self._waiting[unit] = gradients, output  # views of `output` become the gradients
         self.advance(unit)
 
     def advance(self, handed: int | None = None) -> None:
-        """Pass on what is complete, unit by unit, and zeros in the turn of units that were not called.
+        """Pass on complete units in order, with zeros for units that weren't called.
 
-        `handed` is the unit whose gradients fully_shard has handed over last.
+        `handed` is the unit whose gradients fully_shard passed last.
         """
         if self._advancing:
             return
@@ -64,19 +66,19 @@ class GradientQueue:
                 if unit not in self._waiting:
                     self.make_zeros(unit)
                 self._due.popleft()
-                if unit != handed:  # fully_shard keeps only what it has handed last
+                if unit != handed:  # fully_shard only keeps the gradients that it passed last
                     self._kept.append(self._waiting[unit][0])
                 self.pass_on(unit, *self._waiting.pop(unit), self.may_wait())
         finally:
             self._advancing = False
 
     def end(self) -> None:
-        """Pass on all that is left, once the backward is over."""
+        """Pass on all remaining gradients after the backward."""
         self.advance()
-        for unit in sorted(self._waiting):  # in the first backward of all there is no order yet
+        for unit in sorted(self._waiting):  # the order isn't known in the first backward
             self.pass_on(unit, *self._waiting.pop(unit), True)
 
     def clear(self) -> None:
-        """Forget what was put and kept in a backward."""
+        """Release the state of a backward."""
         self._kept.clear()
         self._put.clear()

@@ -1,7 +1,8 @@
-"""Horovod's all-reduce between the ranks of a world, which keeps its own group for all else.
+"""Horovod's all-reduce between the ranks of a world, which uses its own group for everything else.
 
-horovodrun and mpirun tell Horovod where its ranks are. Under any other launcher rank 0 serves Horovod's rendezvous (a
-store over HTTP, where ranks find each other's addresses), at the loopback interface where all ranks are on one host.
+horovodrun and mpirun tell Horovod where its ranks are. Under any other launcher, rank 0 serves the rendezvous of
+Horovod, an HTTP store in which ranks find each other's addresses. If all ranks are on the same host, it listens on the
+loopback interface.
 """
 
 import os
@@ -24,12 +25,12 @@ from lockstep.errors import UsageError
 Compression = Literal["none", "fp16"]
 
 
-_LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, and by the mpirun it was built for
+_LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, and by an mpirun for Horovod
 
 
 @final
 class Horovod:
-    """Horovod, once it has started on all ranks, which do so together."""
+    """Horovod, started on all ranks. All ranks must create it together."""
 
     def __init__(self, world: World) -> None:
         try:
@@ -54,17 +55,18 @@ class Horovod:
             raise UsageError("strategy horovod: this Horovod was built without NCCL; use placement.device=cpu, or ddp")
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give all ranks these tensors as rank 0 has them."""
+        """Broadcast tensors from rank 0 to all ranks."""
         with translate_peer_errors():
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
     def sum_by(self, compression: Compression) -> Sum:
-        """Return what adds flat vectors over the ranks as the tree does (comm/canonical.py), but in Horovod's order."""
+        """Return a sum of flat vectors like CanonicalSum (comm/canonical.py), but in the order of Horovod."""
         compressor = getattr(self._horovod.Compression, compression)
 
         def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
             own = own_sum(pieces, like)
-            # Sums follow each other, so vectors of one length may share a name, which Horovod keeps from step to step.
+            # Sums run one after the other, so vectors of the same length can share a name, which Horovod keeps between
+            # steps.
             name = f"gradients {len(like)} {like.dtype}"
             with translate_peer_errors(), torch.no_grad():
                 total: Tensor = self._horovod.allreduce(own, name=name, op=self._horovod.Sum, compression=compressor)
@@ -73,14 +75,14 @@ class Horovod:
         return add
 
     def close(self) -> None:
-        """End it, on all ranks."""
+        """Shut down Horovod on all ranks."""
         self._horovod.shutdown()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
 
     def _settle(self, world: World) -> None:
-        """Set what Horovod reads from its environment: where the ranks are, and how long one may be waited for."""
+        """Set the environment variables of Horovod: the location of the ranks, and its timeouts."""
         timeout = str(int(min(world.timeout_s, 86400)))
         given = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": timeout,

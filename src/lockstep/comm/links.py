@@ -1,7 +1,8 @@
-"""Latency and bandwidth from rank to rank.
+"""Measures latency and bandwidth between ranks.
 
-Few ranks are measured two by two, each pair alone. Of many, one rank of each host meets one of each other host as in a
-tournament, so that a host has one partner at a time; and within a host each rank meets the next.
+With few ranks, each pair is measured separately. With many ranks, one rank of each host is paired with one rank of each
+other host as in a tournament, so that a host has one partner at a time. Within a host, each rank is paired with the
+next rank.
 """
 
 import time
@@ -17,12 +18,12 @@ from torch import Tensor
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
-ALONE: Final = 66  # pairs, of 12 ranks
+ALONE: Final = 66  # pairs, which is 12 ranks
 MOST_ROUNDS: Final = 100
 _PINGS: Final = 20
 _FIRST_BYTES: Final = 16 << 10
 _LAST_BYTES: Final = 16 << 20
-_LONG_S: Final = 0.03  # a transfer that takes so long is large enough to measure
+_LONG_S: Final = 0.03  # seconds; a longer transfer is large enough to measure
 _REPEATS: Final = 3
 
 Pair = tuple[int, int]
@@ -30,7 +31,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Link:
-    """From one rank to another: `latency_s` for a few bytes, and `mb_s` in 10^6 bytes a second for many."""
+    """A link between two ranks: `latency_s` for a few bytes, and `mb_s` in 10^6 bytes per second for large messages."""
 
     source: int
     target: int
@@ -39,7 +40,7 @@ class Link:
 
 
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return which ranks measure with each other, round by round; `hosts` are those of all ranks."""
+    """Return the pairs of ranks that measure at the same time, by round. `hosts` are those of all ranks."""
     size = len(hosts)
     if size * (size - 1) // 2 <= ALONE:
         return [[(one, other)] for one in range(size) for other in range(one + 1, size)]
@@ -53,8 +54,8 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def tournament(count: int) -> list[list[Pair]]:
-    """Return rounds in which each of `count` meets each other one once, and nobody two at a time."""
-    players = [*range(count), *([-1] if count % 2 else [])]  # who meets nobody rests
+    """Return rounds in which each of `count` players meets each other player once, and one at a time."""
+    players = [*range(count), *([-1] if count % 2 else [])]  # the player paired with -1 rests
     found = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -65,7 +66,7 @@ def tournament(count: int) -> list[list[Pair]]:
 
 
 def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], None] = lambda: None) -> list[Link]:
-    """Measure in rounds, in both directions, and return the links from this rank. All ranks call it."""
+    """Measure the pairs of each round in both directions, and return the links from this rank. All ranks call it."""
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     buffer = torch.ones(_LAST_BYTES, dtype=torch.uint8, device=device)
     found = []
@@ -87,13 +88,13 @@ def _from_here(world: World, target: int, buffer: Tensor) -> Link:
     few = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def once(count: int) -> float:
-        """Send the number of bytes, and so many; return how long it takes until the other rank has them."""
+        """Send `count`, and that many bytes. Return the time until the target has received them."""
         began = time.perf_counter()
         dist.send(few.fill_(count), target)
         if count > 0:
             dist.send(buffer[:count], target)
         dist.recv(few, target)
-        if few.device.type == "cuda":  # NCCL's calls return at once, and gloo's wait themselves
+        if few.device.type == "cuda":  # calls of NCCL return immediately, calls of gloo block
             torch.cuda.current_stream(few.device).synchronize()
         return time.perf_counter() - began
 
@@ -101,7 +102,7 @@ def _from_here(world: World, target: int, buffer: Tensor) -> Link:
     latency_s = min(once(-1) for _ in range(_PINGS)) / 2
     size, took = _FIRST_BYTES, 0.0
     while True:
-        took = min(once(size) for _ in range(_REPEATS))  # one may have waited for a core
+        took = min(once(size) for _ in range(_REPEATS))  # a repeat may have waited for a core
         if took > _LONG_S or size == _LAST_BYTES:
             break
         size *= 4

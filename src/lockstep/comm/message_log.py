@@ -1,7 +1,7 @@
-"""What a rank sent and received in a step, as digests: so it can be told which rank first sent what it should not have.
+"""Digests of the messages that a rank sent and received in a step, to find the rank that first sent a wrong message.
 
-Between two exchanges a rank is a function of its place, its data and what it has received. Where two ranks in the same
-place received the same and then sent another thing each, one of them is at fault, whatever came of it later.
+Between two messages, a rank is a function of its place, its data and the messages it received. If two ranks in the same
+place received the same messages and then sent different ones, one of them is at fault, regardless of what followed.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ SENT, RECEIVED = " to ", " from "
 
 
 def by_peer(messages: Mapping[str, str], way: str) -> dict[int, list[str]]:
-    """Return what was sent to each other rank, or received from it, in the same words on both."""
+    """Return the messages sent to each peer or received from it, in a form that is equal on both ranks."""
     found: dict[int, list[str]] = {}
     for what, digest in messages.items():
         label, between, rest = what.rpartition(way)
@@ -30,31 +30,31 @@ def by_peer(messages: Mapping[str, str], way: str) -> dict[int, list[str]]:
 
 @final
 class MessageLog:
-    """Notes messages while it is open; of the carriers that it watches."""
+    """Records the messages of the carriers that it watches, while it is open."""
 
     def __init__(self) -> None:
         self._digests = Digests()
-        self._notes: dict[str, Noted] | None = None  # by what was done and with whom, in the order of time
+        self._notes: dict[str, Noted] | None = None  # by operation and peer, in order of time
         self._counts: Counter[str] = Counter()
 
     def open(self) -> None:
-        """Begin, with nothing noted."""
+        """Start recording, with an empty log."""
         self._notes = {}
         self._counts.clear()
 
     def close(self) -> dict[str, str]:
-        """End, and return the digest of each message; waits for the device."""
+        """Stop recording, and return the digest of each message. Waits for the device."""
         notes, self._notes = self._notes or {}, None
         return {what: noted.text() for what, noted in notes.items()}
 
     def note(self, what: str, tensor: Tensor) -> None:
-        """Note a tensor as this rank has it now, if the log is open."""
+        """Record a tensor as this rank has it now, if the log is open."""
         if self._notes is not None:
             self._counts[what] += 1
             self._notes[f"{what} #{self._counts[what]}"] = self._digests.noted(tensor)
 
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
-        """Return a carrier that does the same and is noted: between `ranks`, which it knows by their order here."""
+        """Return a carrier that does the same and is recorded. `ranks` maps its peers to ranks."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             for tensor, peer in sent:

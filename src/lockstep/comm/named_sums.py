@@ -1,4 +1,4 @@
-"""Sums by name over numbered batches on several ranks: the same bits however batches are distributed."""
+"""Sums by name over numbered batches on several ranks, with the same bits for every distribution of the batches."""
 
 import math
 from collections.abc import Mapping
@@ -12,10 +12,11 @@ from lockstep.comm.world import World
 
 @final
 class NamedSums:
-    """What this rank's batches add, where it is `wanted`.
+    """The sums of this rank's batches.
 
-    Whole numbers are added as they come, since their sum is exact in any order. Of what is not whole every batch has a
-    row of its own in a table of zeros, so adding the tables of all ranks is exact, and the rows are added in one order.
+    Integers are added immediately, because their sum is exact in any order. For all other values, each batch has its
+    own row in a table of zeros. Adding the tables of all ranks is therefore exact, and the rows are then summed in a
+    fixed order. If `wanted` is False, `total` returns nothing.
     """
 
     def __init__(self, wanted: bool = True) -> None:
@@ -24,7 +25,7 @@ class NamedSums:
         self._rows: dict[int, dict[str, Tensor]] = {}
 
     def add(self, number: int, sums: Mapping[str, Tensor]) -> None:
-        """Take the sums of batch `number`; one that has been taken, as where a forward is done again, is left."""
+        """Add the sums of batch `number`. A second call for the same batch, as in a recomputed forward, is ignored."""
         if number in self._rows:
             return
         self._rows[number] = {name: each.detach().double() for name, each in sums.items() if each.is_floating_point()}
@@ -33,16 +34,16 @@ class NamedSums:
                 self._whole[name] = self._whole[name] + each if name in self._whole else each.long()
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
-        """Return the sums over `count` batches, on the CPU. All ranks call it, and get the same."""
+        """Return the sums over `count` batches, on the CPU. All ranks call it and get the same result."""
         return add_over_ranks(world, self._whole, self._rows, count) if self.wanted else {}
 
 
 def add_over_ranks(
     world: World, whole: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[str, Tensor]:
-    """Add `whole` numbers, and `rows` by the numbers of their batches, over the ranks.
+    """Sum `whole` integers, and `rows` by batch number, over all ranks.
 
-    A rank without a batch learns from the others what there is to add.
+    A rank without a batch learns the names and shapes from the other ranks.
     """
     first = next(iter(rows.values()), {})
     own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
@@ -53,7 +54,7 @@ def add_over_ranks(
         if rows:
             table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()
         columns = world.add_(table).reshape(count, -1).T.tolist()
-        # Rounded once: torch's own sum has an order that follows from the shape.
+        # Rounded once. The order of torch's sum depends on the shape.
         sums[name] = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(shape)
     return sums
 
@@ -63,5 +64,5 @@ def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
 
 
 def over_ranks(world: World, number: int) -> int:
-    """Return the sum of a whole number of each rank. All ranks call it."""
+    """Return the sum of an integer over all ranks. All ranks call it."""
     return int(world.add_(torch.tensor(number)))

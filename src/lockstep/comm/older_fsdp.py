@@ -1,7 +1,7 @@
-"""What fully_shard lacks before torch 2.15, added to its groups of parameters. Remove at torch >= 2.15.
+"""Features that fully_shard lacks before torch 2.15, added to its parameter groups. Remove at torch >= 2.15.
 
-All parameters of a unit are gathered in one dtype there, and their gradients are rounded to it, though an operation,
-such as an LSTM of oneDNN, may give them in fp32.
+There, all parameters of a unit are gathered in the same dtype, and their gradients are rounded to it, even if an
+operation, such as an LSTM of oneDNN, computes them in fp32.
 """
 
 from collections.abc import Collection
@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def is_older() -> bool:
-    """Return whether this torch's fully_shard is."""
+    """Return whether this version of torch has the older fully_shard."""
     return "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}
 
 
 def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
-    """Return where in a unit these parameters are; to be called before fully_shard puts others in their place."""
+    """Return the modules and names of these parameters in a unit. Call it before fully_shard replaces them."""
     return {
         (module, name)
         for module in unit.modules()
@@ -30,9 +30,9 @@ def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> se
 
 
 def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
-    """Let the parameters `wide` of a unit be gathered as they are, and hand its gradients over in one dtype.
+    """Gather the parameters `wide` of a unit in their own dtype, and pass on all gradients in a single dtype.
 
-    `group` is what fully_shard has of the unit.
+    `group` is fully_shard's parameter group of the unit.
     """
     for parameter in group.fsdp_params:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:
@@ -46,8 +46,8 @@ def _without(init_dtype_attrs: Any, own: MixedPrecisionPolicy, of_unit: MixedPre
 
 
 def _with_one_dtype(group: Any, post_backward: Any, *_: Any) -> None:
-    """Turn gradients to the dtype that all of a unit are handed over in, before they are taken."""
+    """Convert the gradients of a unit to a single dtype before they are taken."""
     for parameter in group.fsdp_params:
-        if "_unsharded_param" in vars(parameter):  # not before the unit's first forward
+        if "_unsharded_param" in vars(parameter):  # missing before the first forward of the unit
             parameter.to_accumulated_grad_if_needed()
     post_backward()

@@ -1,14 +1,14 @@
-"""Tensors from one stage of a pipeline to another, without waiting for the other to be ready.
+"""Point-to-point transfer of tensors between pipeline stages, without waiting for the receiver to be ready.
 
-A parcel is a message of whole numbers, always of the same length, that describes the tensors, then the tensors
-themselves, each in its memory layout: where a kernel chooses its way by strides, the receiver's choice is then that of
-a single process. The message goes by gloo, and so does what is on the CPU, as states of generators do. Tensors of the
-device go as the world's carriers take them.
+A parcel consists of a message and the tensors. The message is a vector of integers with a fixed length that describes
+the tensors. Each tensor keeps its memory layout. Some kernels choose their algorithm by strides, and this way the
+receiver makes the same choice as a single process. gloo carries the message and all CPU tensors, such as generator
+states. The carriers of the world carry the tensors of the device.
 
-What one rank sends another arrives in order, and is received in that order: NCCL knows no tags. Parcels are on lines;
-one that comes before its line is asked for waits on the receiving rank.
+Parcels from one rank to another arrive in order and are received in order, because NCCL has no tags. Each parcel
+belongs to a line. If a parcel arrives before its line is received, the receiving rank keeps it.
 
-torch's own functions for split backwards are imported here.
+torch's functions for split backwards are also imported here.
 """
 
 import math
@@ -30,9 +30,9 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
-_TAG: Final = 1  # of what goes by gloo; what carriers send has none
+_TAG: Final = 1  # tag of gloo messages; transfers of carriers have none
 _NUMBERS: Final = 512
-_NOTHING: Final = -1  # where else the number of a dtype stands
+_NOTHING: Final = -1  # in place of the index of a dtype
 _NUMBER: Final = -2
 _DTYPES: Final = (
     torch.float32,
@@ -53,7 +53,7 @@ Values = list[Value]
 
 
 class _Form(NamedTuple):
-    """A tensor's memory layout, whether it wants a gradient, and whether that memory is the host's."""
+    """The memory layout of a tensor, whether it requires a gradient, and whether it is in host memory."""
 
     dtype: torch.dtype
     wanted: bool
@@ -67,16 +67,16 @@ class _Form(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Elements of memory from its first to its last: fewer than its own where some are repeated."""
+        """The number of elements from the first to the last in memory, fewer than `elements` if some are repeated."""
         steps = zip(self.shape, self.strides, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps) if self.elements else 0
 
 
 @final
 class PointToPoint:
-    """Sends and receives parcels: lists of tensors and whole numbers, with None for what is not there.
+    """Sends and receives parcels: lists of tensors, integers and None.
 
-    Each rank makes one with the ranks that it sends to or receives from, its `neighbours`; see comm/edges.py.
+    Each rank creates it with its `neighbours`, the ranks that it sends to or receives from. See comm/edges.py.
     """
 
     def __init__(self, world: World, neighbours: Collection[int]) -> None:
@@ -88,7 +88,7 @@ class PointToPoint:
         self._early: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
-        """Start sending to rank `peer`. The tensors must not be written to before `finish`."""
+        """Start sending to rank `peer`. Don't write to the tensors before `finish`."""
         numbers = [line, len(values), *(number for value in values for number in _description(value))]
         if len(numbers) > _NUMBERS:
             raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
@@ -101,7 +101,10 @@ class PointToPoint:
                     self._start(_flat(value.detach()).view(torch.uint8), peer)
 
     def receive(self, peer: int, line: int) -> Values:
-        """Wait for the next parcel of rank `peer` on this line; what wanted a gradient there is a leaf that does."""
+        """Wait for the next parcel from rank `peer` on this line.
+
+        A tensor that requires a gradient on the sender is a leaf that requires a gradient here.
+        """
         with translate_peer_errors():
             while not self._early.get((peer, line)):
                 found, values = self._next(peer)
@@ -109,7 +112,7 @@ class PointToPoint:
         return self._early[peer, line].popleft()
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived, as far as who goes on writing here must wait."""
+        """Wait until the sent tensors can be written to again."""
         with translate_peer_errors():
             for work, _ in self._messages:
                 work.wait()
@@ -131,7 +134,7 @@ class PointToPoint:
             self._message(data, peer)
 
     def _next(self, peer: int) -> tuple[int, Values]:
-        """Return the parcel that `peer` sent after the last one, and its line."""
+        """Return the line and the values of the next parcel from `peer`."""
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *rest = numbers.tolist()
@@ -142,7 +145,7 @@ class PointToPoint:
         flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype, device=device)
         if len(flat):
             self._fill(flat.view(torch.uint8), peer)
-        if form.extent > form.elements:  # with gaps, which did not travel
+        if form.extent > form.elements:  # has gaps, which weren't sent
             gaps = flat.new_empty(form.extent)
             gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
             flat = gaps
@@ -159,15 +162,16 @@ class PointToPoint:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Do the part of a backward that leads to `inputs`, and return what `backward_weight` needs for the weights.
+    """Run the part of a backward that leads to `inputs`, and return the data that `backward_weight` needs.
 
-    The gradients of `inputs` are seen by hooks on the way, and kept nowhere. Those of vectors alone, as BatchNorm's
-    weights are, are not put off: there is nothing to win, and on CUDA a kernel that is asked for them without the
-    gradient of its input adds in another order.
+    Hooks see the gradients of `inputs` during the backward, so they aren't returned. Gradients of vectors, such as
+    those of BatchNorm weights, are computed immediately. Delaying them would save nothing, and a CUDA kernel that
+    computes them without the gradient of its input adds in a different order.
     """
-    from torch.distributed.pipelining import _backward as torch_backward  # here, because it takes half a second
+    from torch.distributed.pipelining import _backward as torch_backward  # lazy import: takes half a second
 
-    # As torch's stage_backward_input, but from edges: up to torch 2.14 it wants the outputs themselves, which are gone.
+    # Like torch's stage_backward_input, but starting from edges. Up to torch 2.14, that function requires the outputs,
+    # which are already freed.
     starts, ends = ([get_gradient_edge(each).node for each in tensors] for tensors in (inputs, weights))
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
@@ -189,9 +193,10 @@ def backward_input(
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
-    """Do the rest of a backward: leave the gradients of `weights` in their `grad`.
+    """Run the rest of a backward, and leave the gradients of `weights` in their `grad`.
 
-    As torch's stage_backward_weight, which before torch 2.13 counts twice what one intermediate node hands to another.
+    Like torch's stage_backward_weight, which before torch 2.13 counts the gradient from one intermediate node to
+    another twice.
     """
     owners = {get_gradient_edge(weight).node: weight for weight in weights}
 
@@ -210,12 +215,13 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
         given = [(edge, gradient) for edge, gradient in slots if gradient is not None]
         if not given:
             continue
-        ends = list(group["params"])  # an order that is the same for both
-        # What arrived at a node has in it what the others of its group sent there: it is not to be added once more.
+        ends = list(group["params"])  # the same order for both
+        # The gradient that arrived at a node already includes those from other nodes of its group, which must not be
+        # added again.
         with ExitStack() as hooks:
             for node, found in arrived:
                 hooks.enter_context(node.register_prehook(partial(_instead, found)))
-            # Weights that reach the graph of the inputs at several places run parts of it again; it is freed with
+            # If weights reach the graph of the inputs at several places, parts of it run again. The graph is freed with
             # `groups`.
             made = torch.autograd.grad(
                 [edge for edge, _ in given],
@@ -241,7 +247,7 @@ def _description(value: Value) -> list[int]:
 
 
 def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
-    """Read what `_description` wrote."""
+    """Parse the output of `_description`."""
     rest = iter(numbers)
     for _ in range(next(rest)):
         kind = next(rest)

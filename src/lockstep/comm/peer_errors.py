@@ -1,4 +1,4 @@
-"""When another rank goes away, torch raises a RuntimeError in the middle of an exchange: here it gets a name."""
+"""Errors of lost peers: if another rank is gone, torch raises a RuntimeError, which is translated to PeerLostError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,34 +9,34 @@ import torch.distributed as dist
 from lockstep.device.ulimits import too_many_files
 from lockstep.errors import TransientError
 
-# Not every exchange is ours: fully_shard gathers in hooks, in forward and backward. What gloo raises there has no type
-# of its own, but names its source files.
+# Some collectives aren't called by Lockstep, since fully_shard gathers in hooks, in forward and backward. Errors of
+# gloo have no type of their own, but contain the names of its source files.
 _SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
-# What gloo and NCCL say of an exchange that has timed out.
+# Texts of gloo and NCCL errors for collectives that timed out.
 _TIMED_OUT: Final = ("Timed out waiting", "collective operation timeout")
 _SLOW: Final = "another rank is slow or hangs; an exchange waits for it as long as placement.timeout_s"
 
 
 class PeerLostError(TransientError):
-    """Another rank went away in the middle of an exchange; the cause is with that rank."""
+    """Another rank was lost during a collective. The cause is on that rank."""
 
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Turn what torch.distributed raises inside the block into PeerLostError."""
+    """Translate errors of torch.distributed in the block to PeerLostError."""
     try:
         yield
     except RuntimeError as error:
-        if "DataLoader worker" in str(error):  # torch raises that wherever the main thread is
+        if "DataLoader worker" in str(error):  # torch raises this at any place in the main thread
             raise
         raise _peer_lost(error) from error
 
 
 def lost_peer(error: BaseException) -> PeerLostError | None:
-    """Return the lost peer that an error is about, whatever code raised it, or None.
+    """Return the PeerLostError for an error from any code, or None if no peer was lost.
 
-    What follows from the end of an exchange, in a `finally` or as a translation, is about the same. An exchange also
-    fails where this process may open no more files.
+    Errors that follow from the failed collective, in a `finally` or as a translation, count too. If this process can't
+    open more files, returns None, because that also makes collectives fail.
     """
     if too_many_files(error):
         return None
@@ -47,7 +47,7 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
         if _from_exchange(each):
             return _peer_lost(each)
         each = each.__cause__ or each.__context__
-    return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store where groups are made is gone
+    return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store for creating groups is gone
 
 
 def _from_exchange(error: BaseException) -> bool:

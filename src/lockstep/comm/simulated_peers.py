@@ -1,9 +1,10 @@
-"""A world in which this process is one of many ranks and the others are pretended: nothing is sent.
+"""A world in which this process is one of many ranks, and its peers are simulated: nothing is sent.
 
-What a rank computes, holds and sends is then that of a real run, on one process and on any number of ranks; what it
-receives is zeros, or its own, and comes when it would by a link of a given speed: how much memory waits for exchanges
-follows from that. So memory, time and traffic can be measured, and no result means anything. Ranks that decide by what
-others send, as those of pipelines do, cannot be pretended.
+What the rank computes, holds and sends is the same as in a real run, but takes a single process for any number of
+ranks. Received tensors are zeros, or the rank's own tensors. They arrive with the delay of a link of the given speed,
+which decides how much memory waits for transfers. This means that memory, time and traffic can be measured, but the
+results have no meaning. Ranks whose behavior depends on what other ranks send, such as those of pipelines, can't be
+simulated.
 """
 
 import random
@@ -28,29 +29,29 @@ from lockstep.core.batch import tensors_of
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message under way until `due`, of the monotonic clock: what Transfer asks of torch's Work."""
+    """A message in flight until `due` on the monotonic clock, with the methods that Transfer needs from a Work."""
 
     due: float
 
     def wait(self) -> None:
-        """Wait until it has come."""
+        """Wait until the message has arrived."""
         time.sleep(max(0.0, self.due - time.monotonic()))
 
     def is_completed(self) -> bool:
-        """Whether it has come."""
+        """Return whether the message has arrived."""
         return time.monotonic() >= self.due
 
 
 @final
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What this rank would have sent: `messages`, and their `bytes`, by a `link` of so many bytes a second.
+    """Counts the `messages` and `bytes` that this rank would have sent over a `link` (in bytes per second).
 
-    With `late` what is sent from rank to rank takes so many times as long in the mean, now more and now less, and no
-    collective waits for it: exchanges then end at other times in each step, as they do on a busy network.
+    If `late` is set, each send takes `late` times as long on average, with random variation, and collectives don't
+    wait. Transfers then end at different times in each step, as on a busy network.
 
-    Collectives of torch's, seen while it is entered as a context, count as a ring does them: in each round, one
-    fewer than the group has ranks, a rank sends a part to its neighbour. The calling thread waits for them, as it does
-    for gloo's.
+    Enter it as a context to see torch's collectives. They are counted as ring algorithms: in each round, a rank sends a
+    part to its neighbor, and there is one round fewer than ranks in the group. The calling thread waits for them, as
+    with gloo.
     """
 
     def __init__(self, link: float) -> None:
@@ -60,11 +61,11 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._random = random.Random(0)
         self.messages = 0
         self.bytes = 0
-        self._free = 0.0  # when the link has sent what it was given
+        self._free = 0.0  # time at which the link is free
         self._lock = threading.Lock()
 
     def send(self, messages: int, size: int) -> Delivery:
-        """Count messages of `size` bytes together, which go once those before them have gone."""
+        """Count messages with a total of `size` bytes, which are sent after all earlier messages."""
         with self._lock:
             self.messages += messages
             self.bytes += size
@@ -73,10 +74,10 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Delivery(self._free)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a collective, and do what is asked."""
+        """Count a collective, and run the operation."""
         name = str(func)
         if name.startswith("c10d."):
-            whole = max(sum(tensor.nbytes for tensor in tensors_of(each)) for each in args)  # not the part of one rank
+            whole = max(sum(tensor.nbytes for tensor in tensors_of(each)) for each in args)  # not the part of a rank
             [size] = [dist.ProcessGroup.unbox(each).size() for each in args if _is_group(each)]
             rounds = 2 if "allreduce" in name else 1
             delivery = self.send(rounds * (size - 1), rounds * whole * (size - 1) // size)
@@ -85,7 +86,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def carry(self, group: dist.ProcessGroup) -> Carrier:
-        """Return a carrier that counts what it is given, and brings zeros."""
+        """Return a carrier that counts sent tensors, and receives zeros."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             delivery = self.send(len(sent), sum(tensor.nbytes for tensor, _ in sent))
@@ -102,10 +103,10 @@ def _is_group(value: Any) -> bool:
 
 @contextmanager
 def pretended_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
-    """Yield a world in which this process is `rank` among `size`, and its traffic by a `link` of bytes a second."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # here, because it registers the backend "fake"
+    """Yield a world in which this process is `rank` of `size`, and its traffic over a `link` (in bytes per second)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy import: registers the backend "fake"
 
-    traffic, timeout = Traffic(link), timedelta(minutes=1)  # of exchanges that take no time
+    traffic, timeout = Traffic(link), timedelta(minutes=1)  # for collectives that take no time
     info = RankInfo(rank, size, rank, size, "plan")
     if size == 1:
         yield World(info, device), traffic

@@ -1,4 +1,4 @@
-"""What ranks agree on after each step: a few numbers in one exchange, which nobody waits for."""
+"""The agreement of ranks after each step: a few numbers in a single all-reduce, which runs in the background."""
 
 import zlib
 from typing import Any, Final, final
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-_NOTHING: Final = -1 << 40  # below all numbers of an exchange
+_NOTHING: Final = -1 << 40  # below all numbers that are exchanged
 
 
 @final
 class StepAgreement:
-    """An all-reduce after each step that is always one step behind.
+    """An all-reduce after each step, whose result is used one step later.
 
-    What ranks do between two steps begins with one of the same form, for which they do wait. So a rank that went on to
-    its next step instead is noticed, where two exchanges of different forms would end the process.
+    Everything else that ranks do between two steps starts with an all-reduce of the same form, which they wait for.
+    This detects a rank that started its next step instead. Two collectives of different forms would end the process.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -25,22 +25,22 @@ class StepAgreement:
         self._rank = rank
         self._size = size
         self._sent: tuple[Tensor, Any] | None = None
-        self._level = 0  # that the last exchange found
-        self.facts: dict[str, Any] = {}  # that have to be the same on all ranks
-        self.where = ""  # the line of the user's code that they are of
-        self.compared, self.compared_where = self.facts, ""  # those of the last exchange
-        self.figures: dict[str, float] = {}  # that should be, where a rank has some
-        self.figures_differ = False  # those of the last exchange
+        self._level = 0  # result of the last exchange
+        self.facts: dict[str, Any] = {}  # must be the same on all ranks
+        self.where = ""  # the line of user code that the facts come from
+        self.compared, self.compared_where = self.facts, ""  # the facts of the last exchange
+        self.figures: dict[str, float] = {}  # should be the same on all ranks that have any
+        self.figures_differ = False  # in the last exchange
 
     def exchange(self, level: int) -> int:
-        """Begin an exchange after a step, and return the highest level of the last one, which is settled."""
+        """Start the exchange after a step, and return the highest level of the previous one, which must be settled."""
         agreed, self._level = self._level, 0
         self.compared, self.compared_where = self.facts, self.where
         self._sent = self._reduce(level, 0)
         return agreed
 
     def settle(self) -> bool:
-        """Wait for the last exchange after a step, and return whether the facts were the same on all ranks."""
+        """Wait for the last exchange after a step. Return whether the facts were the same on all ranks."""
         self.figures_differ = False
         if (found := self.wait()) is None:
             return True
@@ -53,13 +53,13 @@ class StepAgreement:
         return bool(facts == -other_facts)
 
     def meet(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks, once the last exchange is settled; return another place where a rank is, and which."""
+        """Wait for all ranks, after the last exchange is settled. Return a different place and a rank there, if any."""
         found, work = self._reduce(0, place)
         work.wait()
         return self._elsewhere(found, place)
 
     def wait(self) -> Tensor | None:
-        """Wait for the last exchange after a step and return its numbers, once."""
+        """Wait for the last exchange after a step, and return its numbers. A second call returns None."""
         if self._sent is None:
             return None
         (found, work), self._sent = self._sent, None
@@ -67,7 +67,7 @@ class StepAgreement:
         return found
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
-        """Begin to find the highest level, and the highest and the lowest of all else."""
+        """Start an all-reduce of the highest level, and of the highest and lowest of all other numbers."""
         own = [place * self._size + self._rank, _digest(self.facts), _digest(self.figures)]
         lowest = [-each for each in own]
         if not self.figures:

@@ -1,7 +1,8 @@
-"""A second stream for communication, beside the one that computes.
+"""A second stream for communication, next to the stream that computes.
 
-On the CPU a stream is one thread: gloo waits there without the interpreter's lock while backward runs. On CUDA it is
-a stream: NCCL's calls return at once and order themselves against the kernels. What is submitted runs in order.
+On the CPU, a stream is a thread: gloo waits in it without the GIL while backward runs. On CUDA, it is a CUDA stream:
+calls of NCCL return immediately and are ordered with the kernels. Functions run in the order in which they are
+submitted.
 """
 
 from collections import deque
@@ -16,13 +17,13 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Waits for a result: on the CPU for at most `timeout_s`, after which it raises TimeoutError."""
+    """Waits for a result. On the CPU, it waits for at most `timeout_s` seconds, and then raises TimeoutError."""
 
     def __call__(self, timeout_s: float | None = None) -> Result: ...
 
 
 class CommStream(Protocol):
-    """Runs functions in the order of submission; calling what `submit` returns waits for the result."""
+    """Runs functions in the order of submission. `submit` returns a callable that waits for the result."""
 
     def submit(self, function: Callable[[], T]) -> Pending[T]: ...
 
@@ -31,7 +32,7 @@ class CommStream(Protocol):
 
 @final
 class InlineStream:
-    """No stream at all: for a world of one."""
+    """Runs functions immediately, for a world of size 1."""
 
     def submit(self, function: Callable[[], T]) -> Pending[T]:
         result = function()
@@ -43,11 +44,11 @@ class InlineStream:
 
 @final
 class ThreadStream:
-    """One thread.
+    """A single thread.
 
-    What stands behind a function that failed is not run, and fails with it. Of two exchanges of which a rank skipped
-    the first, a peer would take the message of the second for that of the first; where their lengths differ, gloo ends
-    the peer's process.
+    If a function fails, all functions submitted after it fail with the same error and don't run. Otherwise, a peer
+    could mistake the message of the second transfer for that of the first, which this rank skipped. If their lengths
+    differ, gloo ends the process of the peer.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class ThreadStream:
     def submit(self, function: Callable[[], T]) -> Pending[T]:
         future = self._executor.submit(self._run, function)
 
-        def wait(timeout_s: float | None = None) -> T:  # a frame of its own: a stack shows what is waited for
+        def wait(timeout_s: float | None = None) -> T:  # a named frame, so that stacks show the wait
             return future.result(timeout_s)
 
         return wait
@@ -77,16 +78,16 @@ class ThreadStream:
 
 @final
 class CudaStream:
-    """One CUDA stream, which starts from where the computing stream is at submission.
+    """A CUDA stream. Each function starts from the state of the computing stream at submission.
 
-    torch's allocator would give what a function was handed to the computing stream again as soon as nobody holds it,
-    though this stream may not have read it yet. So functions are kept, with all they hold, until they are seen to be
-    over, or the computing stream waits for them. What this stream makes needs no such care: before it makes anything
-    new, it waits for the computing stream.
+    torch's allocator would return the tensors of a function to the computing stream as soon as they are released, even
+    if this stream hasn't read them yet. Therefore functions are kept, with everything they refer to, until they are
+    known to be complete or the computing stream waits for them. Tensors that this stream allocates need no such care:
+    before it allocates new memory, it waits for the computing stream.
 
-    NCCL's exchanges here and those of the computing stream are in two groups, which cannot wait for each other
-    crosswise: all ranks submit in one order, and what the computing stream exchanges after a step it exchanges behind
-    `wait`. In zero3 both are under way at once, each as a kernel on a few of the card's processors.
+    The NCCL operations of this stream and those of the computing stream are in two groups, which must not wait for each
+    other in a cycle. Therefore all ranks submit in the same order, and communication of the computing stream after a
+    step comes after `wait`. In zero3, both run at once, each as a kernel on a few of the GPU's multiprocessors.
     """
 
     def __init__(self, device: torch.device) -> None:

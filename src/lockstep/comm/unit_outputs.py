@@ -1,4 +1,4 @@
-"""The outputs of a sharded model's units, which fully_shard frees the memory of, or gathers at the gradients of."""
+"""The outputs of a sharded model's units, whose memory fully_shard may free, and whose hooks it uses to gather."""
 
 from typing import Any, cast, final
 
@@ -8,11 +8,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def own_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
-    """Return outputs that share no memory with what is freed after a unit's forward, or, to autograd, with others.
+    """Return outputs that don't share memory with freed tensors, and aren't views for autograd.
 
-    `freed` are the addresses of the memory that is freed. Parameters that a unit returns, or views of them, would be
-    read when they are no longer there. And fully_shard gathers a unit's parameters for its backward in a hook of its
-    outputs, which one that is changed in place loses if it is a view.
+    `freed` are the addresses of the memory that is freed after the unit's forward. If a unit returns parameters or
+    views of them, they would be read after they are freed. fully_shard also gathers the parameters of a unit for its
+    backward in a hook of its outputs. If an output is a view and is changed in place, the hook is lost.
     """
     views = torch.is_grad_enabled()
     if not (views or freed):
@@ -20,7 +20,7 @@ def own_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
     given = {id(leaf) for leaf in tree_leaves(inputs)} if views else set()
 
     def alone(output: Tensor) -> Tensor:
-        if id(output) in given:  # its other readers are others of the input, too
+        if id(output) in given:  # the output is an input, and must stay the same tensor
             return output
         has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
         if has_memory and output.untyped_storage().data_ptr() in freed:
@@ -32,7 +32,7 @@ def own_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
 
 @final
 class _Unchanged(torch.autograd.Function):
-    """A tensor with these strides, and its gradient as it is: a view of torch's would make strides of both anew."""
+    """Returns a tensor with the given strides and its gradient as is. A torch view would change the strides of both."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

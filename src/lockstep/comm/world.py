@@ -1,9 +1,9 @@
-"""The processes of a run and their small exchanges: the only place that starts torch.distributed.
+"""The processes of a run and their small collectives. No other module starts torch.distributed.
 
-Gradients travel by the canonical tree (comm/canonical.py) in a group of their own, so that a side stream may
-use it while this thread talks in the other group (comm/process_groups.py). Tensors of the device travel as a carrier
-takes them (comm/carrier.py). Everything else here is small, on the CPU and is exact whatever its order.
-docs/how-a-step-runs.md lists all of it.
+Gradients are summed by the canonical tree (comm/canonical.py) in a separate group, so that a side stream can use it
+while this thread communicates in the main group (comm/process_groups.py). A carrier moves the tensors of the device
+(comm/carrier.py). Everything else here is small, on the CPU and exact in any order. docs/how-a-step-runs.md lists all
+communication.
 """
 
 import hashlib
@@ -41,26 +41,26 @@ from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
 
-# A rank that is lost ends the others by the heartbeat (ranks/heartbeat.py), with its reason and within seconds. torch
-# would abort the process as soon as NCCL finds the connection broken, before that reason is there. An exchange that
-# outlasts placement.timeout_s still ends the process (the second is torch's from 2.15).
+# If a rank is lost, the heartbeat (ranks/heartbeat.py) ends the other ranks within seconds, with the reason. torch
+# would abort the process as soon as NCCL finds the connection broken, before the reason is known. A collective that
+# exceeds placement.timeout_s still ends the process (the second variable is torch's from 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-_ARRIVED: Final = "arrived"  # counter at the store: how often a rank came to the end of `untimed`
-_POLLS_S: Final = 0.002, 0.2  # pauses between two looks at it: the first and the longest
+_ARRIVED: Final = "arrived"  # counter in the store: number of times that a rank reached the end of `untimed`
+_POLLS_S: Final = 0.002, 0.2  # the first and the longest pause between polls of the counter
 
 
 @final
 @dataclass(eq=False)
 class World:
-    """This process among all processes of the run. In a world of one nothing is sent."""
+    """This process and all other processes of the run. A world of size 1 sends nothing."""
 
     info: InitVar[RankInfo]
     device: torch.device
     _groups: ProcessGroups | None = None
     _store: Any = None
-    sharing: list[list[int]] = field(default_factory=list, init=False)  # ranks that have one device between them
+    sharing: list[list[int]] = field(default_factory=list, init=False)  # groups of ranks that share a device
     _stores: int = field(default=0, init=False)
-    _untimed: int = field(default=0, init=False)  # how often
+    _untimed: int = field(default=0, init=False)  # number of `untimed` blocks entered
 
     def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
@@ -73,10 +73,10 @@ class World:
         self._edges = Edges(groups, self.rank, self.size, self.device) if groups is not None else None
 
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
-        """Return the tree between those ranks of `mesh` that differ from this one along these axes alone.
+        """Return the canonical sum over the ranks of `mesh` that differ from this rank only along these axes.
 
-        With `side_stream` a side stream may use it, else this thread alone. Sequences are cut into so many `chunks`.
-        All ranks call it alike.
+        With `side_stream`, a side stream may use it, otherwise only this thread. Sequences are split into `chunks`
+        chunks. All ranks must call it in the same way.
         """
         places, order = mesh.added_along(*axes)
         ranks = self._part_of(mesh.groups(*axes))
@@ -84,34 +84,37 @@ class World:
         return CanonicalSum(order.index(ranks.index(self.rank)), places, carrier, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
-        """Return what carries tensors between the ranks that differ along these axes alone; see `canonical`."""
+        """Return the carrier between the ranks that differ only along these axes. See `canonical`."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
         ranks = self._part_of(parts)
         return self._groups.carrier(self._groups.part(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}")
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
-        """Return the ranks that differ along these axes alone as torch's, for this thread."""
+        """Return the ranks that differ only along these axes as a torch DeviceMesh, for use on this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
         group = self._groups.part(parts, self._part_of(parts), side_stream=False)
-        # Made of a group of ours: where all are gloo's, torch would make one of NCCL's for it.
+        # Made from an existing group. If all groups use gloo, torch would otherwise create an NCCL group.
         return DeviceMesh.from_group(group, self.device.type)
 
     def own_store(self, use: str) -> Any:
-        """Return a store of these ranks for one use, which no other use sees. All of several ranks call it alike."""
+        """Return a store of these ranks for a single use, separate from all other uses.
+
+        If there are several ranks, all of them must call it in the same order.
+        """
         assert self._store is not None
         self._stores += 1
         return dist.PrefixStore(f"{use} {self._stores}", self._store)  # type: ignore[attr-defined]
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """What carries the device's tensors between ranks."""
+        """The backend that carries the device's tensors between ranks."""
         return self._groups.backend if self._groups is not None else "gloo"
 
     @property
     def timeout_s(self) -> float:
-        """How long an exchange may take."""
+        """The timeout of a collective, in seconds."""
         timeout = self._groups.timeout if self._groups is not None else None
         return timeout.total_seconds() if timeout is not None else math.inf
 
@@ -121,22 +124,23 @@ class World:
         return self.device.type == "cuda"
 
     def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to `neighbours`. All ranks call it, and of two ranks either both name the other or none."""
+        """Return the edges to the ranks `neighbours`. All ranks call it, and two neighbors must name each other."""
         return self._edges.to(neighbours) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
-        """Return the number that torch knows a rank by."""
+        """Return the rank in torch.distributed of a rank of this world."""
         return self._groups.number(rank) if self._groups is not None else rank
 
     def _part_of(self, parts: list[list[int]]) -> list[int]:
-        """Return those ranks that this one is among."""
+        """Return the part that contains this rank."""
         [ranks] = [ranks for ranks in parts if self.rank in ranks]
         return ranks
 
     def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
-        """Return the same processes as another world, in which each has the rank that one `distance` away has here.
+        """Return a world of the same processes in which each has the rank that is `distance` shard groups away here.
 
-        The members of a shard stay together, in their order. Its messages are noted in `log`. Nobody closes it.
+        The members of a shard group stay together and keep their order. The messages of the new world are recorded in
+        `log`. It must not be closed.
         """
         numbers, shards = [*range(self.size)], mesh.groups("shard")
         for place, members in enumerate(shards):
@@ -147,26 +151,26 @@ class World:
         return replace(self, info=info, _groups=groups)
 
     def stream(self) -> CommStream:
-        """Return a second stream for communication; close it after use."""
+        """Return a second stream for communication. Close it after use."""
         if self.size == 1:
             return InlineStream()
         return CudaStream(self.device) if self.device.type == "cuda" else ThreadStream()
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators that random operations of a model draw from: the CPU's and the device's."""
+        """Return the generators that random operations of a model draw from: on the CPU, and on the device."""
         if self.device.type == "cuda":
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
     def seed(self, key: int) -> None:
-        """Seed these generators by a key of core/random.py."""
+        """Seed these generators with a key of core/random.py."""
         for generator in self.generators():
             generator.manual_seed(random.torch_seed(key))
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Add a tensor over the ranks, in place, in any order: for whole numbers and for disjoint entries.
+        """Sum a tensor over all ranks in place, in any order. Only for integers and for disjoint entries.
 
-        One of a CUDA device is added there, and this process does not wait for it.
+        A CUDA tensor is summed on its device, and this process doesn't wait for the result.
         """
         if self.size == 1:
             return tensor
@@ -174,9 +178,10 @@ class World:
         return self._groups.add_(tensor)
 
     def spread(self, own: Sequence[Tensor], others: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send `own` to each other rank and fill `others`, by rank, with what that one sends.
+        """Send `own` to all other ranks, and fill `others`, by rank, with what these ranks send.
 
-        All ranks call it with as many tensors, and a rank's have the same sizes everywhere. They are contiguous.
+        All ranks call it with the same number of tensors. The tensors of a rank must have the same sizes on all ranks,
+        and be contiguous.
         """
         if not others:
             return
@@ -186,7 +191,7 @@ class World:
         move(self._groups.carrier(self._groups.main, range(self.size), "rows"), sent, received)
 
     def agree_to_stop(self, level: int) -> int:
-        """Return the highest stop level that any rank had at its last call (0: none), the same on all ranks.
+        """Return the highest stop level that any rank passed in the previous call (0: none). All ranks get the same.
 
         The levels of this call are exchanged while the next step computes.
         """
@@ -197,27 +202,28 @@ class World:
             return self._agreement.exchange(level)
 
     def note(self, facts: dict[str, Any], where: str = "") -> None:
-        """Note what has to be the same on all ranks, and the line of the user's code, if it is of one.
+        """Set the facts that must be the same on all ranks, and the line of user code that they come from, if any.
 
-        `agree_to_stop` compares it: the next call of that or of `meet` raises UsageError where it is not.
+        `agree_to_stop` compares them. If they differ, the next call of `agree_to_stop` or `meet` raises UsageError.
         """
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
 
     def say(self, figures: dict[str, float]) -> None:
-        """Say figures of the run, which `agree_to_stop` and `meet` compare."""
+        """Add figures of the run, which `agree_to_stop` and `meet` compare."""
         if self._agreement is not None:
             self._agreement.figures.update(figures)
 
     @property
     def figures_differ(self) -> bool:
-        """Whether ranks said other figures before the last call of these but one; the same on all ranks."""
+        """Whether ranks added different figures before the second-to-last of these calls. The same on all ranks."""
         return self._agreement is not None and self._agreement.figures_differ
 
     def meet(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks; return another place, and the lowest or highest rank there, unless all are at this one.
+        """Wait for all ranks. Return a different place and a rank there, or None if all ranks are at `place`.
 
-        Places are numbered from 1. A rank that is at `agree_to_stop` instead, which is place 0, is met too.
+        The rank is the lowest or the highest of those elsewhere. Places are numbered from 1. A rank that calls
+        `agree_to_stop` instead is at place 0, and counts as arrived, too.
         """
         if self._agreement is None:
             return None
@@ -234,7 +240,7 @@ class World:
             )
 
     def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same", where: str = "") -> None:
-        """Raise UsageError that names the ranks whose `facts` are not those of rank 0. All ranks call it."""
+        """Raise UsageError with the ranks whose `facts` differ from those of rank 0. All ranks call it."""
         if self.size == 1:
             return
         said = dict(enumerate(self.told_by_all(facts)))
@@ -242,13 +248,13 @@ class World:
             raise UsageError(lines[0])
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return what each rank gives, by rank: bytes of one length on all. All ranks call it."""
+        """Return the bytes of each rank, by rank. They must have the same length on all ranks. All ranks call it."""
         table = torch.zeros(self.size, len(own), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self.add_(table)]
 
     def tell(self, text: str) -> str:
-        """Return rank 0's `text` on every rank."""
+        """Broadcast the `text` of rank 0 to all ranks."""
         return self.all_tell(text)[0]
 
     def all_tell(self, text: str) -> list[str]:
@@ -261,7 +267,7 @@ class World:
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
     def told_by_all(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, by rank, on every rank: what JSON can hold. All ranks call it."""
+        """Return the JSON `value` of each rank, by rank, on every rank. All ranks call it."""
         return [parse_json(text) for text in self.all_tell(json.dumps(value))]
 
     def barrier(self) -> None:
@@ -270,10 +276,11 @@ class World:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Wait for all ranks at the end of the block, however long one of them works in it. All ranks enter it.
+        """Wait for all ranks at the end of the block, without a timeout. All ranks enter it.
 
-        An exchange would time out. This wait is at the store: while a rank sends heartbeats the others wait for it. One
-        that fails in the block leaves it at once, and holds up nobody.
+        A collective would time out if a rank works in the block for long. This wait uses the store, so it lasts as long
+        as all ranks send heartbeats. A rank that fails in the block leaves it immediately, and doesn't block the other
+        ranks.
         """
         self._untimed += 1
         try:
@@ -286,20 +293,20 @@ class World:
                 self._wait_for_arrivals(self._untimed * self.size)
 
     def _wait_for_arrivals(self, count: int) -> None:
-        """Poll the store: a wait in it would keep its other users from it, and has a timeout."""
+        """Poll the store. A blocking wait would have a timeout, and would block all other users of the connection."""
         pause_s, longest_s = _POLLS_S
         while int(self._store.get(_ARRIVED)) < count:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
     def duplicate(self) -> Self:
-        """Return the same ranks in a group of their own, for another thread. All ranks call it; nobody closes it."""
+        """Return the same ranks with a separate group, for another thread. All ranks call it. It must not be closed."""
         return self.among([list(range(self.size))])
 
     def among(self, groups: list[list[int]]) -> Self:
-        """Return those ranks that stand in one of `groups` with this one, as a world of their own.
+        """Return a separate world of the ranks in the same group of `groups` as this rank.
 
-        Each rank is in one group. All ranks call it; nobody closes it.
+        Each rank must be in exactly one group. All ranks call it, and the world must not be closed.
         """
         ranks = self._part_of(groups)
         info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
@@ -310,7 +317,7 @@ class World:
         return replace(self, info=info, _groups=self._groups.among(groups, ranks), _store=store)
 
     def close(self) -> None:
-        """Leave the process group, or the groups that were made beside another's, unless a script has left all."""
+        """Destroy the process group, or only Lockstep's groups if the script opened it. No-op if it is already gone."""
         if self._agreement is not None:
             self._agreement.wait()
         if self._groups is not None:
@@ -318,7 +325,7 @@ class World:
 
 
 class Gathered(Protocol):
-    """Ranks that have come together, as ranks/rendezvous.py brings them; `store` is None for one that is alone."""
+    """Ranks after a rendezvous (ranks/rendezvous.py). `store` is None for a single rank."""
 
     @property
     def info(self) -> RankInfo: ...
@@ -336,10 +343,10 @@ class Gathered(Protocol):
 def open_world(
     rendezvous: Gathered, device: torch.device, backend: Backend = "auto", timeout_s: float | None = None
 ) -> World:
-    """Make a process group of the ranks, which have joined, and return their world. All of them call it.
+    """Create the process groups of the ranks, which have joined, and return their world. All ranks call it.
 
-    Its exchanges wait as long as the rendezvous does, unless another `timeout_s` is given. Where a process group of the
-    same ranks is open already, as in a worker of Ray Train, groups are made beside it, and it is left alone.
+    Its collectives have the timeout of the rendezvous, unless `timeout_s` is set. If a process group of the same ranks
+    is already open, as in a worker of Ray Train, new groups are created next to it, and it is left unchanged.
     """
     info = rendezvous.info
     on_gpu = device.type == "cuda"
@@ -376,24 +383,24 @@ def open_world(
 
 
 def _backends(device: torch.device, backend: str) -> str:
-    """Return what carries tensors, as torch writes it."""
+    """Return the backends in the notation of torch."""
     return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
 
 
 def open_lone_group(world: World) -> None:
-    """Make a process group of a rank that is alone, for code that asks for one; it stays until the process ends."""
+    """Create a process group of a single rank, for code that requires a group. It exists until the process ends."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backends(world.device, world.backend), store=store, rank=0, world_size=1)
 
 
 def process_group() -> tuple[int, int] | None:
-    """Return this process's rank and the number of ranks in torch's process group, if any code has made one."""
+    """Return the rank and world size of torch's default process group, or None if no code has created one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
-    """Return this rank's device, or raise UsageError where it is not there, or `backend` cannot work with it."""
+    """Return the device of this rank. Raise UsageError if it doesn't exist, or if `backend` can't use it."""
     count = torch.cuda.device_count()
     check_cuda(device, count)
     on_gpu = device != "cpu" and count > 0
@@ -409,19 +416,20 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
 
 
 def _stay_on_this_host(own: bool) -> None:
-    """Let gloo, NCCL and RPC listen at the loopback interface: no rank is elsewhere.
+    """Make gloo, NCCL and RPC listen on the loopback interface, because all ranks are on this host.
 
-    Variables of the user's decide, but not in a run of Lockstep's `own`, where they can only be meant for others.
+    Variables that the user set take precedence. They are overwritten if Lockstep launched the ranks (`own`), since the
+    user can only have meant other jobs.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
 
 
 def _sharing(world: World, backend: str) -> list[list[int]]:
-    """Return the ranks that have one device between them.
+    """Return the groups of ranks that share a device.
 
-    Where there are any and NCCL is to work, which would not say so plainly, UsageError is raised on all ranks. It does
-    work, if slowly, where NCCL_HOSTID lets it take these ranks for ranks of several hosts.
+    If there are any, and the backend is NCCL, raises UsageError on all ranks, because the error of NCCL would be
+    unclear. NCCL works, but slowly, if NCCL_HOSTID makes it treat these ranks as ranks of different hosts.
     """
     uuid = str(torch.cuda.get_device_properties(world.device).uuid)
 
