@@ -14,7 +14,9 @@ import lockstep
 pytestmark = pytest.mark.slow("runs whole commands")
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs" / "own-loop.md"
+DOCS = ROOT / "docs"
+LOOP = DOCS / "own-loop.md"
+PAGES = [LOOP, DOCS / "own-loop-rejected.md", DOCS / "own-loop-more.md"]
 # What the loop of the README is about: a model, its optimizer and a dataset of the reader's.
 THEIRS = """\
 import lockstep, torch
@@ -49,30 +51,39 @@ def test_importing_takes_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def examples(page: Path = DOCS) -> list[str]:
+def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_each_name_has_an_example():
-    assert [name for name in NAMES if not any(f"lockstep.{name}" in each for each in examples())] == []
+    shown = [example for page in PAGES for example in examples(page)]
+    assert [name for name in NAMES if not any(f"lockstep.{name}" in example for example in shown)] == []
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which the first example, loop.py, has left a run."""
+    """Return a folder in which the first example of the first page, loop.py, has left a run."""
     folder = tmp_path_factory.mktemp("first")
-    execute(folder / "loop.py", examples()[0])
+    execute(folder / "loop.py", examples(LOOP)[0])
     return folder
 
 
 VERIFIED = pytest.mark.slow("verification/test_own_loop.py verifies a loop, and refuses one that joins no run")
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=VERIFIED), *range(2, len(examples()))])
-def test_the_examples_of_the_docs_run(number: int, first: Path, tmp_path: Path) -> None:
-    """Each by itself, in a folder of which the first has left a run."""
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, id=f"{page.stem}-{number}", marks=VERIFIED if (page, number) == (LOOP, 1) else ())
+        for page in PAGES
+        for number in range(len(examples(page)))
+        if (page, number) != (LOOP, 0)  # which the fixture runs
+    ],
+)
+def test_the_examples_of_the_docs_run(page: Path, number: int, first: Path, tmp_path: Path) -> None:
+    """Run each by itself, in a folder in which the first has left a run."""
     shutil.copytree(first, tmp_path, symlinks=True, dirs_exist_ok=True)
-    execute(tmp_path / "example.py", examples()[number])
+    execute(tmp_path / "example.py", examples(page)[number])
 
 
 def test_the_loop_of_the_readme_runs(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ _NOT_IN: Final[Mapping[str, frozenset[str]]] = {
     "fp16": frozenset({"bilinear", "random relu", "running mean by hand"}),
 }
 _TWICE: Final = "two updates of a step"
-_ONCE: Final = {"audits", "averaged weights"}  # which docs/own-loop.md lists as refused with them
+_ONCE: Final = {"audits", "averaged weights"}  # which docs/own-loop-more.md lists as refused with them
 _DERIVES: Final = "torch.func.grad"  # which torch refuses where a checkpoint recomputes it
 _UNDERIVED: Final = ("use_reentrant=True", "no_grad", "long()")  # there inputs may have no derivative
 _ALL_PARAMETERS: Final = "model.parameters()"

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """The verdict of a production, from the mildest to the strictest reading of docs/own-loop.md."""
+    """The verdict of a production, from the mildest to the strictest reading of docs/own-loop-rejected.md."""
 
     RIGHT = "right"  # trains to the same bits on every placement, and after a resume
     ROWS = "rows"  # right, but strategies that keep weights in rows may refuse it and name another strategy
