@@ -3,7 +3,10 @@
 import re
 import sys
 
+import loops
+import pytest
 import torch
+from one_process import joined
 from torch import nn
 
 from lockstep.verification.kept import Kept
@@ -51,3 +54,14 @@ def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
     made = test_local_variables_of_the_function_with_the_loop_are_named_too.__code__.co_firstlineno + 1
     assert re.fullmatch(rf"a generator, \S*test_kept\.py:{made}", found["generator"])
     del unchanged, made_later
+
+
+@pytest.mark.parametrize("norms", [1, 2])
+def test_what_lockstep_keeps_in_a_model_is_not_named(norms: int) -> None:
+    with joined() as run:
+        model = nn.Sequential(nn.Linear(6, 4), *(nn.BatchNorm1d(4) for _ in range(norms)), nn.Linear(4, 3))
+        model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        before = Kept([model])
+        for step in loops.computed(run, model, epochs=1):
+            step.update()
+        assert before.changes(Kept([model])).keys() == set()
