@@ -13,7 +13,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
@@ -104,7 +103,7 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
 def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UsageError if a tensor of `run.state` is a parameter or a buffer of the placed model, and no copy of it."""
     named = (*model.named_parameters(), *model.named_buffers())
-    live = sorted((*_span(each), name) for name, each in named if not isinstance(each, DTensor) and each.numel())
+    live = sorted((*_span(each), name) for name, each in named if type(each.detach()) is Tensor and each.numel())
     for path, tensor in tensors.items():
         start, end = _span(tensor)
         place = bisect_right(live, start, key=itemgetter(1))  # the first that ends later
