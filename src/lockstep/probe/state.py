@@ -147,7 +147,7 @@ def change_of(before: str, after: str) -> str:
     kind, other = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _BRIEF:
         return f"{before} -> {after}"
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
