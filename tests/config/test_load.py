@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.commands.show import consequences
-from lockstep.config import across
+from lockstep.config import strategy_name
 from lockstep.config.base import values
 from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
 from lockstep.config.recorded import locations
@@ -311,8 +311,8 @@ def test_what_has_no_effect_is_noted(override, note):
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):
-    assert {"single", "ddp", "zero3"} <= set(across.names())
-    monkeypatch.setattr(across, "names", lambda: ["ddp", "single"])
+    assert {"single", "ddp", "zero3"} <= set(strategy_name.names())
+    monkeypatch.setattr(strategy_name, "names", lambda: ["ddp", "single"])
     problem = "no strategy 'dpd'; did you mean 'ddp'? Valid: auto, fastest, ddp, single, fsdp"
     expected = f"override placement.strategy.name: {problem}"
     assert problems("digits", "placement.strategy=dpd") == [expected]

@@ -226,7 +226,7 @@ def test_a_job_of_several_tasks_without_srun_is_told_of_it(
 
 
 def test_train_warns_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runs.completed.completion_notice", lambda _: "done")  # so that nothing is trained
+    monkeypatch.setattr("lockstep.setup.completed.completion_notice", lambda _: "done")  # so that nothing is trained
     words = ["digits", "placement.processes=1"]
     assert "SLURM_NTASKS" not in CliRunner().invoke(train.command, words).output
     for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "1"}.items():

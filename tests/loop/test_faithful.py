@@ -237,3 +237,38 @@ def test_a_layer_called_several_times_keeps_the_statistics_of_its_script(momentu
             close = {"rtol": 2e-6, "atol": 1e-6} if "running" in key else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(found[key], each, **close)
         assert plain.D[1].num_batches_tracked == 4 * plain.G[1].num_batches_tracked == 4 * len(batches)
+
+
+def two_models() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"G": nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.Linear(13, 1)), "D": nn.Linear(6, 1)}
+    )
+
+
+def sgd_of_two(model: nn.ModuleDict) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": model[name].parameters(), "name": name} for name in "GD"], lr=0.1)
+
+
+@pytest.mark.parametrize("order", ["GD", "DG"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_layer_that_one_pass_of_a_step_calls_counts_in_that_pass_alone(momentum: float | None, order: str) -> None:
+    with joined() as run:
+        model, plain = two_models(), two_models()
+        plain.load_state_dict(model.state_dict())
+        for each in (model, plain):
+            each["G"][1].momentum = momentum
+        run.place(model, sgd_of_two(model))
+        optimizer = sgd_of_two(plain)
+        for step in run.steps(TensorDataset(inputs(6)), batch=16, microbatches=1, epochs=2):
+            for of in order:
+                for (x,) in step:
+                    step.backward(mean=model[of](x).square().mean())
+                    optimizer.zero_grad()
+                    plain[of](x).square().mean().backward()
+                    optimizer.step()
+                step.update(of=of)
+        found = model.state_dict()
+        for key, each in plain.state_dict().items():
+            close = {"rtol": 2e-6, "atol": 1e-6} if "running" in key else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(found[key], each, **close)
+        assert found["G.1.num_batches_tracked"] == 6

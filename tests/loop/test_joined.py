@@ -115,6 +115,13 @@ def test_a_state_that_is_changed_after_a_save_is_refused_with_the_line_of_that(t
         counting_late(run, changes)
 
 
+def test_a_save_without_a_folder_is_refused_with_the_line_for_a_folder_that_may_be_left_out():
+    with joined() as run:
+        loops.placed(run)
+        with pytest.raises(UsageError, match=r"run\.save: the run has no folder .*write `if run\.dir: run\.save\(\)`"):
+            run.save()
+
+
 def test_a_state_that_is_the_same_after_a_save_is_taken(tmp_path):
     with joined(dir=tmp_path / "run") as run:
         counting_late(run, lambda state: state.update(steps=2))

@@ -69,6 +69,14 @@ def test_all_else_is_refused_in_the_line_that_sets_it(name, value, text):
         groups.take(of_engine, 3)
 
 
+def test_the_message_about_a_rate_names_what_gives_each_group_its_own_schedule():
+    optimizer, _, _ = made()
+    with pytest.raises(
+        UsageError, match=r"run\.place\(.*scheduler=torch\.optim\.lr_scheduler\.LambdaLR\(optimizer, \[f, g\]\)"
+    ):
+        optimizer.param_groups[1]["lr"] = 0.2
+
+
 def test_groups_that_were_taken_before_or_replaced_are_refused():
     optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     before = optimizer.param_groups[0]

@@ -1,16 +1,20 @@
 """Tensors in `run.state` are kept by checkpoints, the same on all ranks, or are refused with what to write instead."""
 
+import copy
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import loops
 import pytest
 import torch
 import worlds
+from one_process import joined
 from torch import nn
 
 import lockstep
@@ -75,6 +79,53 @@ def test_tensors_that_share_memory_are_refused() -> None:
     whole = torch.ones(4, 2)
     with pytest.raises(lockstep.UsageError, match=r'run\.state\["b"\]\[0\] shares memory with run\.state\["a"\]'):
         split_state({"a": whole, "b": [whole[:2]]}, CPU)
+
+
+def test_a_state_dict_is_kept_as_a_dict() -> None:
+    state = copy.deepcopy(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict())
+    plain, tensors = split_state({"best": state, "counts": MappingProxyType({"a": 1})}, CPU)
+    back = joined_state("a checkpoint", plain, tensors, CPU)
+    assert (type(back["best"]), [*back["best"]], back["counts"]) == (dict, [*state], {"a": 1})
+    assert all(torch.equal(back["best"][name], each) for name, each in state.items())
+
+
+def test_tensors_beside_each_other_in_one_memory_are_kept() -> None:
+    whole = torch.arange(8.0)
+    plain, tensors = split_state({"a": whole[4:], "b": [whole[:4]]}, CPU)
+    back = joined_state("a checkpoint", plain, tensors, CPU)
+    assert (back["a"].tolist(), back["b"][0].tolist()) == ([4, 5, 6, 7], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"b": [1, (2,)]}, r'run\.state\["a"\]\["b"\]\[1\] is a tuple, \(2,\), and would come back as \[2\]'),
+        ({"b": {1, 2}}, r'run\.state\["a"\]\["b"\] is a set, \{1, 2\}'),
+        ({"b": {3: torch.ones(1)}}, r'run\.state\["a"\]\["b"\] has a key that is no text: 3'),
+    ],
+)
+def test_the_key_of_what_cannot_be_kept_is_named(value: object, words: str) -> None:
+    with pytest.raises(lockstep.UsageError, match=rf"^{words}.*; keep numbers, text, tensors, lists and dicts"):
+        split_state({"a": value}, CPU)
+
+
+def test_a_copied_state_dict_of_the_placed_model_comes_back_and_the_live_one_is_refused(tmp_path: Path) -> None:
+    with joined(dir=tmp_path / "run") as run:
+        model, _ = loops.placed(run)
+        run.state["best"] = model.state_dict()
+        with pytest.raises(
+            lockstep.UsageError,
+            match=r'run\.state\["best"\]\["0\.weight"\] is 0\.weight of the placed model.*keep a copy',
+        ):
+            run.save()
+        run.state["best"] = [model[0].weight.detach()[1:]]
+        with pytest.raises(lockstep.UsageError, match=r'run\.state\["best"\]\[0\] is 0\.weight of the placed model'):
+            run.save()
+        run.state["best"] = kept = copy.deepcopy(model.state_dict())
+        run.save()
+    with joined(dir=tmp_path / "run") as run:
+        loops.placed(run)
+        assert all(torch.equal(run.state["best"][name], each) for name, each in kept.items())
 
 
 def compared(world: World, differs: int) -> str:

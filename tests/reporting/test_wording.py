@@ -51,6 +51,13 @@ def test_figures() -> None:
     assert wording.figures(card, started()) == "loss 0.4321  lr 0.09511  1,234 samples/s  406.5 TFLOP/s  MFU 41.1 %"
 
 
+@pytest.mark.parametrize(("unit", "speed"), [("samples", "1,234 samples/s"), ("tokens", "78,976 tokens/s")])
+def test_a_speed_is_in_samples_unless_the_weight_has_a_name(unit: str, speed: str) -> None:
+    """A loop of one's own gives its weights no name."""
+    run = dataclasses.replace(started(), unit=unit)
+    assert wording.speed(dataclasses.replace(stepped(), weight_per_s=78_976.0), run) == speed
+
+
 def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={}, loss=255344221184.0)
     assert wording.evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"

@@ -2,10 +2,15 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
+import loops
+import pytest
 import torch
+from one_process import joined
 from torch import nn
 
+from lockstep.verification.held_tensors import digest_of, held_tensors
 from lockstep.verification.kept import Kept
 
 CACHE: list[int] = []
@@ -51,3 +56,47 @@ def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
     made = test_local_variables_of_the_function_with_the_loop_are_named_too.__code__.co_firstlineno + 1
     assert re.fullmatch(rf"a generator, \S*test_kept\.py:{made}", found["generator"])
     del unchanged, made_later
+
+
+@pytest.mark.parametrize("norms", [1, 2])
+def test_what_lockstep_keeps_in_a_model_is_not_named(norms: int) -> None:
+    with joined() as run:
+        model = nn.Sequential(nn.Linear(6, 4), *(nn.BatchNorm1d(4) for _ in range(norms)), nn.Linear(4, 3))
+        model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        before = Kept([model])
+        for step in loops.computed(run, model, epochs=1):
+            step.update()
+        assert before.changes(Kept([model])).keys() == set()
+
+
+def after(turns: int) -> Kept:
+    average, queue, losses, count = SimpleNamespace(module=nn.Linear(2, 2)), [], [], 0
+    with torch.no_grad():
+        average.module.weight.fill_(turns)
+        average.module.bias.fill_(0.0)
+    for turn in range(turns):
+        losses.append(torch.tensor(0.5 * count))
+        queue.append(turn)
+        print(losses[-1], len(queue[:1]))
+        if len(queue) > 3:
+            break
+        count += 2
+    return Kept([])
+
+
+def test_what_holds_modules_is_the_likeliest_and_what_is_only_printed_is_unused() -> None:
+    stopped = after(2)
+    lost = after(0).lost(stopped.texts(), stopped.likelihoods())
+    assert [*lost.likely] == ["average", "queue", "turns", "count"]
+    assert re.fullmatch(r"a SimpleNamespace, \S*test_kept\.py:\d+", lost.likely["average"])
+    assert [*lost.unused] == ["losses"]
+
+
+def test_tensors_of_a_library_s_objects_are_found_and_those_of_the_placed_model_are_not() -> None:
+    placed, own = nn.Linear(2, 2), torch.ones(3)
+    value = {"a": [SimpleNamespace(b=own, c=placed, d=nn.Sequential(placed, nn.BatchNorm1d(2)))]}
+    ids = {id(each) for each in (placed, *placed.parameters())}
+    found = held_tensors(value, ids)
+    assert found[0] is own
+    assert len(found) == 1 + len(nn.BatchNorm1d(2).state_dict())
+    assert digest_of(found) != digest_of([torch.zeros(3), *found[1:]])

@@ -1,8 +1,12 @@
 """lockstep.verify: loops of the user's own on several placements, and what is said of those that depend on them."""
 
 import re
+import time
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import loops
 import pytest
@@ -340,3 +344,78 @@ def test_what_a_resume_loses_is_named(kind, lost):
     )
     assert ("--no-resume" in resumed.line) == (folder is None)
     assert not Path("kept").exists()
+
+
+class Average:
+    """An average of the weights, as an object that holds a copy of the model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+class Hidden:
+    """A count that no comparison sees."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def averaging(kind: Any) -> None:
+    """Copy an average of one's own into run.state at the end of an epoch alone, and keep figures to print them."""
+    run = lockstep.join(seed=3, dir="kept")
+    model = loops.net()
+    average = kind(module=deepcopy(model))
+    model, _ = run.place(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if "average" in run.state:
+        average.module.load_state_dict(run.state["average"])
+    losses, total, began = [], 0.0, time.time()
+    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=2):
+        for batch in step:
+            loss = loops.loss(model, batch)
+            losses.append(loss.item())
+            step.backward(sum=loss)
+        step.update()
+        total += float(step.loss)
+        seconds = time.time() - began
+        with torch.no_grad():
+            for mine, theirs in zip(average.module.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5)
+        if step.every(epochs=1):
+            print(step.epoch, losses[-1], total / step.number, seconds)
+            run.state["average"] = {name: each.clone() for name, each in average.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", [Average, SimpleNamespace], ids=["own", "of a library"])
+def test_an_object_with_a_module_is_blamed_before_figures_that_are_printed(kind):
+    *_, resumed = check_placements(lambda: averaging(kind), (1,), (), 6)
+    assert re.search(
+        rf"differs: step \d: .*run\.state.*; likely cause: no checkpoint holds average \(an? {kind.__name__}, "
+        r"\S*test_own_loop\.py:\d+\); keep it in run\.state from step to step",
+        resumed.line,
+    )
+
+
+def hiding() -> None:
+    run = lockstep.join(seed=3, dir="kept")
+    model, _ = loops.placed(run)
+    hidden, losses, began = Hidden(), [], time.time()
+    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=2):
+        for batch in step:
+            step.backward(sum=loops.loss(model, batch) * (1.0 + hidden.count))
+        step.update()
+        hidden.count += 1
+        losses.append(float(step.loss))
+        print(losses[-1], time.time() - began)
+
+
+def test_figures_that_are_only_printed_are_named_last_and_times_not_at_all():
+    *_, resumed = check_placements(hiding, (1,), (), 6)
+    assert re.search(
+        r"likely cause: the loop depends on something that no checkpoint holds, and that is in none of the "
+        r"variables that it reads: a file, the clock, or the state of an object of a library; or losses \(a list, "
+        r"\S*test_own_loop\.py:\d+\)",
+        resumed.line,
+    )
+    assert "began" not in resumed.line

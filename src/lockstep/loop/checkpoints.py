@@ -11,7 +11,7 @@ from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.resume import read_own
-from lockstep.loop.state import ScriptState, compare_tensors
+from lockstep.loop.state import ScriptState, check_copied, compare_tensors
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.training.events import Saved
 from lockstep.training.progress import Progress
@@ -59,6 +59,7 @@ class LoopCheckpoints:
             self._check_finite()
         changes = placed.changes()
         plain, tensors = self._state.split()
+        check_copied(tensors, placed.model)
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         compared["modules in evaluation mode"] = placed.modes.summary()
         where = calling()

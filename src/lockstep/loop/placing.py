@@ -264,7 +264,10 @@ class HiddenState(defaultdict[Any, Any]):
 
 Settings = dict[str, Any]
 
-_RATE: Final = "give the rate to step.update(lr=...), as a function of step.samples_seen, or run.place a scheduler"
+_RATE: Final = (
+    "give the rate to step.update(lr=...), as a function of step.samples_seen; for another schedule in each group, "
+    "call run.place(model, optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g]))"
+)
 REST: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
 _OTHER: Final = "between steps change numbers alone, such as weight_decay or betas; all else before run.place"
 

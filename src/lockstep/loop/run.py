@@ -249,7 +249,10 @@ class Run:
         """Save a checkpoint into the run folder, from which the same script resumes on any number of ranks."""
         self._ready("run.save")
         if self._checkpoints is None:
-            raise refusal("run.save: the run has no folder", 'name one: lockstep.join(dir="runs/a")')
+            raise refusal(
+                "run.save: the run has no folder",
+                'name one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
+            )
         # First: a run that is killed now goes on after this step, and would not report it again.
         self._sequence.report_saved()
         for saved in self._checkpoints.save():

@@ -5,11 +5,14 @@ In the JSON None stands in the place of each tensor. A tensor's name in the file
 """
 
 import json
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
@@ -72,21 +75,13 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     """
     tensors: dict[str, Tensor] = {}
     plain = _without_tensors(state, (), tensors)
-    try:
-        if (back := parse_json(json.dumps(plain))) != plain:
-            raise ValueError(f"it would come back as {back}")
-        plain = back  # a copy: the script goes on while it is written
-    except (TypeError, ValueError) as error:
-        raise refusal(f"run.state: {error}", _KINDS) from None
-    owners: dict[int, str] = {}
+    if (back := _read_back(plain)) != plain:
+        way, reason = next(_not_kept(plain, ()), ((), "would not come back as it is"))
+        raise refusal(f"{_shown(way)} {reason}", _KINDS)
     for path, tensor in tensors.items():
         _check(shown(path), tensor, device)
-        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), path) if tensor.numel() else path
-        if owner != path:
-            raise refusal(
-                f"{shown(path)} shares memory with {shown(owner)}, and would not after a resume",
-                f"give it memory of its own: {shown(path)} = tensor.clone()",
-            )
+    _check_apart(tensors)
+    plain = back  # a copy: the script goes on while it is written
     return plain, tensors
 
 
@@ -102,6 +97,20 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
                 f"{wrong} is another tensor on rank {rank} than on rank 0",
                 "make it of what all ranks have, such as step.sums, step.loss or the weights, and not of what a rank "
                 "computes of its own micro-batches",
+            )
+
+
+def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise UsageError if a tensor of `run.state` is a parameter or a buffer of the placed model, and no copy of it."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    live = sorted((*_span(each), name) for name, each in named if type(each.detach()) is Tensor and each.numel())
+    for path, tensor in tensors.items():
+        start, end = _span(tensor)
+        place = bisect_right(live, start, key=itemgetter(1))  # the first that ends later
+        if tensor.numel() and place < len(live) and live[place][0] < end:
+            raise refusal(
+                f"{shown(path)} is {live[place][2]} of the placed model, and would be a copy after a resume",
+                "keep a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) of all",
             )
 
 
@@ -131,18 +140,65 @@ def joined_state(
 
 def shown(path: str) -> str:
     """Return what messages call a tensor of `run.state`."""
-    return "run.state" + "".join(f"[{json.dumps(each)}]" for each in parse_json(path))
+    return _shown(parse_json(path))
+
+
+def _shown(way: Sequence[str | int]) -> str:
+    return "run.state" + "".join(f"[{json.dumps(each)}]" for each in way)
 
 
 def _without_tensors(value: Any, way: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[json.dumps(way)] = value
         return None
-    if type(value) is dict:
+    if isinstance(value, Mapping):  # as a state_dict() is
+        if (key := next((each for each in value if not isinstance(each, str)), None)) is not None:
+            raise refusal(f"{_shown(way)} has a key that is no text: {key!r}", _KINDS)
         return {key: _without_tensors(each, (*way, key), tensors) for key, each in value.items()}
     if type(value) is list:
         return [_without_tensors(each, (*way, place), tensors) for place, each in enumerate(value)]
     return value
+
+
+def _read_back(value: Any) -> Any:
+    """Return a value as a checkpoint would give it back; NotImplemented, which equals nothing, if none can hold it."""
+    try:
+        return parse_json(json.dumps(value))
+    except (TypeError, ValueError):
+        return NotImplemented
+
+
+def _not_kept(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the places of what does not come back as it is, and why."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _not_kept(each, (*way, key))
+    elif type(value) is list:
+        for place, each in enumerate(value):
+            yield from _not_kept(each, (*way, place))
+    elif (back := _read_back(value)) != value:
+        comes_back = "" if back is NotImplemented else f", and would come back as {repr(back)[:60]}"
+        yield way, f"is a {type(value).__name__}, {repr(value)[:60]}{comes_back}"
+
+
+def _check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if two tensors have elements in common: a write to one would move the other until a resume.
+
+    Those that lie beside each other in one memory, as the statistics of a copied BatchNorm layer do, are apart.
+    """
+    spans = sorted((*_span(each), path) for path, each in tensors.items() if each.numel())
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end:
+            first, later = sorted((one, other), key=[*tensors].index)
+            raise refusal(
+                f"{shown(later)} shares memory with {shown(first)}, and would not after a resume",
+                f"give it memory of its own: {shown(later)} = tensor.clone()",
+            )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where the elements of a tensor without gaps lie in memory."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _check(name: str, tensor: Tensor, device: torch.device) -> None:

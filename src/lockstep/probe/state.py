@@ -147,7 +147,7 @@ def change_of(before: str, after: str) -> str:
     kind, other = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _BRIEF:
         return f"{before} -> {after}"
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
@@ -158,7 +158,8 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what a module's own code has set on it; torch's bookkeeping is in names that begin so."""
-    registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+    # Lockstep and other libraries wrap the forward on the instance.
+    registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # A weight that a hook of torch makes anew before each forward follows from its parameters and buffers.
     made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():

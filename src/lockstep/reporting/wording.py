@@ -91,8 +91,8 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
 
 
 def speed(event: Stepped, run: Started) -> str:
-    """Give how fast a run trains, in what its task counts."""
-    if event.weight_per_s is not None:
+    """Give how fast a run trains, in what its task counts; in samples if its weights have no name of their own."""
+    if event.weight_per_s is not None and run.unit != "samples":
         return f"{event.weight_per_s:,.0f} {run.unit}/s"
     return f"{event.samples_per_s:,.0f} samples/s"
 

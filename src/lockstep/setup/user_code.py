@@ -24,6 +24,11 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
 _BUILDING: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state that a forward changes
+# Calls of these names, as statements, show a value to a person.
+_SHOWING: Final = (
+    *("print", "log", "debug", "info", "warning", "write", "add_scalar", "add_scalars"),
+    *("set_postfix", "set_postfix_str", "set_description"),
+)
 _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
 
 
@@ -126,6 +131,36 @@ def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
         return None
     # A conditional assignment may be skipped. A read after it may then see the value of an earlier iteration.
     return any(next((reads for reads, maybe in order if reads or not maybe), False) for order in assigned)
+
+
+def is_used(scope: ModuleType | CodeType, name: str) -> bool:
+    """Return whether a loop or an inner function reads a variable other than to add to it, or to print or log it.
+
+    True if that cannot be told.
+    """
+    file = _file(scope)
+    if file is None:
+        return True
+    lines, _ = inspect.getsourcelines(scope)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    root = tree.body[0] if isinstance(scope, CodeType) and tree.body else tree  # the function itself, or the module
+    within = ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+    return any(_uses(node, name) for node in ast.walk(root) if node is not root and isinstance(node, within))
+
+
+def _uses(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Name(ctx=ast.Load()):
+            return node.id == name
+        case ast.Expr(value=ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called))) if called in _SHOWING:
+            return False
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr=called)) as call) if (
+            owner.id == name and called in _IN_PLACE
+        ):
+            return any(_uses(each, name) for each in (*call.args, *call.keywords))
+        case ast.Subscript(value=ast.Name() as owner, ctx=ast.Store()) if owner.id == name:
+            return _uses(node.slice, name)
+    return any(_uses(each, name) for each in ast.iter_child_nodes(node))
 
 
 def _accesses(node: ast.AST, name: str, maybe: bool = False) -> Iterator[tuple[bool, bool]]:

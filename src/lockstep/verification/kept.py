@@ -1,22 +1,40 @@
 """What a loop of the user's own keeps from one step to the next, in its model and in variables."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from random import Random
 from types import CodeType, ModuleType
-from typing import Any, Final, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from torch import Generator, Tensor, nn
 
 from lockstep.probe.state import Globals, ModelState, change_of
-from lockstep.setup.user_code import is_carried, own_frames, own_modules, place_of_attribute
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.setup.user_code import is_carried, is_used, own_frames, own_modules, place_of_attribute
+from lockstep.verification.held_tensors import digest_of, held_tensors, parts
 
 _OF_MODEL: Final = " of the model"
 _MODE: Final = "the mode of "
 _MAIN: Final = "__main__."
+_TENSORS: Final = "the tensors of "
+# What a variable is, the likeliest to decide the steps to come first.
+_TENSOR: Final = 0
+_STATE: Final = 1
+_COUNT: Final = 2
+_FIGURE: Final = 3
+_UNUSED: Final = 4
+_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # what a loop can add to without a function of its own
+
+
+class Lost(NamedTuple):
+    """The state that a resume lost, how it changed and where, by name: the likeliest first.
+
+    `unused` is what the loop only adds to, prints or logs, as far as can be seen.
+    """
+
+    likely: Mapping[str, str]
+    unused: Mapping[str, str]
 
 
 @final
@@ -62,47 +80,68 @@ class Kept:
             len(values) == 2
             and values[0] is not values[1]
             and _holds_tensors(values[1])
-            and bool(is_carried(self._scopes[name], name.rpartition(".")[2]))
+            and bool(is_carried(self._scopes[name], _variable(name)))
         )
 
     def texts(self) -> dict[str, str]:
         """Return the state as texts by name, so that another process can compare its own with it."""
         found: dict[str, str] = {}
-        placed = {id(module) for model, _ in self._models for module in model.modules()}
+        placed = self._placed_ids()
         for model, state in self._models:
             for name, module in model.named_modules():
                 found[f"{_MODE}{name or 'the model'}"] = "training" if module.training else "evaluation"
             found |= {f"{name}{_OF_MODEL}": text for name, text in (state.attributes | state.buffers).items()}
         found |= self._globals.values
         for name, value in self._variables.items():
-            if isinstance(value, nn.Module) and id(value) not in placed:
-                found[name] = f"module {digest(value.state_dict().values())} {value.training}"
+            if id(value) in placed or isinstance(value, Tensor):
+                continue
+            tensors = digest_of(held_tensors(value, placed))
+            if isinstance(value, nn.Module):
+                found[name] = f"module {tensors} {value.training}"
+            else:  # beside its text, which may hold the time
+                found[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
         return found
 
-    def lost(self, before: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the state that another process had at the same step, by its `texts`, and this one has not.
+    def likelihoods(self) -> dict[str, int]:
+        """Return how likely it is that each variable decides the steps to come, the likeliest lowest.
 
-        The likeliest culprits come first: figures that a loop adds up to print them last.
+        Figures that a loop adds up are for its author to see in all likelihood, and surely if nothing else reads them.
         """
+        placed, found = self._placed_ids(), {}
+        for name, value in self._variables.items():
+            kind = _likelihood(value, placed)
+            unused = kind != _TENSOR and isinstance(value, _PLAIN) and not is_used(self._scopes[name], _variable(name))
+            found[name] = _UNUSED if unused else kind
+        return found
+
+    def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> Lost:
+        """Return the state that another process had at the same step, by its `texts`, and this one has not."""
         found: dict[str, tuple[int, str]] = {}
         models = {f"{name}{_OF_MODEL}": (model, name) for model, state in self._models for name in state.attributes}
-        for name, now in self.texts().items():
-            was = before.get(name, now)
+        for key, now in self.texts().items():
+            name = key.removeprefix(_TENSORS)
+            was = before.get(key, now)
             if was == now or (name in self._scopes and self._is_set_anew(name)):
                 continue
             if name.startswith(_MODE) and f"{_MODE}the model" in found:  # which names its parts' too
                 continue
             place = _place_in(*models[name]) if name in models else self._globals.place(name)
-            order = _order(self._variables[name]) if name in self._variables else 0
-            found[name.removeprefix(_MAIN)] = order, _told(change_of(was, now), place)
-        if not found:  # their positions cannot be compared
-            found = {name.removeprefix(_MAIN): (0, told) for name, told in self._iterators()}
-        least = min((order for order, _ in found.values()), default=0)
-        likely = sorted(found.items(), key=lambda each: each[1][0])
-        return {name: told for name, (order, told) in likely if order <= max(least, 1)}
+            told = likelihoods.get(name, _STATE), _told(change_of(was, now), place)
+            shown = name.removeprefix(_MAIN)
+            found[shown] = min(found.get(shown, told), told)
+        likely = {name: told for name, (order, told) in _sorted(found) if order <= _COUNT}
+        if not likely:
+            likely = {name: told for name, (order, told) in _sorted(found) if order == _FIGURE}
+        if not likely:  # their positions cannot be compared
+            likely = {name.removeprefix(_MAIN): told for name, told in self._iterators()}
+        return Lost(likely, {name: told for name, (order, told) in _sorted(found) if order == _UNUSED})
+
+    def _placed_ids(self) -> set[int]:
+        tensors = [each for model, _ in self._models for each in (*model.parameters(), *model.buffers())]
+        return {id(each) for each in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
     def _is_set_anew(self, name: str) -> bool:
-        return is_carried(self._scopes[name], name.rpartition(".")[2]) is False
+        return is_carried(self._scopes[name], _variable(name)) is False
 
     def _iterators(self) -> Iterator[tuple[str, str]]:
         for name, value in self._variables.items():
@@ -140,13 +179,32 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _order(value: Any) -> int:
-    """Return 0 for what is state in all likelihood, 1 for a count, and 2 for a figure."""
-    if isinstance(value, float) or (isinstance(value, Tensor) and not value.ndim):
-        return 2
-    if isinstance(value, list | deque):
-        return 2 if value and all(_order(each) == 2 for each in value) else 0
-    return 1 if isinstance(value, int) and not isinstance(value, bool) else 0
+def _likelihood(value: Any, placed: Collection[int]) -> int:
+    if _is_figure(value):
+        return _FIGURE
+    if held_tensors(value, placed):
+        return _TENSOR
+    return _COUNT if isinstance(value, int) and not isinstance(value, bool) else _STATE
+
+
+def _is_figure(value: Any, depth: int = 2) -> bool:
+    """Return whether a value is a number with a fraction, or holds only numbers and one of these."""
+    if isinstance(value, float):
+        return True
+    if isinstance(value, Tensor):
+        return not value.ndim and value.is_floating_point()
+    held = list(parts(value)) if depth and not isinstance(value, nn.Module | str | int) else []
+    figures = [_is_figure(each, depth - 1) for each in held]
+    return any(figures) and all(figure or isinstance(each, int) for figure, each in zip(figures, held, strict=True))
+
+
+def _sorted(found: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
+    return sorted(found.items(), key=lambda each: each[1][0])
+
+
+def _variable(name: str) -> str:
+    """Return a variable's name in its module or function."""
+    return name.rpartition(".")[2]
 
 
 def _told(change: str, where: str) -> str:

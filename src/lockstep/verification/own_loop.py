@@ -43,7 +43,7 @@ from lockstep.setup.user_code import own_modules
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import of_hashes
-from lockstep.verification.kept import Kept
+from lockstep.verification.kept import Kept, Lost
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
@@ -241,7 +241,10 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     departure = _mismatch(replace(reference, steps=reference.steps[stop:]), found)
     if not departure:
         return replace(row, verdict="identical", steps=len(found.steps))
-    if loop.run(strategy, count, "stopped-again", stop=stop, witness=True)[0] == EXIT_DONE:
+    # A second run to the same step shows what is another in any two runs, such as a time.
+    again = [loop.run(strategy, count, name, stop=stop, witness=True)[0] for name in ("stopped-again", "stopped-twice")]
+    if again == [EXIT_DONE, EXIT_DONE]:
+        loop.forget_varying("stopped-again", "stopped-twice")
         loop.run(carrier, size, "resumed-again", resumes="stopped-again", witness=True)
     departure += _lost_state(loop.lost("resumed-again"))
     if not loop.has_folder("reference"):
@@ -249,18 +252,22 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     return replace(row, verdict="differs", steps=len(found.steps), reason=departure)
 
 
-def _lost_state(lost: Mapping[str, str]) -> str:
+def _lost_state(lost: Lost) -> str:
     """Name the state of the script that a resume lost, as the likely cause."""
-    if not lost:
+    if lost.likely:
         return (
-            "; likely cause: the loop depends on something that no checkpoint holds, and that is in none of its "
-            "variables: a file, the clock, or the state of an object of a library"
+            f"; likely cause: no checkpoint holds {_listed(lost.likely)}; keep it in run.state from step to step, or "
+            "compute the value from step.number"
         )
-    names = list_some([f"{name} ({change})" for name, change in lost.items()], _SHOWN)
+    unused = f"; or {_listed(lost.unused)}, which it seems not to read" if lost.unused else ""
     return (
-        f"; likely cause: no checkpoint holds {names}; keep it in run.state from step to step, or "
-        "compute the value from step.number"
+        "; likely cause: the loop depends on something that no checkpoint holds, and that is in none of the variables "
+        f"that it reads: a file, the clock, or the state of an object of a library{unused}"
     )
+
+
+def _listed(changes: Mapping[str, str]) -> str:
+    return list_some([f"{name} ({change})" for name, change in changes.items()], _SHOWN)
 
 
 def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
@@ -357,10 +364,19 @@ class _Loop:
         """Return whether the function keeps its run in a folder."""
         return (self.folder / name / _RUN).exists()
 
-    def lost(self, name: str) -> Mapping[str, str]:
-        """Return the state of the script that a run which resumed has lost, and how it changed."""
+    def forget_varying(self, name: str, other: str) -> None:
+        """Leave out of the state of a run that was stopped what was another in the run `other`."""
+        states = [
+            plainfile.parse_json((self.folder / each / _STATE).read_text(encoding="utf-8")) for each in (name, other)
+        ]
+        texts, others = (dict(state["texts"]) for state in states)
+        states[0]["texts"] = {key: text for key, text in texts.items() if others.get(key) == text}
+        (self.folder / name / _STATE).write_text(json.dumps(states[0]), encoding="utf-8")
+
+    def lost(self, name: str) -> Lost:
+        """Return the state of the script that a run which resumed has lost."""
         path = self.folder / name / _LOST
-        return dict(plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else {}
+        return Lost(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else Lost({}, {})
 
     def trace(self, name: str) -> Trace:
         """Return what rank 0 saw; UsageError where it made no step."""
@@ -419,7 +435,9 @@ class _Loop:
             if stop is None or rank or len(ambient.runs) > 1:
                 return
             if witness and number == stop:
-                (folder / _STATE).write_text(json.dumps(_kept(ambient).texts()), encoding="utf-8")
+                now = _kept(ambient)
+                state = {"texts": now.texts(), "likelihoods": now.likelihoods()}
+                (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
                 signal.raise_signal(signal.SIGUSR1)  # the run saves itself after step `stop`, and ends
 
@@ -454,7 +472,7 @@ class _Loop:
 class _LostState:
     """A sink that compares the script's state, when its first loop begins, with that of the run that was stopped."""
 
-    def __init__(self, before: Mapping[str, str], path: Path, state: Callable[[], Kept]) -> None:
+    def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], Kept]) -> None:
         self._before = before
         self._path = path
         self._state = state
@@ -462,8 +480,8 @@ class _LostState:
     def write(self, event: Event, time: float) -> None:
         """See Sink. The loop over run.steps writes its first event when the script asks for the first step."""
         if isinstance(event, Started) and not self._path.exists():
-            lost = self._state().lost(self._before)
-            self._path.write_text(json.dumps(dict(lost)), encoding="utf-8")
+            lost = self._state().lost(self._before["texts"], self._before["likelihoods"])
+            self._path.write_text(json.dumps(lost), encoding="utf-8")
 
     def close(self) -> None:
         """See Sink."""

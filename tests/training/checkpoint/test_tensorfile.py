@@ -76,6 +76,12 @@ def test_lazy_conjugates_are_resolved() -> None:
     assert safetensors.torch.load(content({"a": values.conj()}))["a"].tolist() == [1 - 2j, 3 + 4j]
 
 
+def test_a_column_of_one_row_has_its_bytes() -> None:
+    column = torch.arange(4.0).reshape(1, 4)[:, 2]
+    assert column.stride() == (4,)
+    assert content({"a": column}) == content({"a": torch.tensor([2.0])})
+
+
 def test_an_unknown_dtype_names_the_tensor() -> None:
     with pytest.raises(ValueError, match=r"layer\.phase: safetensors has no dtype for torch\.complex128"):
         content({"layer.phase": torch.zeros(1, dtype=torch.complex128)})

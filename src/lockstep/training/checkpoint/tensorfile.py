@@ -90,7 +90,8 @@ def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> It
 def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, for any device, strides and memory format."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    # A single element may have any stride and is contiguous all the same, as a column of one row is.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:

@@ -1,0 +1,70 @@
+"""The tensors that a variable of a script leads to: in modules, containers and objects, those of a library too."""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.training.checkpoint.tensorfile import digest
+
+_DEPTH: Final = 4  # of containers and objects
+_ITEMS: Final = 1_000  # of a container that are looked at
+_BYTES: Final = 16 << 20  # of a tensor outside of modules; a larger one is a dataset
+_NO_STATE: Final = (ModuleType, type, str, bytes, int, float, complex, torch.device, torch.dtype, torch.Generator)
+
+
+def held_tensors(value: Any, placed: Collection[int]) -> list[Tensor]:
+    """Return the tensors that a value leads to. Objects whose ids are among the `placed` ones are passed over."""
+    return list(_tensors(value, {*placed}, _DEPTH))
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of tensors; of one that has no plain bytes its shape alone counts."""
+    return digest(each if _is_plain(each) else torch.empty(each.shape, dtype=torch.bool) for each in tensors)
+
+
+def parts(value: Any) -> Iterable[Any]:
+    """Return what a container or an object holds; nothing of one of Lockstep's, and of what holds no state."""
+    if isinstance(value, _NO_STATE) or type(value).__module__.partition(".")[0] == "lockstep":
+        return ()
+    if isinstance(value, Mapping):
+        return list(islice(value.values(), _ITEMS))
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return list(islice(value, _ITEMS))
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _tensors(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
+    if isinstance(value, _NO_STATE) or value is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if value.numel() * value.element_size() <= _BYTES:
+            yield value
+    elif isinstance(value, nn.Module):
+        yield from _of_module(value, seen, depth)
+    elif depth:
+        for each in parts(value):
+            yield from _tensors(each, seen, depth - 1)
+
+
+def _of_module(module: nn.Module, seen: set[int], depth: int) -> Iterator[Tensor]:
+    """Yield all parameters and buffers whatever their size, and what is in the attributes of each part."""
+    for part in [module, *(each for each in module.modules() if id(each) not in seen)]:
+        seen.add(id(part))
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+        for name, each in list(vars(part).items()):
+            if depth and not name.startswith("_"):
+                yield from _tensors(each, seen, depth - 1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return type(tensor) in (Tensor, nn.Parameter) and dense
