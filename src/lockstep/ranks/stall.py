@@ -37,7 +37,7 @@ _TORCH: Final = "torch/distributed/"
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
     *(f"lockstep/comm/{each}.py" for each in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
-    *(f"lockstep/comm/{each}.py" for each in ("links",)),
+    *(f"lockstep/comm/{each}.py" for each in ("links", "process_groups")),
 )
 
 
