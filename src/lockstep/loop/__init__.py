@@ -1,1 +1,1 @@
-"""A training loop of the user's own: the run, its steps, and the guards around its model."""
+"""Training loops written by the user: the run, its steps, and the guards around the model."""

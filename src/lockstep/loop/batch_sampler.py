@@ -1,4 +1,4 @@
-"""`lockstep.BatchSampler`: the order of samples alone, for who keeps a trainer or a loop of plain PyTorch."""
+"""`lockstep.BatchSampler`: the sample order of Lockstep, for a trainer or a plain PyTorch loop that you keep."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,24 +18,27 @@ from lockstep.launchers import detect
 
 @final
 class BatchSampler(Sampler[list[int]]):
-    """This rank's samples of each step: `DataLoader(dataset, batch_sampler=lockstep.BatchSampler(len(dataset), ...))`.
+    """A batch sampler that yields the sample indices of this rank, in an order that doesn't depend on the world size.
 
-    A step takes `batch` samples over all ranks, the same ones in the same order as a recipe's or those of `run.steps`,
-    whatever the number of ranks. It is cut into `microbatches`, of which a rank has a contiguous part and yields one at
-    a time; left out, each rank yields one part of each step. An iteration goes to the end of an epoch, the next one
-    through the next epoch; `set_epoch` goes to another. Memory does not grow with `length`.
+    Pass it to a DataLoader: `DataLoader(dataset, batch_sampler=lockstep.BatchSampler(len(dataset), ...))`. A step takes
+    `batch` samples across all ranks. These are the same samples in the same order as in a recipe or in `run.steps`.
+    Each step is split into `microbatches`. A rank gets a contiguous part of them, and yields one micro-batch at a time.
+    If you don't set `microbatches`, each rank yields one list of samples per step. An iteration ends with the epoch,
+    and the next iteration continues with the next epoch. Use `set_epoch` to go to a different epoch. Memory use doesn't
+    grow with `length`, unless `order` is a function.
 
-    `steps_done` is where to begin: the only state, and the same on every rank and for any number of them. A loader with
-    workers asks for batches before they are trained: what is yielded is not what is done. So give it the steps that the
-    loop itself has counted, as trainers do (`global_step`); or set `sampler.steps_done` after each update, for what
-    calls `state_dict`: an iteration that begins goes by the constructor and by `load_state_dict`.
+    `steps_done` is the step to start from. It is the only state of the sampler, and it is the same on all ranks and for
+    any world size. DataLoader workers prefetch batches, so the sampler can be ahead of your training loop. To resume
+    correctly, pass the number of steps that your loop has completed (`global_step` in most trainers). If something else
+    calls `state_dict`, set `sampler.steps_done` after each update. This changes the saved state, but not where the next
+    iteration starts, which is set by the constructor and by `load_state_dict`.
 
-    `order` is that of `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns the numbers of its
-    samples.
+    `order` works as in `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns sample indices.
 
-    `rank` and `world_size` are those of the process group, or of the launcher before there is one; give both where
-    several ranks train on the same samples. UsageError where a rank would have no samples in a step, and, unless
-    `uneven`, where ranks would have unequally many: a mean over ranks of means would weigh samples by their rank.
+    `rank` and `world_size` default to those of the process group, or of the launcher if there is no process group yet.
+    Pass both if several ranks train on the same samples. Raises UsageError if a rank would get no samples in a step.
+    Ranks with different numbers of samples are also an error, because averaging the per-rank means would give some
+    samples more weight than others. Pass `uneven=True` to allow it.
     """
 
     def __init__(
@@ -66,13 +69,13 @@ class BatchSampler(Sampler[list[int]]):
         self._order = SampleOrder(order, seed, length, "BatchSampler")
         self._steps = Steps(self._order.length, batch, drop_last)
         self._uneven = uneven
-        self._done: int | None = None  # as it was set
+        self._done: int | None = None  # the value that was set
         self._check(microbatches)
         self.load_state_dict({"steps": steps_done})
 
     @property
     def steps_done(self) -> int:
-        """The steps that are done: what was set last, else those of which this rank's samples were yielded."""
+        """The number of completed steps: the number that you set last, or else the steps yielded on this rank."""
         return self._yielded if self._done is None else self._done
 
     @steps_done.setter
@@ -80,11 +83,11 @@ class BatchSampler(Sampler[list[int]]):
         self._done = steps
 
     def state_dict(self) -> dict[str, int]:
-        """Return `{"steps": steps_done}`; torchdata's StatefulDataLoader keeps it with each batch, ahead or not."""
+        """Return `{"steps": steps_done}`. StatefulDataLoader of torchdata saves it with each batch that it fetches."""
         return {"steps": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next iteration begin after so many steps, wherever in an epoch, on any number of ranks."""
+        """Start the next iteration after `state["steps"]` steps, anywhere in an epoch and on any number of ranks."""
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0 or len(state) > 1:
             raise UsageError(f'BatchSampler: its state is {dict(state)}; give {{"steps": the steps done, from 0}}')
@@ -92,17 +95,17 @@ class BatchSampler(Sampler[list[int]]):
         self._done = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration go through `epoch`, from 0; where it would do so, it begins where it would."""
+        """Start the next iteration with `epoch`, from 0. If it already starts within this epoch, nothing changes."""
         if self._first // self._steps.per_epoch != epoch:
             self._first = self._yielded = epoch * self._steps.per_epoch
 
     def __len__(self) -> int:
-        """Return what this rank yields in a whole epoch: batches for a loader."""
+        """Return the number of batches that this rank yields in a whole epoch."""
         whole, last = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
         return whole * len(self._own(self._steps.batch)) + len(self._own(last.samples))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's samples, from the first step that is not done to the end of its epoch."""
+        """Yield the sample indices of this rank, from the first step that isn't done to the end of its epoch."""
         if not self._given and (now := process_group() or self._rank[:2]) != self._rank[:2]:
             raise UsageError(
                 f"BatchSampler: it was made by rank {self._rank.replica} of {self._rank.replicas}, and this is rank "
@@ -117,13 +120,13 @@ class BatchSampler(Sampler[list[int]]):
             for index in others:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._yielded = step.number + 1
-            if step.last_of_epoch:  # here, since a trainer that counts batches does not ask for one more
+            if step.last_of_epoch:  # here, since a trainer that counts batches stops at the last one
                 self._first = end
             yield order(np.arange(microbatches[last].start, microbatches[last].stop)).tolist()
 
     @property
     def batch_size(self) -> NoReturn:
-        """Refuse to be dealt out again, which is what Accelerate and Lightning ask this for."""
+        """Raises UsageError, because Accelerate and Lightning read it to shard the sampler over the ranks again."""
         raise UsageError(
             "BatchSampler: it yields this rank's samples, and they were to be shared among the ranks once more; do not "
             "give its loader to accelerator.prepare; for Lightning set use_distributed_sampler=False"
@@ -131,11 +134,11 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def batch_sampler(self) -> "BatchSampler":
-        """Itself: where transformers.Trainer looks for what has a `set_epoch`."""
+        """The sampler itself: transformers.Trainer looks here for an object with `set_epoch`."""
         return self
 
     def _own(self, samples: int) -> list[int]:
-        """Return the numbers of this rank's micro-batches in a step of so many samples."""
+        """Return the indices of this rank's micro-batches in a step of `samples` samples."""
         return [index for index, _ in self._rank.indices(min(self._parts, samples))]
 
     def _check(self, microbatches: int | None) -> None:
@@ -161,7 +164,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def _place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
+    """Return the rank of this process and the number of ranks."""
     if (found := process_group()) is not None:
         return found
     info = detect(os.environ)

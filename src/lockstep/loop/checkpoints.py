@@ -1,4 +1,4 @@
-"""The checkpoints of a loop of the user's own: all that its script needs to go on, the same on every rank."""
+"""The checkpoints of a custom training loop: everything that the script needs to resume, the same on every rank."""
 
 import json
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from lockstep.training.progress import Progress
 
 @final
 class LoopCheckpoints:
-    """Those in the run folder: the one that the run resumes from, and those that it saves. All ranks call each method.
+    """The checkpoints in the run folder. All ranks must call each method.
 
-    They keep the engine's state, the `record` of the loop, the script's `state`, and how the optimizer's settings, the
-    scheduler and the modes of modules are.
+    A checkpoint holds the state of the engine, the `record` of the loop, the script's `state`, and the current
+    optimizer settings, scheduler state and module modes.
     """
 
     def __init__(self, member: Member, placed: Placed, record: LoopRecord, state: ScriptState) -> None:
@@ -36,11 +36,11 @@ class LoopCheckpoints:
 
     @property
     def weights(self) -> str:
-        """The SHA-256 of the weights of the last one."""
+        """The SHA-256 of the weights in the last checkpoint."""
         return self._kept.weights
 
     def resume(self) -> None:
-        """Go on from the checkpoint that the run found in its folder, if any; UsageError for one of another loop."""
+        """Resume from the checkpoint in the run folder, if any. Raises UsageError if a different loop saved it."""
         path = self._member.checkpoint
         if path is None:
             return
@@ -52,10 +52,13 @@ class LoopCheckpoints:
         self._state.load(path, saved.get("state", {}), whole_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:
-        """Save, or begin to; return what is saved by now. UsageError if ranks differ in what is kept."""
+        """Save a checkpoint, or start to save it, and return the saves that are complete.
+
+        Raises UsageError if ranks have different values to save.
+        """
         placed, world = self._placed, self._rank.world
         placed.check_structure()
-        if self._member.replay is None:  # whose folder is thrown away
+        if self._member.replay is None:  # the folder of a replay is deleted
             self._check_finite()
         changes = placed.changes()
         plain, tensors = self._state.split()
@@ -73,19 +76,19 @@ class LoopCheckpoints:
         return self._kept.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:
-        """Save at the end of a loop, or as a signal asks, unless that was done; return it once it is saved."""
+        """Save at the end of a loop or on a signal, unless this step is saved already. Return the finished saves."""
         return [] if self.has(progress.step) else [*self.save(), *self.wait()]
 
     def has(self, step: int) -> bool:
-        """Return whether the last save was after this step."""
+        """Return whether the last checkpoint was saved after this step."""
         return self._kept.has(step)
 
     def wait(self) -> list[Saved]:
-        """Wait for a save that is under way, and return it."""
+        """Wait for a save in progress and return it."""
         return self._kept.wait()
 
     def close(self) -> None:
-        """Leave, once nothing is under way."""
+        """Release the checkpoints. No save may be in progress."""
         self._kept.close()
 
     def _check_finite(self) -> None:
@@ -93,11 +96,11 @@ class LoopCheckpoints:
             self._placed.check_finite(self._rank.progress.step)
         except TrainingError:
             if self._rank.digests is not None:
-                self._rank.digests.collect()  # of the steps until here, which may be looked into
+                self._rank.digests.collect()  # so that you can examine the steps so far
             raise
 
     def _decided(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of what decided its numbers."""
+        """Return the values of a checkpoint that determined its weights."""
         loop = self._record.saved(self._placed)
         plain, _ = self._state.split()
         return {"recipe": {"loop": loop, "state": plain, **self._placed.changes()}, "data": {}}

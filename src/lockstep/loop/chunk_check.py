@@ -1,4 +1,4 @@
-"""Compares the chunks of a placed model of the user's own loop with the whole model, at the model's first call."""
+"""Compares the chunks of a placed model with the whole model at the first call of the model in a custom loop."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @final
 class FirstCallCheck:
-    """Keeps a copy of a model that will be cut, and compares it with its chunks when the model is first called.
+    """Keeps a copy of a model that will be split into chunks, and compares both at the first call of the model.
 
-    The comparison takes two samples of the first micro-batch, in float32. Its inputs decide it, so it cannot be made
-    before. A copy that cannot be made, or cannot be called, is reported by `warn`.
+    The comparison uses two samples of the first micro-batch, in float32. It needs the inputs of the model, so it can't
+    run earlier. If the model can't be copied or the copy can't be called, `warn` reports it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FirstCallCheck:
             return
         try:
             whole = copy.deepcopy(model).eval()
-        except Exception as error:  # a model of the user's own may refuse to be copied in any way
+        except Exception as error:  # a custom model may raise any exception when it is copied
             warn(f"{_NOT_COMPARED}: it cannot be copied: {error}")
             return
         self._whole = whole
@@ -48,7 +48,7 @@ class FirstCallCheck:
         self._hooks = {entry: entry.register_forward_pre_hook(self._check, with_kwargs=True) for entry in self._names}
 
     def _check(self, entry: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Compare at the first call of what the loop calls: the model, or one of several in a container."""
+        """Compare at the first call of an entry module: the model, or a model in a container."""
         self._hooks.pop(entry).remove()
         whole, name = self._whole, self._names.pop(entry)
         if not self._names:
@@ -68,6 +68,6 @@ class FirstCallCheck:
         with generators_kept(), new_tensors_dropped(), torch.autocast(device.type, enabled=False):
             try:
                 return quick_departure(whole.to(device), self._cut, given, run)
-            except Exception as error:  # a stranger's model may raise anything
+            except Exception as error:  # a custom model may raise any exception
                 self._warn(f"{_NOT_COMPARED}: {type(error).__name__}: {error}")
         return None

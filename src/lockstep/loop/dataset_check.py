@@ -1,4 +1,4 @@
-"""What is looked at of a dataset before a loop of the user's own trains on it."""
+"""Checks of a dataset before a custom loop trains on it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from lockstep.training.sample_digest import digest_ends
 
 
 class DatasetFault(NamedTuple):
-    """What gives another sample when it is asked for again, and how that shows."""
+    """The part of a dataset that returns a different sample when it is asked again, and how the difference shows."""
 
     culprit: str
     text: str
 
 
 class DatasetCheck(NamedTuple):
-    """The digest of the first and the last sample, and the faults of the dataset."""
+    """The digest of the first and last sample, and the faults of the dataset."""
 
     ends: str
     faults: Sequence[DatasetFault]
 
 
 def warn_of_set_epoch(member: Member, dataset: Any) -> None:
-    """Warn of a dataset that expects to be told the epoch before its samples are fetched."""
+    """Warn if the dataset has `set_epoch`, which the loop would call after samples were fetched."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(
             "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
@@ -33,9 +33,9 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
 
 
 def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
-    """Fetch the ends of a dataset, and look for faults if a run begins."""
-    with generators_kept():  # fetched by one rank alone too: a dataset may count how often it is asked
-        # First, since a dataset may keep what it gave.
+    """Fetch the first and last sample of a dataset, and look for faults if the run is new."""
+    with generators_kept():  # a single rank fetches them, too, since a dataset may count its calls
+        # Look for faults first, since a dataset may cache the samples that it returned.
         looks = member.checkpoint is None and not items.in_memory
         found = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
         return DatasetCheck(digest_ends(items), [DatasetFault(each.culprit, each.text) for each in found])

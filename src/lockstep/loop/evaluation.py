@@ -1,4 +1,4 @@
-"""Evaluation in a loop of the user's own: the passes over `run.each`, and what `run.sum` adds up of them."""
+"""Evaluation in a custom loop: the passes over `run.each`, and the sums that `run.sum` computes over them."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -19,7 +19,7 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class Evaluation:
-    """The passes over datasets in which the model is evaluated; the last one is what `run.sum` is given values of."""
+    """The passes over datasets that evaluate the model. `run.sum` adds up values of the last pass."""
 
     def __init__(self, rank: Rank, gate: Gate, meeting: Meeting, seed: int) -> None:
         self._rank = rank
@@ -28,23 +28,23 @@ class Evaluation:
         self._seed = seed
         self._pass = Pass()
         self._warned = False
-        self.default_batch = 0  # samples at a time, unless asked for otherwise
+        self.default_batch = 0  # samples per batch, unless the script passes a number
 
     @property
     def computing(self) -> int:
-        """0 where neither a micro-batch nor a batch of a pass is under way; another number for each of the latter."""
+        """0 outside of micro-batches and evaluation batches. In a pass, each batch has a different number."""
         return self._gate.open and 1 + len(self._pass.numbers)
 
     def batch_size(self, batch: int | None) -> int:
-        """Return the number of samples at a time: as asked for, else that of the largest micro-batch."""
+        """Return the number of samples per batch: `batch` if set, else the size of the largest micro-batch."""
         samples = batch or self.default_batch
         if not samples:
             raise refusal("run.each: no batch, and no run.steps before it that has one", "give batch=")
         return samples
 
     def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
-        """Yield this rank's batches of so many samples, while the model evaluates without gradients."""
-        self._meeting.refuse_within_batch("run.each")  # their ends would leave gradients off where they overlap
+        """Yield this rank's batches of `samples` samples, with the model in evaluation mode and without gradients."""
+        self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients off
         self.end_pass()
         current = self._pass = Pass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
@@ -52,7 +52,7 @@ class Evaluation:
         try:
             placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
-                guard.mark(moved=True)  # averaged weights are in the places of the trained ones
+                guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
                 for number, each, _ in loader.validation(samples):
                     current.numbers.append(number)
                     gate.exchanged = False
@@ -68,16 +68,16 @@ class Evaluation:
             if not current.whole:
                 self._meeting.note_left(calling() or "run.each")
             gate.open = False
-            seed_all(world, draws)  # ranks had other batches
+            seed_all(world, draws)  # ranks had different batches
             guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
-        """Add values of the last pass over its batches and all ranks; see `Run.sum`."""
-        # Values may be a generator that makes the pass.
+        """Add values of the last pass over its batches and all ranks. See `Run.sum`."""
+        # `values` may be a generator that runs the pass.
         return sum_values(self._rank.world, values, lambda: self._pass)
 
     def end_pass(self) -> None:
-        """Warn, once, of a pass of which nothing was added up over several ranks."""
+        """Warn, once, if several ranks went through a pass and the script didn't sum its results over the ranks."""
         if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
             self._warned = True
             self._rank.warn(

@@ -1,7 +1,8 @@
-"""What happens within the step of an own loop that a replay examines: each rank looks on while it computes.
+"""Examines a step of a custom loop for a replay: each rank observes the step while it computes.
 
-A script's code within a step runs once, so nothing is computed a second time, as it is for a recipe. What a rank has
-seen is written after each micro-batch, since a script may end with an error of its own where a loss is nan.
+The script's code within a step runs only once, so Lockstep can't compute the step a second time, as it does for a
+recipe. Each rank writes its observations after every micro-batch, since a script may raise its own error if a loss is
+nan.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,14 +23,14 @@ from lockstep.training.checkpoint import durable
 from lockstep.training.observer import Examined, LayerNorms, Observer
 from lockstep.training.update_norms import measure_update
 
-_LARGEST: Final = 1 << 28  # bytes of a file that is read
+_LARGEST: Final = 1 << 28  # bytes, the largest file that is read
 
 
 class Seen(BaseModel):
-    """What one rank, or all of them, saw of the step.
+    """The observations of one rank, or of all ranks, in a step.
 
-    `samples` are the numbers of the step's samples by micro-batch. `iteration` is the one over the micro-batches, from
-    0, in which the first value that is not finite arose: a step of several updates has several.
+    `samples` holds the sample indices of the step, one list per micro-batch. A step with several updates iterates over
+    its micro-batches several times. `iteration` is the iteration, from 0, with the first nonfinite value.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -42,9 +43,9 @@ class Seen(BaseModel):
 
 @final
 class Examination:
-    """One rank's look at a step: around its micro-batches and its updates.
+    """The observations of one rank: around the micro-batches and the updates of a step.
 
-    `report` is called when the step is done, before the script sees its results. All ranks have one.
+    `report` is called at the end of the step, before the script sees its results. All ranks have an examination.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Examination:
         self._microbatch: MicroBatch | None = None
 
     def enter(self, microbatch: MicroBatch, iteration: int) -> None:
-        """Look from here on, before the forward of a micro-batch, unless it is a dummy."""
+        """Start to observe before the forward of a micro-batch, unless it is a dummy."""
         if microbatch.dummy:
             return
         found = self._seen.examined
@@ -69,26 +70,29 @@ class Examination:
         self._looking.enter_context(Observer(microbatch, found).observing(self._placed.model))
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of the micro-batch, as the script has given it."""
+        """Note the loss of the micro-batch, as passed by the script."""
         if self._microbatch is not None:
             self._seen.examined.microbatches[self._microbatch.index] = float(loss.detach())
 
     def leave(self) -> None:
-        """Look no longer, and write what was seen."""
+        """Stop observing, and write the observations."""
         if self._microbatch is not None:
             self._looking.close()
             self._microbatch = None
             self._write()
 
     def update(self, update: Callable[[], Update], *, whole: bool) -> Update:
-        """Do an update, of all groups of the optimizer or not of the `whole`, and measure it. All ranks call it."""
+        """Run an update and measure it. All ranks call it.
+
+        `whole` is true if the update moves all groups of the optimizer.
+        """
         engine = self._placed.canonical
 
         def weights() -> Iterable[tuple[str, Tensor]]:
             yield from wholes(self._world, engine.state().model)
 
         updated, layers = measure_update(update, wholes(self._world, engine.gradients()), weights(), weights())
-        # Other groups have no gradient, and do not move.
+        # Groups without an update have no gradient and don't move.
         self._seen.layers += [each for each in layers if whole or each.gradient or each.update]
         self._write()
         return updated
@@ -102,7 +106,7 @@ class Examination:
 
 
 def read_seen(folder: Path) -> Seen | None:
-    """Return what all ranks together saw of a step; None where none of them came to it."""
+    """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
     ranks = [Seen.model_validate_json(plainfile.content(path, _LARGEST)) for path in paths]
     if not ranks:
@@ -112,12 +116,12 @@ def read_seen(folder: Path) -> Seen | None:
         found.microbatches |= each.examined.microbatches
         for name, largest in each.examined.activations.items():
             found.note_activation(name, largest)
-    # The one that a single process, which computes all micro-batches in their order, would come to first.
+    # The nonfinite value that a single process would reach first, since it computes all micro-batches in order.
     firsts = [
         (each.iteration, nonfinite.microbatch, nonfinite)
         for each in ranks
         if (nonfinite := each.examined.nonfinite) is not None
     ]
     iteration, _, found.nonfinite = min(firsts, key=lambda first: first[:2], default=(0, 0, None))
-    layers = max((each.layers for each in ranks), key=len)  # whole on rank 0
+    layers = max((each.layers for each in ranks), key=len)  # rank 0 has all layers
     return Seen(samples=ranks[0].samples, examined=found, iteration=iteration, layers=layers)

@@ -1,4 +1,4 @@
-"""The figures of `run.log`, and whether all ranks have logged the same."""
+"""The metrics of `run.log`, and the check that all ranks log the same values."""
 
 from collections.abc import Mapping
 from typing import final
@@ -15,15 +15,15 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class LoggedFigures:
-    """The last value of each figure that a script has logged."""
+    """The last value of each metric that a script logged."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._values: dict[str, str] = {}  # in full
+        self._values: dict[str, str] = {}  # with all digits
         self._compared = False
 
     def log(self, figures: Mapping[str, float | Tensor]) -> None:
-        """Write figures of the last step; see `Run.log`."""
+        """Write metrics of the last step. See `Run.log`."""
         try:
             plain = {name: float(value) for name, value in figures.items()}
         except (TypeError, ValueError, RuntimeError) as error:
@@ -35,7 +35,7 @@ class LoggedFigures:
         self._rank.write(Logged(**self._rank.progress.at, figures=plain))
 
     def compare(self) -> None:
-        """Warn of figures that were logged with other values on other ranks, the first time there are any."""
+        """Warn of metrics with different values on different ranks, the first time that there are any."""
         world = self._rank.world
         if not world.figures_differ or self._compared:
             return

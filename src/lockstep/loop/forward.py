@@ -1,4 +1,4 @@
-"""The forward of a micro-batch, which a loop of the user's own computes between two calls of ours."""
+"""The forward of a micro-batch, which a custom loop computes between two calls of Lockstep."""
 
 from contextlib import AbstractContextManager
 from typing import final
@@ -18,25 +18,28 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class Forward:
-    """What the user's code computes a micro-batch in: the engine's context, the open gate, and what looks on.
+    """The surroundings of the user's code in a micro-batch: the engine's context, the open gate, and the observers.
 
-    An `examination` looks into the step, where a replay asks for that.
+    If a replay asks for it, an `examination` observes the step.
     """
 
     def __init__(self, step: Step, placed: Placed, gate: Gate, examination: Examination | None) -> None:
-        self.microbatch: MicroBatch | None = None  # the one whose backward is still missing
+        self.microbatch: MicroBatch | None = None  # the micro-batch that still needs its backward
         self._step = step
         self._placed = placed
         self._gate = gate
         self._examination = examination
         self._context: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
-        self._versions: dict[int, list[int]] = {}  # of the tensors of each micro-batch, when it was first gone through
+        self._versions: dict[int, list[int]] = {}  # the tensor versions of each micro-batch in the first iteration
 
     def enter(
         self, microbatch: MicroBatch, stray_check: StrayModuleCheck | None, *, beside: bool, first: bool, iteration: int
     ) -> None:
-        """Begin a micro-batch of an iteration over the step: one `beside` it, for an audit, or the `first` of it."""
+        """Begin a micro-batch in an iteration over the step.
+
+        `beside` marks a micro-batch that an audit adds to the step, `first` the first micro-batch of the iteration.
+        """
         number, engine = self._step.number + 1, self._placed.engine
         if self._examination is not None and not beside:
             self._examination.enter(microbatch, iteration)
@@ -57,16 +60,16 @@ class Forward:
             )
 
     def check_loss(self, loss: Tensor) -> None:
-        """Raise UsageError if the loss depends on a parameter that is not the placed model's."""
+        """Raise UsageError if the loss depends on a parameter outside the placed model."""
         if self._stray_check is not None:
             self._stray_check.check_leaves(self._step.number + 1, loss)
         if self._examination is not None:
             self._examination.note_loss(loss)
 
     def leave(self, *, early: bool = False) -> None:
-        """Leave the forward, if one is under way: its precision, and what looks at it.
+        """Leave the current forward, if any, with its precision and its observers.
 
-        If that is `early`, because of an error, what it has left behind is not looked at.
+        `early` means that an error ended the forward. In this case, the state that it left behind isn't checked.
         """
         context, self._context, self._gate.open = self._context, None, False
         self._gate.returned.clear()

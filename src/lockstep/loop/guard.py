@@ -1,13 +1,17 @@
-"""What the user's code must leave as it is between two calls of ours: weights, buffers, gradients, modes, structure.
+"""Checks that user code between two calls of Lockstep leaves weights, buffers, gradients and modes unchanged.
 
-One idea: when a call of ours ends, it is noted what all of that is, by torch's version counters, addresses and
-identities; when the next one begins, it must be that still. What the engine does in between is noted anew. So the same
-is refused under every strategy, whether it would have had an effect there or not.
+When a call of Lockstep ends, the guard notes the state of the model: the version counters of PyTorch, addresses and
+identities of tensors, modes and structure. When the next call begins, the state must be the same. Changes made by the
+engine in between are noted again. This way, every strategy rejects the same changes, even if a change would have no
+effect under that strategy.
 
-Two things would pass unseen. A write through `.data`, which torch does not count: while a model is placed, `.data` of
-its tensors shares their counters. And a write to a gradient, which each strategy keeps elsewhere: what the user's code
-finds in `grad` refuses it. The sum of a step's gradients is known when it is updated, and lies elsewhere for each
-strategy until then: so that is the same everywhere, nothing but nan.
+Two kinds of writes need extra care:
+
+- Writes through `.data`, which PyTorch doesn't count. While a model is placed, `.data` of its tensors shares their
+  version counters.
+- Writes to gradients, which each strategy keeps in a different place. The user's code finds a stand-in in `grad` that
+  rejects writes. The sum of the gradients is only known at the update, and until then it is in a different place under
+  each strategy. Therefore the stand-in has the value nan under every strategy.
 """
 
 import sys
@@ -28,12 +32,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.common.own_code import Place, between, is_own, refusal
 from lockstep.loop.placing import REST
 
-Refuse = Callable[[bool], Exception]  # given whether a backward writes
+Refuse = Callable[[bool], Exception]  # called with whether a backward writes
 
 
 @final
 class Withheld(Tensor):
-    """A gradient that is not shown. It has no memory; a write to it raises what `refuse` returns."""
+    """A stand-in for a gradient. It has no memory, and a write to it raises the error that `refuse` returns."""
 
     refuse: Refuse
 
@@ -52,7 +56,7 @@ class Withheld(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute with nan in place of what is withheld; see `torch.Tensor`."""
+        """Compute with nan instead of withheld gradients. See `torch.Tensor`."""
         named = dict(kwargs or {})
         held = [each for each in tree_leaves((args, named)) if isinstance(each, Withheld)]
         shared = False
@@ -65,7 +69,7 @@ class Withheld(Tensor):
                 raise held[0].refuse(torch._C._current_graph_task_id() != -1)
             shared = True
         outputs = func(*tree_map_only(Withheld, _nan, args), **tree_map_only(Withheld, _nan, named))
-        # A view, which could be written in its place.
+        # A view could be written in place, so it must be withheld too.
         return tree_map_only(Tensor, lambda each: Withheld(each, held[0].refuse), outputs) if shared else outputs
 
 
@@ -104,10 +108,11 @@ _TORCHS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 @final
 class Guard:
-    """Watches a placed model, and the parameters that it had `before`, by their names.
+    """Watches a placed model, and the parameters that it had `before`, by name.
 
-    `kept` are the buffers that the engine keeps alike on all ranks, which a training forward may write to; `gathered`
-    says what it computes with in the place of parameters. A call of ours begins with `check` and ends with `mark`.
+    `kept` are the buffers that the engine keeps the same on all ranks. A training forward may write to them. `gathered`
+    returns the tensors that the engine computes with instead of the parameters. Each call of Lockstep begins with
+    `check` and ends with `mark`.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Guard:
         self.step = 0
         self.last: Place = "", 0
         self._whole_at = self._asked_at = self.last
-        self._frozen = False  # whether the last check let parameters be frozen for a while
+        self._frozen = False  # whether the last check found temporarily frozen parameters
         own = {id(each) for each in kept}
         self._names: dict[Tensor, str] = {}
         for name, each in chain(model.named_parameters(), model.named_buffers(), before.items()):
@@ -130,7 +135,7 @@ class Guard:
         self._parameters = [each for each in self._tensors if isinstance(each, Parameter)]
         still = {id(each) for each in _counted_unmoved(model)}
         self._kept = sorted(kept, key=lambda each: id(each) not in still)
-        self._still = sum(id(each) in still for each in kept)  # so many of the first no forward moves, as torch counts
+        self._still = sum(id(each) in still for each in kept)  # leading buffers that a forward updates uncounted
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [
             (f"{name}." if name else "", part)
@@ -141,17 +146,17 @@ class Guard:
         self._trained = [each for each in self._parameters if each.requires_grad]
         self._stand_ins = [Withheld(each, self._write_error) for each in self._trained]
         self._nothing = [None] * len(self._trained)
-        self._shown: Sequence[Tensor | None] = self._nothing  # what stands in the places of gradients
-        self._withheld: list[Tensor | None] = []  # gradients, while others stand in their places
+        self._shown: Sequence[Tensor | None] = self._nothing  # the stand-ins in place of gradients
+        self._withheld: list[Tensor | None] = []  # the gradients while stand-ins replace them
         self._summing = False  # whether the step has had a backward
         self._ask_gathered = gathered
-        self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # what a cut model computes with: of what, its version
-        self._files: dict[str, bool] = {}  # whether they are the user's
-        self._running = False  # whether the user's code is
-        self._whole = True  # whether the last check was
+        self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # of a sharded model: original and version
+        self._files: dict[str, bool] = {}  # whether each file is the user's
+        self._running = False  # whether user code is running
+        self._whole = True  # whether the last check was a whole one
         if any(type(each) is not Parameter for each in model.parameters()):
             self._watch_forwards(model)
-            for each in model.parameters():  # no graph leads to rows but by what the user's code makes of them
+            for each in model.parameters():  # only user code can make a graph lead to shards
                 if each.requires_grad and type(each) is not Parameter:
                     each.register_hook(partial(self._refuse_dependence, self._names[each]))  # type: ignore[no-untyped-call]
         _Data.install().guards.append(ref(self))
@@ -162,16 +167,18 @@ class Guard:
         self.mark(moved=True)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._running = False
         _Data.install().remove(self)
 
     def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False, frozen: bool = False) -> None:
-        """Raise UsageError where something is not as it was when the last call of ours ended.
+        """Raise UsageError if something changed since the last call of Lockstep ended.
 
-        Parameters may be `frozen` for an evaluation, and freed before the next update.
-        Not the `whole` is what is written or replaced. With `modes` all modules are to be in the mode that was marked;
-        after a `forward` what it writes of what is kept alike may have been written.
+        - `whole`: Also check the addresses of tensors, `requires_grad` and gradient hooks. Otherwise only writes and
+          replaced parts are checked.
+        - `modes`: All modules must be in the marked mode.
+        - `forward`: A forward ran, so it may have written to the `kept` buffers.
+        - `frozen`: Parameters may be frozen for an evaluation, and must be unfrozen before the next update.
         """
         self._running = False
         self._whole = whole
@@ -199,7 +206,7 @@ class Guard:
             self._check_asked(frozen=frozen)
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
-        """Note how all is, weights only where they `moved`, and let the user's code run."""
+        """Note the current state, and let user code run. Weights are only noted if they `moved`."""
         if moved:
             self._summing = False
             self._versions = [each._version for each in self._tensors]
@@ -207,7 +214,7 @@ class Guard:
             self._modes = [each.training for each in self._modules]
         if self._kept:
             self._kept_versions = [each._version for each in self._kept]
-        if not self._running:  # else nothing was checked since
+        if not self._running:  # otherwise nothing was checked since
             self.last = self.line()
             if moved or self._whole:
                 self._whole_at = self.last
@@ -216,7 +223,7 @@ class Guard:
             self._running = True
 
     def line(self) -> Place:
-        """Return the line of the user's code that is calling, for less than own_code.calling asks."""
+        """Return the calling line of user code. This is faster than `own_code.calling`."""
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
@@ -229,24 +236,24 @@ class Guard:
         return "", 0
 
     def withhold(self) -> None:
-        """Put what may not be written in the places of gradients."""
+        """Replace gradients with stand-ins that reject writes."""
         self._withheld, self._shown = [each.grad for each in self._trained], self._stand_ins
         for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._summing = bool(self.step)
 
     def give_back(self) -> None:
-        """Put gradients in their places again."""
+        """Put the gradients back in place."""
         for parameter, gradient in zip(self._trained, self._withheld, strict=False):
             parameter.grad = gradient
         self._withheld, self._shown = [], self._nothing
 
     def watches(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the model's, and the user's code is running."""
+        """Return whether a tensor belongs to the model while user code is running."""
         return self._running and (tensor in self._names or tensor in self._gathered)
 
     def refuse_data(self, tensor: Tensor) -> None:
-        """Raise UsageError where the user's code sets `.data` of what is watched."""
+        """Raise UsageError if user code sets `.data` of a watched tensor."""
         if self._running and isinstance(tensor, Withheld):
             raise self._write_error(False)
         if self.watches(tensor):
@@ -255,7 +262,7 @@ class Guard:
 
     def _check_gradients(self, found: Sequence[Tensor | None]) -> None:
         for parameter, one, other in zip(self._trained, found, self._shown, strict=True):
-            # zero_grad() before the first backward does no harm.
+            # zero_grad() before the first backward is harmless.
             if one is not other and (self._summing or one is not None):
                 done = "removed" if one is None else "set"
                 raise self._refusal(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
@@ -286,7 +293,7 @@ class Guard:
 
     def _check_structure(self) -> None:
         if self._part_ids() != self._identities:
-            self._note_gathered()  # what was gathered with others, and not called
+            self._note_gathered()  # tensors that were gathered with other tensors but not called
         if (found := self._part_ids()) != self._identities:
             places = [f"{prefix}{name}" for prefix, part in self._parts for name in part]
             places += ["a part of the model"] * len(found)
@@ -300,7 +307,7 @@ class Guard:
         ]
 
     def _part_ids(self) -> list[int]:
-        """Return the identities of all parts of the modules; what is gathered counts as what it is gathered of."""
+        """Return the identities of all parts of the modules. A gathered tensor counts as its original."""
         found = [id(each) for _, part in self._parts for each in part.values()]
         if not self._gathered:
             return found
@@ -308,7 +315,7 @@ class Guard:
         return [originals.get(each, each) for each in found]
 
     def _watch_forwards(self, model: nn.Module) -> None:
-        """See what is written to what a cut model gathers for a forward, and forgets after it."""
+        """Watch the tensors that a sharded model gathers for a forward and drops after it."""
         model.register_forward_pre_hook(self._before_model, prepend=True)
         for module in self._modules:
             if any(each is not None for each in module._parameters.values()):
@@ -318,8 +325,8 @@ class Guard:
 
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
-            self._check_structure()  # gathering puts the parameters that it knows in the place of others
-            self._check_asked(hooks=False, in_rows=True)  # what is gathered for backward follows from what is trained
+            self._check_structure()  # check first, since gathering overwrites replaced parameters
+            self._check_asked(hooks=False, in_rows=True)  # it decides which tensors backward gathers
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (other := self._unknown(module)):
@@ -329,7 +336,7 @@ class Guard:
         self._unknown(module)
 
     def _unknown(self, module: nn.Module) -> str:
-        """Note what is gathered of a module, and return its name where it has tensors that are not."""
+        """Note the gathered tensors of a module. If some of its tensors aren't known, return the name of the module."""
         if not self._knows(module):
             self._note_gathered()
         return "" if self._knows(module) else self._modules[module] or "the model"
@@ -361,7 +368,7 @@ class Guard:
 
 @final
 class Unguarded:
-    """Lets the user's code do what it likes: for lockstep.verify, which is to find what comes of it."""
+    """Replaces the guard and lets user code change anything, for tests that `lockstep.verify` finds the effects."""
 
     step = 0
     last: Place = "", 0
@@ -373,7 +380,7 @@ class Unguarded:
         """See Guard."""
 
     def line(self) -> Place:
-        """Return no line."""
+        """Return an empty line."""
         return self.last
 
     def withhold(self) -> None:
@@ -388,7 +395,10 @@ class Unguarded:
 
 @final
 class _Data:
-    """What `Tensor.data` is while there are guards: for what they watch, a tensor that shares its version counter."""
+    """Replaces `Tensor.data` while there are guards.
+
+    For a watched tensor, it returns a tensor that shares the version counter.
+    """
 
     def __init__(self) -> None:
         self.guards: list[ref[Guard]] = []
@@ -420,12 +430,12 @@ class _Data:
 
 
 def _counted_unmoved(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that torch's BatchNorm moves without counting: their versions follow from other writes."""
+    """Yield the buffers that BatchNorm of PyTorch updates without counting. Only other writes change their versions."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and type(module).forward in _TORCHS and module.running_mean is not None:
             yield from (module.running_mean, cast(Tensor, module.running_var))
 
 
 def _first(places: Iterable[T], now: Sequence[object], before: Sequence[object]) -> T:
-    """Return the first that is not as it was."""
+    """Return the first place that has changed."""
     return next(place for place, found, was in zip(places, now, before, strict=False) if found != was)

@@ -1,4 +1,4 @@
-"""The loader of a loop of the user's own."""
+"""The loader of a custom training loop."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def make_loader(
     audits: AuditSchedule | None = None,
     order: SampleOrder | None = None,
 ) -> Loader:
-    """Return this rank's loader of `items`, cut into `steps` of so many micro-batches."""
+    """Return the loader of this rank for `items`, split into `steps` with `microbatches` micro-batches each."""
     world, settings = placed.world, placed.settings
     return Loader(
         DataSet(items, items),

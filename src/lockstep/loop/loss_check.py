@@ -1,12 +1,12 @@
-"""Whether the loss that a loop gives to `step.backward` is what it says: a mean or a sum over the micro-batch.
+"""Checks that the loss passed to `step.backward` has the reduction of its name: a mean or a sum over the micro-batch.
 
-The graph of a loss shows how it ends. A walk through its linear operations finds the terms of the loss, and each term
-ends in a mean, in a sum, or in something else. A loss that evidently is the other one is refused, with the name to use.
-What the graph leaves open is asked once, with the numbers. Factors are never questioned: only a division may be one by
-a count.
+The graph of a loss shows its last operations. The check walks through the linear operations to the terms of the loss.
+Each term is a mean, a sum, or something else. If the loss evidently has the other reduction, the check raises an error
+with the name to use. If the graph is ambiguous, the check asks the user once, with the numbers. It never questions
+multiplications. Only a division can be a division by a count.
 
-All micro-batches of the first step are looked at. Later only the first few operations are compared, and a loss is
-looked at again when these are new.
+In the first step, the check looks at all micro-batches. Later it only compares the last few operations, and checks a
+loss again if these are new.
 """
 
 import math
@@ -35,8 +35,8 @@ from lockstep.loop.loss_terms import (
 from lockstep.tasks.base import MicroBatch
 
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
-_SCALED: Final = 256.0  # the least factor that is taken for a scaler's, which begins with 65,536 and halves it
-_COMPARED: Final = 4  # operations at the end of a loss
+_SCALED: Final = 256.0  # smallest factor that counts as a scaler's, which starts at 65,536 and is halved
+_COMPARED: Final = 4  # number of operations at the end of a loss
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -44,14 +44,14 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 @final
 @dataclass
 class LossCheck:
-    """Looks at the losses that this process, one of `processes`, gives to the backwards of its micro-batches."""
+    """Checks the losses that this process, one of `processes`, passes to the backward of its micro-batches."""
 
     processes: int = 1
     warn: Callable[[str], None] = print
     _first_step: int = 0
     _forms: set[tuple[Any, ...]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
-    _counts: tuple[int, int, list[float]] = (0, 0, [])  # of the last micro-batch: its step, weight and means
+    _counts: tuple[int, int, list[float]] = (0, 0, [])  # step, weight and mean counts of the last micro-batch
 
     def check(
         self,
@@ -65,11 +65,13 @@ class LossCheck:
         weighs: bool = False,
         step_weight: int = 0,
     ) -> None:
-        """Raise UsageError, with the line that is calling, if `loss` is no 0-dim tensor with a graph, or misnamed.
+        """Raise UsageError, with the calling line, if `loss` isn't a 0-dim tensor with a graph, or has the wrong name.
 
-        The loss is given as a `mean` or as a sum over the micro-batch, one of so many in the step. `returned` are the
-        nodes of what the model returned for it. `weighs` says that `weight` of run.steps counts what it weighs, and
-        `step_weight` is the weight of the whole step, 0 if it is not known.
+        - `mean`: Whether the loss was passed as a mean over the micro-batch, and not as a sum.
+        - `microbatches`: The number of micro-batches in the step.
+        - `returned`: The graph nodes of the model's outputs for this micro-batch.
+        - `weighs`: Whether the script passed `weight` to run.steps, which counts the weight of the micro-batch.
+        - `step_weight`: The weight of the whole step, or 0 if it isn't known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -81,7 +83,7 @@ class LossCheck:
                 "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
             )
         if not microbatch.weight:
-            return  # a mean over nothing is not finite, and shows nothing
+            return  # a mean over nothing isn't finite and shows nothing
         self._first_step = self._first_step or step
         form = (mean, *_last_operations(root))
         if form in self._forms and step != self._first_step:
@@ -93,7 +95,7 @@ class LossCheck:
         self._check_factors(step, looked)
         self._check_division(step, looked)
         if microbatch.samples == microbatch.weight == 1:
-            return  # the mean and the sum are the same
+            return  # mean and sum are the same
         if mean:
             self._check_mean(step, looked, microbatches)
             self._compare_counts(step, looked, microbatches, weighs)
@@ -103,7 +105,7 @@ class LossCheck:
             self._ask_of_function(step, looked)
 
     def _check_factors(self, step: int, looked: "_Looked") -> None:
-        """Raise UsageError for the factor of a GradScaler, and warn of one that is the number of processes."""
+        """Raise UsageError for the factor of a GradScaler, and warn of a factor equal to the number of processes."""
         for scale in looked.shared:
             if _is_of_a_scaler(scale):
                 raise refusal(
@@ -119,7 +121,7 @@ class LossCheck:
                 )
 
     def _check_division(self, step: int, looked: "_Looked") -> None:
-        """Refuse a division of the whole loss by a whole number in the first step of a run; warn of it later."""
+        """Reject a division of the whole loss by an integer in the first step of a run, and warn of it later."""
         for scale in looked.unexplained():
             text = f"step {step}: the loss is divided by {scale.value:g}"
             advice = (
@@ -131,9 +133,10 @@ class LossCheck:
             self._ask("division", f"{text} ({calling()}); {advice}")
 
     def _check_sum(self, step: int, looked: "_Looked", weighs: bool, step_weight: int) -> None:
-        """Raise UsageError for a mean that is given as a sum, and ask if a sum has more terms than weight.
+        """Raise UsageError for a mean that is passed as a sum, and ask if a sum has more terms than weight.
 
-        A sum times the weight of the step is one that nothing divides, as the script wants it.
+        If the script multiplies the sum by the weight of the step, the update divides it by the same weight again. Such
+        a script wants a plain sum, so the check doesn't ask.
         """
         means = [term for term, kind in looked.kinds() if kind == "mean"]
         if means:
@@ -161,7 +164,7 @@ class LossCheck:
             )
 
     def _check_mean(self, step: int, looked: "_Looked", microbatches: int) -> None:
-        """Raise UsageError for a sum that is given as a mean, and ask if a part of the loss is a sum."""
+        """Raise UsageError for a sum that is passed as a mean, and ask if a part of the loss is a sum."""
         sums = [term for term, kind in looked.kinds() if kind == "sum"]
         if not sums:
             return
@@ -183,7 +186,7 @@ class LossCheck:
             )
 
     def _compare_counts(self, step: int, looked: "_Looked", microbatches: int, weighs: bool) -> None:
-        """Ask for `weight` if means are over other counts than the micro-batches weigh."""
+        """Ask for `weight` if the means are over different counts than the weights of the micro-batches."""
         weight = looked.microbatch.weight
         counts = [looked.count_of_mean(term) for term, kind in looked.kinds() if kind == "mean"]
         (step_before, weight_before, before), self._counts = self._counts, (step, weight, counts)
@@ -203,7 +206,7 @@ class LossCheck:
             )
 
     def _ask_of_function(self, step: int, looked: "_Looked") -> None:
-        """Ask about a term that is a function of what all samples of the micro-batch give."""
+        """Ask about a term that is a function of all samples of the micro-batch together."""
         for term in looked.terms:
             if not term.kind and reduces(term.node) and term.node not in looked.returned:
                 name = term.node.name().partition("Backward")[0].lower()
@@ -222,7 +225,7 @@ class LossCheck:
 
 @final
 class _Looked:
-    """A loss of a micro-batch, taken apart into those of its terms that follow from what the model returned."""
+    """The loss of a micro-batch, split into the terms that depend on the outputs of the model."""
 
     def __init__(self, root: Node, microbatch: MicroBatch, returned: Collection[Node], *, mean: bool) -> None:
         self.microbatch = microbatch
@@ -240,49 +243,52 @@ class _Looked:
         self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
 
     def kinds(self) -> Iterator[tuple[LossTerm, Kind]]:
-        """Yield each term with its kind, after the counts that it was multiplied or divided by."""
+        """Yield each term with its kind, taking multiplications and divisions by counts into account."""
         for term in self.terms:
             multipliers = [scale.value for scale in term.scales if not scale.divides]
             if term.kind == "mean" and term.size == 1:
-                yield term, ""  # of one value
+                yield term, ""  # a mean of one value
             elif term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
-                yield term, "sum"  # a mean times how many it is over
+                yield term, "sum"  # a mean times its count
             elif term.kind == "sum" and self.divisor_of_mean(term):
                 yield term, "mean"
             else:
                 yield term, term.kind
 
     def divisor_of_mean(self, term: LossTerm) -> Scale | None:
-        """Return the division by a count that makes a mean of a sum; None without any."""
+        """Return the division by a count that turns a sum into a mean, or None if there is none."""
         if term.kind != "sum":
             return None
         samples = self.microbatch.samples
         for scale in uncancelled(term):
             value = scale.value
             part = samples > 1 and value > 1 and not value % samples and not term.size % value
-            one = self._mean and value == 1  # nobody writes that: a count that is 1 here
+            one = self._mean and value == 1  # no script divides by a literal 1, so this is a count that happens to be 1
             if (value in self.counts or part or one) and not self._averages_terms(scale):
                 return scale
         return None
 
     def count_of_mean(self, term: LossTerm) -> float:
-        """Return how many values a mean is over."""
+        """Return the number of values that a mean is over."""
         scale = self.divisor_of_mean(term)
         return term.size if scale is None else scale.value
 
     def count_of_sum(self, term: LossTerm) -> float:
-        """Return how many values a sum adds up, each a mean over a dim if the sum is divided by its length."""
+        """Return the number of values that a sum adds up.
+
+        If the sum is divided by the length of a dim, each of these values is a mean over the dim.
+        """
         if term.kind != "sum":
             return 0
         return term.size / math.prod(scale.value for scale in uncancelled(term) if scale.value in term.sizes[1:])
 
     def is_over_samples(self, term: LossTerm) -> bool:
-        """Return whether a sum certainly is over the samples of the micro-batch."""
+        """Return whether a sum is certainly over the samples of the micro-batch."""
         of_loss = getattr(term.node, "_saved_reduction", None) is not None
         return of_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
 
     def unexplained(self) -> Iterator[Scale]:
-        """Yield divisions of the whole loss by whole numbers from 2, but for usual ones and those that make a mean."""
+        """Yield divisions of the whole loss by integers from 2, except usual divisions and those that make a mean."""
         for scale in self.shared:
             whole = scale.divides and scale.value >= 2 and scale.value.is_integer()
             if not whole or any(scale not in uncancelled(term) for term in self.terms):
@@ -292,13 +298,13 @@ class _Looked:
                 yield scale
 
     def is_usual(self, scale: Scale) -> bool:
-        """Return whether a division is an average of several losses, the half of squares, or a mean over a dim."""
+        """Return whether a division averages several losses, halves squares, or is a mean over a dim."""
         half = scale.value == 2 and any(operation_name(term.node).startswith(_SQUARES) for term in self.terms)
         over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
         return half or over_dim or self._averages_terms(scale)
 
     def _averages_terms(self, scale: Scale) -> bool:
-        """Return whether a division averages as many losses as it divides by; those of one sample each are no such."""
+        """Return whether a division by n averages n losses that aren't the losses of individual samples."""
         beneath = [term for term in self.terms if scale in term.scales]
         alike = len({term.factor(scale.node) for term in beneath}) == 1
         one_each = all(term.size == 1 for term in beneath)
@@ -306,7 +312,7 @@ class _Looked:
 
 
 def _last_operations(node: Node) -> Iterator[type]:
-    """Yield the types of the last operations of a loss, from the end."""
+    """Yield the types of the last operations of a loss, starting at the end."""
     for _ in range(_COMPARED):
         yield type(node)
         node = next((below for below, _ in node.next_functions if below is not None), None)
@@ -315,7 +321,7 @@ def _last_operations(node: Node) -> Iterator[type]:
 
 
 def _is_of_a_scaler(scale: Scale) -> bool:
-    """Return whether a factor is a tensor, as GradScaler keeps it, and a large power of two."""
+    """Return whether a factor is a tensor, as in GradScaler, and a large power of two."""
     if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
         return False
     saved = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
@@ -323,7 +329,7 @@ def _is_of_a_scaler(scale: Scale) -> bool:
 
 
 def _suggest_weight(looked: _Looked) -> str:
-    """Return the `weight` to write for run.steps, as far as the loss and the batch show it."""
+    """Return the `weight` to pass to run.steps, as far as the loss and the batch show it."""
     for term in looked.terms:
         ignored = getattr(term.node, "_saved_ignore_index", None)
         if ignored is None or getattr(term.node, "_saved_weight", None) is not None:
@@ -336,7 +342,7 @@ def _suggest_weight(looked: _Looked) -> str:
 
 
 def _name_in_batch(batch: Any, target: Tensor) -> str:
-    """Return which part of a batch a target is, such as `batch[1]`; "" if it is none."""
+    """Return the part of the batch that equals the target, such as `batch[1]`, or "" if there is none."""
     parts: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):
         parts = batch

@@ -1,4 +1,4 @@
-"""The terms of a loss, as its graph shows them: what is averaged or added up, and by which constants it is scaled."""
+"""The terms of a loss, read from its graph: which values are averaged or summed, and which constants scale them."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.parallel.gradients import nodes_behind
 from lockstep.tasks.base import MicroBatch
 
-Node = Any  # of an autograd graph
+Node = Any  # a node of an autograd graph
 Kind = Literal["mean", "sum", ""]  # "" is unknown
 
 _REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
@@ -26,7 +26,7 @@ _ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 
 
 class Scale(NamedTuple):
-    """A constant in a loss, which multiplies or divides all terms beneath `node`."""
+    """A constant in a loss. It multiplies or divides all terms below `node`."""
 
     node: Node
     value: float
@@ -34,10 +34,10 @@ class Scale(NamedTuple):
 
 
 class LossTerm(NamedTuple):
-    """A term of a loss: the node where the walk ended, and how the node is reduced.
+    """A term of a loss: the node where the walk through the graph ended, and its reduction.
 
-    `size` is how many values the mean is over or the sum adds up, in a tensor of the shape `sizes`. Its values were
-    multiplied by `masks` on the way.
+    `size` is the number of values that are averaged or summed. They are in a tensor of shape `sizes`. `masks` are the
+    tensors that the values were multiplied by on the way.
     """
 
     node: Node
@@ -55,7 +55,7 @@ class LossTerm(NamedTuple):
 
 
 def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms of a loss: the walk ends at means, at losses, and at what is not linear or was returned."""
+    """Return the terms of a loss. The walk ends at means, losses, nonlinear operations and outputs of the model."""
     found, waiting = [], [LossTerm(root)]
     while waiting:
         term = waiting.pop()
@@ -69,7 +69,7 @@ def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[Los
 
 
 def uncancelled(term: LossTerm) -> Sequence[Scale]:
-    """Return the divisions of a term that no multiplication by the same number undoes."""
+    """Return the divisions of a term that aren't undone by a multiplication with the same number."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     left = []
     for scale in term.scales:
@@ -83,25 +83,25 @@ def uncancelled(term: LossTerm) -> Sequence[Scale]:
 def mask_totals(mask: Tensor) -> Iterator[float]:
     total = float(mask.sum())
     yield total
-    if mask.dtype == torch.bool:  # of what was filled, the rest counts
+    if mask.dtype == torch.bool:  # if the mask marks filled values, the other values count
         yield mask.numel() - total
 
 
 def are_of_one_sample_each(terms: Sequence[LossTerm], samples: int) -> bool:
-    """Return whether these are the losses of the samples, one by one."""
+    """Return whether the terms are the losses of the individual samples."""
     return len(terms) == samples > 1 and all(each.kind == "mean" and _rows(each.node) != samples for each in terms)
 
 
 def follows(node: Node, returned: Collection[Node]) -> bool:
-    """Return whether a part of the loss follows from what the model returned; True if that is not known."""
+    """Return whether a part of the loss depends on an output of the model, or True if that isn't known."""
     return not returned or any(each in returned for each in nodes_behind(node))
 
 
 def are_of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
-    """Return whether a term is a mean over as many values as there are samples, of what a forward has computed.
+    """Return whether a term is a mean over one value per sample that a forward has computed.
 
-    Such as a penalty on gradients or on what is inside the model: nothing that was returned is behind it. Weights, too,
-    may be as many; but with them a forward shares no operation.
+    This detects a penalty on gradients or on values inside the model, which doesn't depend on any output. A mean over
+    weights can have the same number of values, but weights share no operation with a forward.
     """
     if term.kind != "mean" or _rows(term.node) != microbatch.samples:
         return False
@@ -110,7 +110,7 @@ def are_of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[
 
 
 def reduces(node: Node) -> bool:
-    """Return whether an operation of torch's gives one number, and is no sum and no loss."""
+    """Return whether a PyTorch operation other than a sum or a loss returns a single number."""
     name = operation_name(node)
     if not name or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
         return False
@@ -118,13 +118,13 @@ def reduces(node: Node) -> bool:
 
 
 def operation_name(node: Node) -> str:
-    """Return the name of an operation of torch; "" for a function of the user's own, which may have the same name."""
+    """Return the name of a PyTorch operation, or "" for a custom function, which may have the same name."""
     name: str = node.name()
     return name if name[-1:].isdigit() else ""
 
 
 def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms that an operation is linear in, or none."""
+    """Return the terms that an operation is linear in, or an empty list."""
     node, name = term.node, operation_name(term.node)
     if name.startswith(_SCALING):
         return _scaling_operands(term, [each for each, _ in node.next_functions], returned)
@@ -141,19 +141,19 @@ def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
 
 
 def _mask_of(node: Node) -> Tensor | None:
-    """Return the mask of an operation that fills or selects values, as far as it has kept that."""
+    """Return the mask of an operation that fills or selects values, if the operation has kept its mask."""
     try:
         return (
             getattr(node, "_saved_mask", None)
             if operation_name(node).startswith("Masked")
             else getattr(node, "_saved_condition", None)
         )
-    except RuntimeError:  # it was written to, which its backward will report
+    except RuntimeError:  # modified in place, which its backward will report
         return None
 
 
 def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
-    """Return what is beneath a product or a quotient, of which one side is a constant or follows from weights alone."""
+    """Return the terms below a product or quotient with one side that is constant or depends only on weights."""
     node = term.node
     divides = node.name().startswith("DivBackward")
     of_model = [each for each in sides if each is not None]
@@ -166,17 +166,17 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
         return [inner]
     try:
         constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
-    except RuntimeError:  # it was written to, which its backward will report
+    except RuntimeError:  # modified in place, which its backward will report
         return [inner]
     if constant is None:
         return [inner]
-    if isinstance(constant, Tensor) and constant.numel() != 1:  # one for each sample
+    if isinstance(constant, Tensor) and constant.numel() != 1:  # one constant per sample
         return [inner] if divides else [inner._replace(masks=(*term.masks, constant))]
     return [inner._replace(scales=(*term.scales, Scale(node, float(constant), divides)))]
 
 
 def _reduction(node: Node, samples: int) -> Kind:
-    """Return what an operation is over samples, by its name or by the reduction that it has kept."""
+    """Return how an operation reduces samples, from its name or from the reduction that it has kept."""
     if not operation_name(node).startswith("MeanBackward"):
         return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
     sizes = node._saved_self_sym_sizes
@@ -187,33 +187,33 @@ def _reduction(node: Node, samples: int) -> Kind:
 
 
 def _reduced(node: Node) -> float:
-    """Return how many values a mean or a loss reduces by itself, 0 if it has not kept that."""
+    """Return the number of values that a mean or a loss reduces itself, or 0 if it hasn't kept the number."""
     if operation_name(node).startswith("MeanBackward"):
         count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node)))
-        inner = node.next_functions[0][0]  # a mean of means
+        inner = node.next_functions[0][0]  # a mean of means counts the values of both
         return count * (_reduced(inner) if operation_name(inner).startswith("MeanBackward") else 1)
     try:
         total = getattr(node, "_saved_total_weight", None)
         return float(node._saved_self.numel() if total is None else total)
-    except (AttributeError, RuntimeError):  # it was written to, which its backward will report
+    except (AttributeError, RuntimeError):  # modified in place, which its backward will report
         return 0
 
 
 def _stack_size(node: Node) -> int:
-    """Return of how many losses, stacked up, a node is the mean; 0 if it is another one."""
+    """Return the number of stacked losses that a node averages, or 0 if it isn't such a mean."""
     inner = node.next_functions[0][0]
     stacks = inner is not None and operation_name(inner).startswith("StackBackward")
     return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0
 
 
 def _dims(node: Node) -> list[int]:
-    """Return which dims a mean is over."""
+    """Return the dims that a mean reduces."""
     ndim = len(node._saved_self_sym_sizes)
     given = getattr(node, "_saved_dim", None) or range(ndim)
     return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in given})
 
 
 def _rows(node: Node) -> int:
-    """Return the length along dim 0 of what a mean is over."""
+    """Return the length of dim 0 of the tensor that a mean reduces."""
     sizes = node._saved_self_sym_sizes if operation_name(node).startswith("MeanBackward") else node._saved_self.shape
     return int(sizes[0]) if sizes else 1

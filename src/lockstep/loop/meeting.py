@@ -1,4 +1,4 @@
-"""Whether all ranks of a loop of the user's own make the same calls of the run, between two steps."""
+"""Checks that all ranks make the same calls to the run between two steps."""
 
 from typing import Final, final
 
@@ -8,7 +8,7 @@ from lockstep.loop.model import AlikeCalls, Gate
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
-# Where ranks may be between two steps, as messages name it; the first is where `turns` has them.
+# Places where a rank can be between two steps, as error messages name them. Ranks in `turns` are at the first place.
 _PLACES: Final = (
     "the loop over run.steps",
     "run.place",
@@ -23,15 +23,15 @@ _PLACES: Final = (
 
 @final
 class Meeting:
-    """The calls that ranks make together, and the loops over `run.each` that they leave together."""
+    """The calls that all ranks make together, and the loops over `run.each` that they leave together."""
 
     def __init__(self, world: World, gate: Gate) -> None:
         self._world = world
         self._gate = gate
-        self._left_at = ""  # the line that left a loop over `run.each` early, until the other ranks are asked
+        self._left_at = ""  # the line that left a loop over `run.each` early, until it is compared with the other ranks
 
     def meet(self, call: str) -> None:
-        """Wait for all ranks to come to this call; UsageError if one is somewhere else instead."""
+        """Wait until all ranks reach this call. Raises UsageError if a rank is at a different call."""
         self.compare_left()
         met = self._world.meet(_PLACES.index(call))
         if met is not None:
@@ -43,19 +43,20 @@ class Meeting:
             )
 
     def note_left(self, where: str) -> None:
-        """Note the line that left a loop over `run.each` before its last batch."""
+        """Note the line where the script left a loop over `run.each` before its last batch."""
         self._left_at = where
 
     def compare_left(self) -> None:
-        """Raise UsageError if this rank left a loop over `run.each` early, and others that it exchanges with did not.
+        """Raise UsageError if this rank left a loop over `run.each` early and other ranks of its group didn't.
 
-        Call it at the next call of ours, and not when the loop is left: an error of the script leaves it, too.
+        Call it at the next call of Lockstep, and not when the loop is left, because an error in the script also leaves
+        the loop.
         """
         where, self._left_at = self._left_at, ""
         if where and self._gate.alike is not None:
             self._gate.alike.call(AlikeCalls.LEFT, "", where)
 
     def refuse_within_batch(self, call: str) -> None:
-        """Raise UsageError for a call within a batch of `run.each`."""
+        """Raise UsageError if `call` is made within a batch of `run.each`."""
         if self._gate.open:
             raise refusal(f"{call}: within a batch of run.each", "call it after that, or put all in one dataset")

@@ -1,4 +1,4 @@
-"""A rank's life in a run whose loop is the user's own: how it meets the others, where it writes, and how it ends."""
+"""The lifetime of a rank in a custom training loop: how it joins the other ranks, where it writes, and how it ends."""
 
 import atexit
 import os
@@ -43,13 +43,13 @@ from lockstep.training.checkpoint.signing import signing_key
 R = TypeVar("R", bound=OpenRun)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
-# Of this process, those not closed: in a notebook an error ends no process, and an error that holds a loop keeps it.
+# The open runs of this process. In a notebook, an error doesn't end the process, and it keeps the loop alive.
 _OPEN: Final[list[OpenRun]] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """What a rank has from `join` on. `checkpoint` is where the run resumes from."""
+    """The state of a rank after `join`. `checkpoint` is the checkpoint that the run resumes from."""
 
     settings: Settings
     rendezvous: Rendezvous
@@ -59,12 +59,15 @@ class Member:
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
-    replay: Replaying | None = None  # what a replay asks for
-    of_ray: bool = False  # a worker of Ray Train, whose process and errors are Ray's
+    replay: Replaying | None = None  # set if this is a replay
+    of_ray: bool = False  # a worker of Ray Train, where Ray handles the process and its errors
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> "Member":
-        """Join the other ranks and set up; an error ends this process, or is raised where it is alone or Ray's."""
+        """Join the other ranks and set up this one.
+
+        An error ends this process. If the rank is alone or a worker of Ray Train, the error is raised instead.
+        """
         context, held = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
         info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
@@ -81,7 +84,7 @@ class Member:
                 kept = kept.model_copy(update={"dir": str(context.folder)})
         elif worker is not None:
             kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
-            # Ray watches its workers, and ends all where one is lost or fails: no heartbeats, and errors are raised.
+            # Ray watches its workers and ends all if one fails: no heartbeats are needed, and errors are raised.
             rendezvous = join_ranks(ray.place(worker, os.environ), placement.rendezvous, placement.timeout_s)
             held.callback(rendezvous.leave)
         elif info is not None:
@@ -91,7 +94,7 @@ class Member:
             _close_left(kept.dir)
             if warning := slurm.warning(os.environ):
                 print(warning, file=sys.stderr)
-            rendezvous = alone()  # whose errors pass: to the end of the script, a notebook or a test
+            rendezvous = alone()  # errors propagate to the script, a notebook or a test
         with _ending(held):
             check_sinks(kept)
             size, asked = rendezvous.info.size, placement.processes
@@ -121,7 +124,7 @@ class Member:
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded
-            if context is not None and observe is not None:  # who compares placements reads no terminal
+            if context is not None and observe is not None:  # verify compares placements and needs no terminal output
                 rank.sinks = list(context.sinks)
             elif not world.rank:
                 rank.sinks = held.enter_context(_sinks(kept, decided, where, streams))
@@ -130,12 +133,12 @@ class Member:
                     run_folder.record_environment(where, sources, [], {"backend": world.backend})
             if worker is not None and where is not None:
                 rank.sinks = [*rank.sinks, RayReport(str(where), lead=world.rank == 0)]
-            seed_generators(random.key(random.INITIAL, settings.seed))  # last: a sink may draw, too
+            seed_generators(random.key(random.INITIAL, settings.seed))  # last, since a sink may draw random numbers
         settings = settings.model_copy(update={"run": kept})
         return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, again, worker is not None)
 
     def register(self, run: R) -> R:
-        """See that the run ends with this process, or with the function that joined it; return it."""
+        """Close the run when this process, or the function that joined it, ends. Return the run."""
         context = WORKER_CONTEXT.get()
         if context is not None:
             context.runs.append(run)
@@ -151,21 +154,24 @@ class Member:
         return run
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
-        """End the run, which is saved, for a signal, and the script; in a notebook only the cell."""
+        """Close the run, which is saved, because of a signal, and end the script. In a notebook, only the cell ends."""
         close()
         if _interactive():
             raise KeyboardInterrupt(reason)
         raise SystemExit(EXIT_CODES[reason])
 
     def close(self, error: BaseException | None) -> None:
-        """Leave; with an error the process ends, unless it is the only one and interactive, or it is our own."""
+        """Leave the run.
+
+        An error ends the process, unless the rank is alone, or Ray Train or a Lockstep worker handles the error.
+        """
         self.held.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
         )
 
 
 def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
-    """Read what `join` was given; what is wrong with it ends all ranks of a launcher, and is reported once."""
+    """Return the settings passed to `join`. If they are invalid, all ranks of a launcher end, with one report."""
     try:
         return read()
     except UsageError as error:
@@ -175,9 +181,10 @@ def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
 
 
 def _close_left(folder: str | None) -> None:
-    """Close this process's run in the folder of the next one, whose loop an error left, and those begun since.
+    """Close this process's run in the folder of the next run, and all runs that began after it.
 
-    What each has put in place of something of the process lies upon what was there when it began.
+    An error left the loop of that run. The runs must be closed in reverse order, because each run restores the process
+    state that it found when it began.
     """
     first = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
     for run in reversed(_OPEN[first:]):
@@ -186,7 +193,7 @@ def _close_left(folder: str | None) -> None:
 
 @contextmanager
 def _ending(held: ExitStack) -> Iterator[None]:
-    """Undo what was entered where the block fails; of several ranks that ends this process."""
+    """If the block fails, undo everything entered into `held`. With several ranks, this ends the process."""
     try:
         yield
     except BaseException as error:
@@ -198,7 +205,7 @@ def _ending(held: ExitStack) -> Iterator[None]:
 def _sinks(
     kept: Kept, decided: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
-    """Give the sinks of rank 0, which writes to `streams`: the terminal and, where there is one, its log."""
+    """Yield the sinks of rank 0, which writes to `streams`: the terminal and, if there is a run folder, its log."""
     if folder is None:
         with closing(Console(streams[0], None, "")) as console:
             yield [console]
@@ -208,7 +215,7 @@ def _sinks(
 
 
 def _interactive() -> bool:
-    """Return whether a person types at this process, as in a notebook: an error must not end it."""
+    """Return whether the process is interactive, as in a notebook. An error must not end it."""
     return "ps1" in vars(sys)
 
 
@@ -219,7 +226,7 @@ def _at_exit(left: weakref.ref[R]) -> None:
 
 
 def _hook(left: weakref.ref[R]) -> Hook:
-    """Return what ends the run with an error of the script, and all ranks, and reports it once and in few words."""
+    """Return the exception hook that ends the run and all ranks, and reports the error once and briefly."""
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = left()
@@ -227,13 +234,13 @@ def _hook(left: weakref.ref[R]) -> Hook:
             error = TrainingError("interrupted")
             error.exit_code = EXIT_INTERRUPTED
         if run is not None:
-            run.close(error)  # of several ranks this one ends here
+            run.close(error)  # with several ranks, the process ends here
         _report(kind, error, trace)
 
     return end
 
 
 def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
-    """Report the error of a script that is the only rank, and end it."""
+    """Report the error of a script that runs as a single rank, and end it."""
     rendezvous = alone()
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))

@@ -1,4 +1,4 @@
-"""The user's model in a loop of their own: where it may be called, in which dtypes, and what must be within it."""
+"""The user's model in a custom loop: where the loop may call it, in which dtypes, and what the model must contain."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ _TOO_FEW: Final = (
     "BatchNorm needs two samples in each micro-batch, those of an epoch's last step too: take fewer micro-batches, or "
     "drop_last=True in run.steps"
 )
-# What torch says where it cannot compute with a DTensor.
+# Words in PyTorch's error if it can't compute with a DTensor.
 _OF_ROWS: Final = ("DTensor", "DeviceMesh")
 _OF_DTYPES: Final = "uniform original parameter dtype"
 _ONE_DTYPE: Final = (
@@ -43,33 +43,33 @@ _IN_ROWS: Final = (
 
 @dataclass(eq=False)
 class Gate:
-    """Where the user's code may call the placed model, within a micro-batch or `run.each`, and where no other rank."""
+    """Where user code may call the placed model: within a micro-batch or a batch of `run.each`."""
 
     open: bool = False
-    step: int = 0  # whose micro-batches are under way, as many on each rank as it has
-    returned: set[Any] = field(default_factory=set)  # nodes of the graph: what the model gave for this micro-batch
-    alike: "AlikeCalls | None" = None  # where ranks exchange parts of the model, or what it is given, in its calls
+    step: int = 0  # the current step, during its micro-batches. Ranks can have different numbers of them.
+    returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
+    alike: "AlikeCalls | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: Place = "", 0  # the line of the last step.backward
-    recomputing: bool = False  # whether a backward is under way, which may call what the user's checkpoint() wraps
-    exchanged: bool = False  # whether the loop has exchanged something itself; `run.each` sets it back
+    recomputing: bool = False  # whether a backward is running, which recomputes modules in the user's checkpoint()
+    exchanged: bool = False  # whether the loop called a collective itself. `run.each` resets it.
 
     @property
     def at(self) -> str:
-        """How a message about a step begins."""
+        """The beginning of a message about a step."""
         return f"step {self.step}: " if self.step else ""
 
     def end_batch(self) -> None:
-        """Call at the end of a micro-batch or a batch of `run.each`."""
+        """Call this at the end of a micro-batch or of a batch of `run.each`."""
         if self.alike is not None:
             self.alike.call(AlikeCalls.OVER, self.at)
 
     @property
     def ended(self) -> str:
-        """What became of the micro-batch before."""
+        """A description of how the previous micro-batch ended."""
         return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
-        """Take note of an exchange of the user's own; UsageError within a step."""
+        """Note a collective that the user's code calls. Raises UsageError within a step."""
         self.exchanged = True
         if self.step and name == exchanges.OF_ROWS:
             raise refusal(
@@ -86,19 +86,19 @@ class Gate:
             )
 
     def stand_before(self, model: nn.Module, numerics: Numerics, alike: "AlikeCalls | None") -> None:
-        """Refuse calls of the placed model elsewhere, and let it take and give what it does for a task.
+        """Reject calls of the placed model outside the gate, and convert its inputs and outputs as for a task.
 
-        Of a container, which has no forward, that goes for what it contains.
+        A container has no forward. In this case, the gate is in front of the modules in the container.
         """
         self.alike = alike
         for number, each in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
-            # Where torch puts a compiled call, around all hooks: hooks of our own would take 7 us of each call more.
+            # PyTorch stores a compiled call here, around all hooks. Hooks of our own would add 7 us to each call.
             vars(each)["_compiled_call_impl"] = partial(self._call, each._compiled_call_impl or each._call_impl, number)
 
     def _call(self, call: Callable[..., Any], number: int, /, *args: Any, **named: Any) -> Any:
-        if self.recomputing:  # by torch.utils.checkpoint, with the random numbers and the precision of the forward
+        if self.recomputing:  # torch.utils.checkpoint restores the random numbers and the precision of the forward
             return call(*args, **named)
         if not self.open and self.step:
             raise refusal(
@@ -114,26 +114,26 @@ class Gate:
         if self.alike is not None:
             self.alike.call(number, self.at)
             if torch.is_inference_mode_enabled():
-                # What is gathered under inference mode would stay a tensor that no later backward can use.
+                # Tensors gathered under inference mode stay inference tensors, which no later backward can use.
                 with torch.inference_mode(False), torch.no_grad():
                     return call(*args, **named)
         outputs = call(*args, **named)
         for each in tensors_of(outputs):
-            if each.grad_fn is not None and each.ndim:  # a loss that the model works out itself is looked into
+            if each.grad_fn is not None and each.ndim:  # the check looks into a loss that the model computes itself
                 self.returned.add(each.grad_fn)
         return outputs
 
 
 @final
 class AlikeCalls:
-    """Sees that ranks which exchange weights or inputs in the calls of a model call it alike, group by group.
+    """Checks that ranks call the model in the same way if each call communicates weights or inputs, group by group.
 
-    Else one would wait for an exchange that others never come to, or take part in another one of theirs. The ranks of a
-    group have as many micro-batches each, but one group may have more than another.
+    Otherwise a rank could wait for a collective that other ranks never call, or take part in the wrong one. The ranks
+    of a group have the same number of micro-batches, but groups can have different numbers.
     """
 
-    LEFT: Final = 0xFFFE  # a loop over `run.each` that was left before its last batch
-    OVER: Final = 0xFFFF  # the end of a micro-batch, or a batch of `run.each`: in place of the number of what is called
+    LEFT: Final = 0xFFFE  # the loop left `run.each` before its last batch
+    OVER: Final = 0xFFFF  # the end of a micro-batch or a batch of `run.each`, instead of a module number
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
@@ -141,15 +141,15 @@ class AlikeCalls:
 
     @staticmethod
     def for_groups(world: World, groups: list[list[int]]) -> "AlikeCalls | None":
-        """Return what sees to that in groups of ranks; None where each has one rank."""
+        """Return the check for groups of ranks, or None if each group has one rank."""
         return AlikeCalls(world, groups) if len(groups[0]) > 1 else None
 
     def call(self, number: int, at: str, where: str = "") -> None:
-        """Raise UsageError, on all ranks of a group, where not all call what has this number now. All of them ask.
+        """Raise UsageError on all ranks of a group unless all of them call the module `number` now.
 
-        `where` is the line to name, left out the one that is calling.
+        All ranks of the group must call this method. `where` is the line to name. It defaults to the calling line.
         """
-        # With gradients or without: what is exchanged follows from that too.
+        # The gradient mode also decides what is communicated.
         found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
         if len({*found}) == 1:
             return
@@ -184,12 +184,13 @@ def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Ex
 
 @final
 class StrayModuleCheck:
-    """Checks all modules that are called until it is closed: trained parameters must be in the placed model."""
+    """Checks all modules called until `close`: trainable parameters must be in the placed model."""
 
     def __init__(self, model: nn.Module, samples: int = 0, too_few: str = "") -> None:
-        """Look at `model`; if `too_few` says that a later micro-batch has one sample, at its BatchNorm layers too.
+        """Watch `model`. If `too_few` is set, also watch its BatchNorm layers.
 
-        `samples` are those of the micro-batch that is looked at.
+        `samples` is the number of samples in the watched micro-batch. `too_few` describes a later micro-batch with a
+        single sample, if there is one.
         """
         self._known = set(model.modules())
         self._samples = samples
@@ -203,7 +204,7 @@ class StrayModuleCheck:
             hook.remove()
 
     def check_leaves(self, step: int, loss: Tensor) -> None:
-        """Raise UsageError where a loss depends on a parameter that is not the placed model's."""
+        """Raise UsageError if a loss depends on a parameter outside the placed model."""
         for node in nodes_behind(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
@@ -214,7 +215,7 @@ class StrayModuleCheck:
                 )
 
     def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._known:  # a cut model computes with others than it has between two calls, of each layer
+        if module in self._known:  # in its forward, a layer of a sharded model has different parameters
             self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
@@ -228,7 +229,7 @@ class StrayModuleCheck:
                 f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
                 "make it a part of the model that run.place is given",
             )
-        # A teacher under no_grad may have parameters that want what they cannot get.
+        # A teacher under no_grad may have parameters with requires_grad, which get no gradient.
         if torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters(recurse=False)):
             self.close()
             raise refusal(
@@ -237,7 +238,7 @@ class StrayModuleCheck:
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
-        """Raise UsageError if a BatchNorm layer gets one value of a channel from a sample, and some have one sample."""
+        """Raise UsageError if BatchNorm gets one value per channel and sample while a micro-batch has one sample."""
         if not self._too_few or not isinstance(module, _BatchNorm) or not module.training:
             return
         first = inputs[0] if inputs else None
@@ -252,7 +253,7 @@ class StrayModuleCheck:
 
 @contextmanager
 def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
-    """Raise an error of the user's code with what to do, as a run does if it ends the process itself."""
+    """Raise an error in user code with advice, as a run does if it ends the process itself."""
     try:
         yield
     except Exception as error:
@@ -264,7 +265,7 @@ def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
 
 
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
-    """Return an error of the user's code, with what to do where torch cannot compute with a micro-batch or rows."""
+    """Return an error in user code, with advice if PyTorch can't compute with a micro-batch or with sharded weights."""
     if isinstance(error, LockstepError):
         return error
     in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
@@ -281,13 +282,16 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
 
 
 def _module_called_alone(error: BaseException, model: nn.Module) -> str:
-    """Return the name of the part of the model whose call raised, "" if the placed model called it, or none did."""
+    """Return the name of the module whose call raised the error, if it was called on its own.
+
+    Returns "" if the placed model called the module, or if the error wasn't raised in a module.
+    """
     names = {module: name for name, module in model.named_modules()}
     entries = {*entry_modules(model)}
     trace = error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
-        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward computes blocks again
+        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward recomputes blocks
             return ""
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_wrapped_call_impl" else None
         if isinstance(module, nn.Module) and module in names:
@@ -297,30 +301,33 @@ def _module_called_alone(error: BaseException, model: nn.Module) -> str:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put all modules back into training or evaluation, as they were before the block."""
+    """Restore the training or evaluation mode of all modules after the block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
-    finally:  # a loop over an evaluation may be left early
+    finally:  # the script may leave an evaluation early
         for module, training in modes.items():
             module.training = training
 
 
 def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
-    """Return what of a model must stay as it was placed: its parameters, which are trained, and its buffers' names."""
+    """Return the parts of a model that must not change after `place`.
+
+    These are the names and identities of its parameters, whether they are trained, and the names of its buffers.
+    """
     parameters = [(name, id(each), each.requires_grad) for name, each in model.named_parameters()]
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
 def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
-    """Return what the user calls of the placed model."""
+    """Return the modules of the placed model that the user calls."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
     return [each for member in model.children() for each in entry_modules(member)]
 
 
 def _in_dtype(module: nn.Module, numerics: Numerics) -> None:
-    """Convert what goes in to the dtype that the module computes in, and what comes out to float32."""
+    """Convert the inputs of a module to the dtype that it computes in, and its outputs to float32."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return numerics.prepare_inputs(args), numerics.prepare_inputs(kwargs)

@@ -1,4 +1,4 @@
-"""Whether a model that trains is in the mode that its author meant, and which of its layers depend on the mode."""
+"""Checks whether a model trains in the mode that its author intended, and which layers depend on the mode."""
 
 from types import CodeType
 from typing import Any, Final, cast
@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-# Modules of timm, torchvision and transformers that are left out at random in training, by a part of their names.
+# Parts of class names in timm, torchvision and transformers for layers that drop values at random in training.
 _RANDOM: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
 # Attributes with the probability of such a layer, or of a dropout that a forward calls as a function.
 _PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
-_CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # which have no forward, so their mode means nothing
+_CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward, so their mode has no effect
 
 
 def is_evaluating(model: nn.Module) -> bool:
@@ -20,10 +20,10 @@ def is_evaluating(model: nn.Module) -> bool:
 
 
 def mode_dependent_layer(model: nn.Module) -> str:
-    """Return the name and class of the first layer that computes something else in training, "" if there is none.
+    """Return the name and class of the first layer that computes something different in training, or "".
 
-    Layers of torch are known by their class and settings. Any other module depends on its mode if its class is named
-    like a dropout, or if its forward reads `self.training`, unless all its probabilities are 0.
+    Layers of PyTorch are recognized by their class and settings. Any other module depends on its mode if its class has
+    a name like a dropout, or if its forward reads `self.training`, unless all of its probabilities are 0.
     """
     for name, each in model.named_modules():
         if _depends_on_mode(each):
@@ -50,7 +50,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
     if any(probabilities):
         return True
     named = any(word in kind.__name__ for word in _RANDOM)
-    # With gradient checkpointing transformers' forwards read it too, and compute the same.
+    # With gradient checkpointing, forwards of transformers also read the mode, but compute the same.
     reads = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
     return (named or reads) and not probabilities
 

@@ -1,4 +1,4 @@
-"""The modes of a placed model's modules, training or evaluation, which checkpoints of a loop of the user's own keep."""
+"""The modes of a placed model's modules, training or evaluation, saved in the checkpoints of a custom loop."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -12,10 +12,10 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class Modes:
-    """Saves and restores which modules of a model are in evaluation mode, by their names; the model itself is "".
+    """Saves and restores which modules of a model are in evaluation mode, by name. The name of the model itself is "".
 
-    A resumed run restores them where the script stood at the save: right before its first step, since the script sets
-    modes anywhere before that, or at the end of a loop over `run.steps` that was complete.
+    A resumed run restores the modes at the point where the script saved. This is either right before its first step,
+    because the script may set modes anywhere before that step, or at the end of a complete loop over `run.steps`.
     """
 
     def __init__(self, model: nn.Module, placed: Sequence[str]) -> None:
@@ -24,18 +24,18 @@ class Modes:
         self._sizes = [_subtree_size(names, place) for place in range(len(names))]
         self.placed = [*placed]  # the modules that were in evaluation mode when the script called run.place
         self._restored: frozenset[str] | None = None  # modes to restore
-        self._saved: frozenset[str] | None = None  # modes of a save in this step
+        self._saved: frozenset[str] | None = None  # modes saved in this step
         self._saved_at = ""  # the line of that save
-        self._changed_late: dict[str, bool] = {}  # modes that were set after that save
+        self._changed_late: dict[str, bool] = {}  # modes set after that save
 
     def evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
         return evaluating(self._modules.items())
 
     def summary(self) -> str:
-        """Return which modules are in evaluation mode, in words: of those within each other the outermost.
+        """Return a description of the modules in evaluation mode. Of nested modules, it names the outermost.
 
-        It tells any two sets of modules apart.
+        Different sets of modules have different descriptions.
         """
         resting = [not module.training for module in self._modules.values()]
         if not any(resting):
@@ -50,7 +50,7 @@ class Modes:
         return ", ".join(found)
 
     def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
-        """Take over the modes of a checkpoint; those of earlier versions have none."""
+        """Load the modes from a checkpoint. Checkpoints of earlier versions have no modes."""
         if saved is None:
             return
         self._restored = frozenset(saved)
@@ -61,29 +61,29 @@ class Modes:
             )
 
     def note_save(self) -> None:
-        """Note the modes that a checkpoint keeps."""
+        """Note the modes saved in a checkpoint."""
         self._saved = frozenset(self.evaluating())
         self._saved_at = calling()
 
     def restore(self) -> None:
-        """Put modules into the modes of the checkpoint, once."""
+        """Set the modules to the modes of the checkpoint, once."""
         if self._restored is not None:
             for name, module in self._modules.items():
                 module.training = name not in self._restored
             self._restored = None
-        self._saved = None  # a save between two loops, after which a resumed script runs the same lines
+        self._saved = None  # after a save between two loops, a resumed script runs the same lines
 
     def end_step(self) -> None:
-        """Note the modes that the script set in this step after it saved."""
+        """Note the modes that the script set in this step after saving."""
         if self._saved is not None:
             changed = self._saved.symmetric_difference(self.evaluating())
             self._changed_late = {name: self._modules[name].training for name in changed}
             self._saved = None
 
     def check(self, step: int) -> None:
-        """Raise UsageError if a mode that was set after a save is still in effect: a resumed run would not have it.
+        """Raise UsageError if a mode set after a save is still in effect, because a resumed run would lose it.
 
-        A loop that sets its modes at the head of each step may change them after a save.
+        A loop that sets its modes at the start of each step may change modes after a save.
         """
         late, self._changed_late = self._changed_late, {}
         for name, training in late.items():
@@ -102,7 +102,7 @@ def evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _subtree_size(names: Sequence[str], place: int) -> int:
-    """Return how many of these names, from a place, are those of a module and of what is within it."""
+    """Return the number of modules in the subtree at position `place`, including its root."""
     prefix = f"{names[place]}." if names[place] else ""
     return 1 + next(
         (more for more, name in enumerate(names[place + 1 :]) if not name.startswith(prefix)), len(names) - place - 1

@@ -1,4 +1,4 @@
-"""A model of a loop of the user's own, spread over the ranks by a strategy."""
+"""A model of a custom loop, distributed over the ranks by a strategy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,13 +51,16 @@ _SEEDED: Final = (
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Into how many chunks the model is cut, and by which plan; what is known of the model is left out."""
+    """The number of chunks that the model is split into, and the plan for it. Known models need no plan."""
 
     count: int = 1
     plan: Plan = field(default_factory=dict)
 
     def cut(self, model: nn.Module) -> dict[str, Chunked]:
-        """Cut the model, in place; return how parameters are rearranged. UsageError where it cannot be."""
+        """Split the model in place and return how its parameters are rearranged.
+
+        Raises UsageError if the model can't be split.
+        """
         if type(self.count) is not int or self.count < 1:
             raise refusal(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
         if self.count == 1:
@@ -70,24 +73,24 @@ class ChunkPlan:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """The user's model and optimizer, and the engine that trains; `made` is how the optimizer was.
+    """The user's model and optimizer, and the engine that trains them.
 
-    `canonical` is the engine whose state has the shapes that the model has without `chunks`.
+    `canonical` is the engine with the state in the shapes that the model has without `chunks`.
     """
 
     settings: Settings
     world: World
     model: nn.Module
     optimizer: Optimizer
-    name: str  # of the strategy
+    name: str  # the name of the strategy
     chosen: Chosen
     numerics: Numerics
     engine: Phased
     canonical: Engine
     chunks: ChunkPlan
     structure: object
-    rate: float  # the optimizer's default
-    made: Mapping[str, Any]  # the optimizer's settings
+    rate: float  # the default rate of the optimizer
+    made: Mapping[str, Any]  # the settings that the optimizer was created with
     groups: Groups
     scheduler: OwnScheduler | None
     modes: Modes
@@ -97,38 +100,38 @@ class Placed:
 
     @property
     def calling_together(self) -> list[list[int]]:
-        """The groups of ranks that exchange parts of the model, or what it is given, in each of its calls."""
+        """The groups of ranks that communicate weights or inputs in each call of the model."""
         return self.chosen.mesh(self.world.size).groups("shard", "expert")
 
     def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
-        """Return which micro-batches are computed twice, of so many in a step; None where there are no audits."""
+        """Return the schedule of the micro-batches that are computed twice, or None without audits."""
         every = self.settings.placement.audit_every
         return None if every is None else AuditSchedule(every, self.chosen.mesh(self.world.size), microbatches)
 
     def decisive(self) -> dict[str, Any]:
-        """Return what decides the numbers, as far as it is known once the model is placed."""
+        """Return the settings that determine the weights, as far as they are known after `place`."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
         scheduler = None if self.scheduler is None else self.scheduler.name
         made = {"scheduler": scheduler, "ema": self.numerics.ema_decay}
         return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), **made}
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the whole weights by their names. All ranks call it."""
+        """Return the full weights by name. All ranks call it."""
         return gather_whole(self.world, self.canonical.state().model)
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each of these. All ranks call it."""
+        """Return a digest of each weight by name. All ranks call it."""
         return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
     def some_idle(self, microbatches: int) -> bool:
-        """Return whether some ranks have no micro-batch in a step of so many."""
+        """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
         mesh = self.chosen.mesh(self.world.size)
         return mesh.shard == mesh.expert == 1 and microbatches < mesh.replicate
 
     def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
-        """Hand the optimizer's settings on, and check that all ranks agree on them, modes, rate, `clip` and `of`.
+        """Apply the optimizer settings, and check that all ranks agree on them, the modes, `rate`, `clip` and `of`.
 
-        `sums` are the names of `step.sum`.
+        `sums` are the names of `step.sum`. All ranks must agree on them too.
         """
         self.groups.take(self.engine.groups, step)
         if self.world.size > 1:
@@ -143,7 +146,7 @@ class Placed:
             self.world.note(self.groups.facts(step, given), location(path, line) if path else "")
 
     def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-        """Take over the settings of groups and the modes that a checkpoint was saved with, if it has them."""
+        """Load the group settings, the scheduler and the modes from a checkpoint, if it has them."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
         self.modes.load(saved.get("modes"), saved.get("modes_placed"), warn)
@@ -155,13 +158,13 @@ class Placed:
             )
 
     def changes(self) -> dict[str, Any]:
-        """Return what `take_settings` takes over."""
+        """Return the values that `take_settings` loads."""
         scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
         modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
         return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
 
     def check_finite(self, step: int) -> None:
-        """Raise TrainingError if a trained weight is not finite. All ranks call it: each may have rows of its own."""
+        """Raise TrainingError if a trained weight isn't finite. All ranks call it, since ranks can have shards."""
         names = {name for name, each in self.model.named_parameters() if each.requires_grad}
         trained = {name: local_tensor(held) for name, held in self.engine.state().model.items() if name in names}
         wrong = [not bool(torch.isfinite(each).all()) for each in trained.values()]
@@ -173,7 +176,7 @@ class Placed:
             )
 
     def check_structure(self) -> None:
-        """Raise UsageError where the model has other parameters or buffers than when it was placed."""
+        """Raise UsageError if the model has other parameters or buffers than when it was placed."""
         if structure(self.model) != self.structure:
             raise refusal(
                 "the model was changed after run.place: it has other parameters or buffers, or others are trained",
@@ -190,7 +193,7 @@ def spread(
     scheduler: OwnScheduler | None = None,
     ema: float | None = None,
 ) -> Placed:
-    """Spread the model over the ranks, which must have the same first weights. All ranks call it."""
+    """Distribute the model over the ranks. All ranks must call it with the same initial weights."""
     settings, world = member.settings, member.rank.world
     resting, came_evaluating = evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
@@ -252,7 +255,10 @@ def spread(
 
 
 def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
-    """Return the strategy that was asked for and its name: here, or where the process was started to compare some."""
+    """Return the requested strategy and its name.
+
+    If `lockstep.verify` started the process, its strategy replaces the strategy of the script.
+    """
     size = member.rank.world.size
     given = member.strategy or asked
     if not isinstance(given, str | Mapping):
@@ -282,14 +288,14 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
             f"placement.audit_every: under strategy {name} no rank can repeat what the loop does on another one",
             "use ddp, zero1, zero2, zero3 or hsdp, or leave audit_every out",
         )
-    if size == 1 and chosen.traits.cuts_rows:  # one process has nobody to share with; a script is for any number
+    if size == 1 and chosen.traits.cuts_rows:  # one process can't shard, but scripts run on any number
         name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
     check_strategy(name, chosen, size, max(size, 2))
     return name, chosen
 
 
 def _let_go(optimizer: Optimizer, model: nn.Module) -> None:
-    """Free what the optimizer has of parameters that were cut: others are in the model in their place."""
+    """Free the memory of parameters that sharding or chunking replaced in the model."""
     kept = {*model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

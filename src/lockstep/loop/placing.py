@@ -1,8 +1,8 @@
-"""The user's own model and optimizer, as an engine takes them; every mistake is found before it does.
+"""Prepares the user's model and optimizer for an engine, and finds every mistake before the engine starts.
 
-The user's optimizer does not step. Before the one of the engine does, the numbers among the settings of the user's
-groups, which their code may schedule, are handed to its groups; they are compared between ranks and kept in
-checkpoints. Rates go through step.update, or are a scheduler's.
+The user's optimizer doesn't do steps. User code may schedule the numeric settings of its groups. Before the optimizer
+of the engine does a step, these settings are copied to its groups. They are compared between ranks and saved in
+checkpoints. Learning rates are set by step.update or by a scheduler.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 _NO_HOOK: Final = "do before or after step.update what it does, as far as that leaves weights and gradients alone"
 _TRIAL_RATE: Final = 0.1
 _ITSELF: Final = "give the model itself, which run.place spreads over the ranks"
-_WRAPPERS: Final = {  # by their names, because some take long to import
+_WRAPPERS: Final = {  # matched by name, because some are slow to import
     "DataParallel": _ITSELF,
     "DistributedDataParallel": _ITSELF,
     "FullyShardedDataParallel": _ITSELF,
@@ -51,7 +51,7 @@ _NOT_CALLED: Final = {
 
 
 def check_pair(model: Any, optimizer: Any) -> None:
-    """Raise UsageError where these are no model and an optimizer of just its parameters that has not stepped yet."""
+    """Raise UsageError unless these are a model and an optimizer of exactly its parameters, without any steps yet."""
     if not isinstance(model, nn.Module):
         raise refusal(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
     for name, each in model.named_modules():
@@ -114,11 +114,11 @@ def check_pair(model: Any, optimizer: Any) -> None:
 def check_steps(
     optimizer: Optimizer, model: nn.Module, strategy: str, cuts_rows: bool, stored: torch.dtype | None
 ) -> None:
-    """Raise UsageError where the optimizer cannot take a plain step, or, with `cuts_rows`, not of rows of a tensor.
+    """Raise UsageError if the optimizer can't do a plain step, or, with `cuts_rows`, a step on shards of a tensor.
 
-    An optimizer from elsewhere than torch and timm must also follow its rate, draw nothing and keep its state where
-    checkpoints find it, as in a recipe.
-    `stored` is the dtype that weights are trained in, where it is another than the model has.
+    An optimizer that isn't from PyTorch or timm must also follow its learning rate, draw no random numbers and keep its
+    state where checkpoints find it, as in a recipe. `stored` is the dtype that weights are trained in, if it differs
+    from the dtype of the model.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dims = {parameter.ndim for parameter in trained}
@@ -135,10 +135,10 @@ def check_steps(
 
 
 def base_rate(optimizer: Optimizer) -> float:
-    """Return the rate that those of the groups are measured by, and that an update without `lr` takes.
+    """Return the base learning rate: updates without `lr` use it, and the rates of groups are relative to it.
 
-    It is the optimizer's default if a group has it, else that of the first group with another rate than 0: a default
-    that no group has, such as SGD's 0.001, means nothing.
+    The base rate is the default of the optimizer if a group has it. Otherwise it is the rate of the first group with a
+    nonzero rate, because a default that no group has, such as SGD's 0.001, means nothing.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     default = float(optimizer.defaults["lr"])
@@ -146,9 +146,9 @@ def base_rate(optimizer: Optimizer) -> float:
 
 
 def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
-    """Return what makes this optimizer over the tensors that a strategy trains in place of the model's parameters.
+    """Return a function that makes this optimizer for the tensors that a strategy trains instead of the parameters.
 
-    Frozen parameters are left out: torch passes over them too, since they have no gradient.
+    Frozen parameters are left out. PyTorch also skips them, since they have no gradient.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = [
@@ -163,14 +163,14 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
 
 
 def hand_over(optimizer: Optimizer) -> None:
-    """Leave the user an optimizer that shows its groups and does nothing else: `step.update` does."""
+    """Leave the user an optimizer that only shows its groups. `step.update` does the steps."""
     for name, advice in _NOT_CALLED.items():
         setattr(optimizer, name, MethodType(_refusing(name, advice), optimizer))
     optimizer.state = HiddenState()
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a resumed run has to have alike, ready for JSON; rates are the loop's, and left out."""
+    """Return the settings that a resumed run must share, ready for JSON, without the rates, which the loop sets."""
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
         for group in optimizer.param_groups
@@ -186,10 +186,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same kind and settings over other tensors."""
+    """Return an optimizer of the same class and settings for other tensors."""
     twin: Optimizer = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CALLED}
-    # Some have a state before they step, such as Adagrad.
+    # Some optimizers have a state before their first step, such as Adagrad.
     state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
     defaults = {**optimizer.defaults, "lr": base_rate(optimizer)}
     twin.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
@@ -197,17 +197,17 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """Return an optimizer that was made anew by its class, from its defaults, over other tensors."""
+    """Return a new optimizer for other tensors, made by the optimizer's class from its defaults."""
     make: Callable[..., Optimizer] = type(optimizer)
     unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     return make(unnamed, **optimizer.defaults)
 
 
 def _is_fresh(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's state is the one that it was made with."""
+    """Return whether the state of the optimizer is still its initial state."""
     try:
         made = _rebuild(optimizer, optimizer.param_groups)
-    except Exception:  # of a class that takes other arguments than its defaults
+    except Exception:  # the class takes other arguments than its defaults
         return False
     return made.state.keys() == optimizer.state.keys() and all(
         _same_slots(made.state[parameter], slots) for parameter, slots in optimizer.state.items()
@@ -215,7 +215,7 @@ def _is_fresh(optimizer: Optimizer) -> bool:
 
 
 def _same_slots(made: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
-    """Return whether the state of a parameter is alike."""
+    """Return whether the optimizer state of a parameter is the same."""
     if made.keys() != slots.keys():
         return False
     pairs = [(made[name], slots[name]) for name in slots]
@@ -223,14 +223,14 @@ def _same_slots(made: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
 
 
 def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
-    """Return a twin that shares nothing with the optimizer which a trial would change; parameters are not copied."""
+    """Return a twin that shares no state with the optimizer, so a trial can't change it. Parameters aren't copied."""
     twin = _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
     kept: dict[int, Any] = {id(each): each for held in optimizer.param_groups for each in held["params"]}
     kept |= {id(twin.state): twin.state, id(twin.param_groups): twin.param_groups}
     for name, value in vars(twin).items():
-        with suppress(TypeError, RuntimeError):  # of what cannot be copied, such as a lock
+        with suppress(TypeError, RuntimeError):  # some values can't be copied, such as a lock
             twin.__dict__[name] = deepcopy(value, kept)
-    # A rate of 0 comes from a schedule, and a trial at 0 would show nothing.
+    # A rate of 0 comes from a schedule. A trial at 0 would show nothing.
     twin.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
     twin.defaults["lr"] = twin.defaults["lr"] or _TRIAL_RATE
     return twin
@@ -240,7 +240,7 @@ def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(_: Optimizer, given: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
         raise refusal(f"optimizer.{name}() is not this loop's to call", advice)
 
-    refuse.__dict__["_wrapped_by_lr_sched"] = True  # a scheduler would warn of a step that it does not know
+    refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns of a step that it doesn't know
     return refuse
 
 
@@ -253,7 +253,7 @@ def _hidden(*_: object) -> Any:
 
 @final
 class HiddenState(defaultdict[Any, Any]):
-    """The state of an optimizer that does not step: to look into it, or to write to it, would be in vain."""
+    """The state of an optimizer that does no steps. Reading or writing it raises UsageError."""
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _hidden
     get: Any = _hidden
@@ -274,9 +274,9 @@ _OTHER: Final = "between steps change numbers alone, such as weight_decay or bet
 
 @final
 class OwnGroup(dict[str, Any]):
-    """A group of the user's optimizer: what cannot be heeded is refused in the line that sets it."""
+    """A group of the user's optimizer. Settings that can't be applied raise an error in the line that sets them."""
 
-    scheduled = False  # a scheduler sets its rate
+    scheduled = False  # whether a scheduler sets its rate
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check(self, name, value, scheduled=self.scheduled)
@@ -285,13 +285,13 @@ class OwnGroup(dict[str, Any]):
 
 @final
 class Groups:
-    """The groups of the user's optimizer, whose settings `take` hands on, and rates where they are `scheduled`."""
+    """The groups of the user's optimizer. `take` applies their settings, and their rates if a scheduler sets them."""
 
     def __init__(self, optimizer: Optimizer, of_engine: Sequence[Mapping[str, Any]], scheduled: bool = False) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
-        self._facts: tuple[int, dict[str, Any]] = (0, {})  # a step, and those of its updates
-        self._before = [(each, {**each}) for each in optimizer.param_groups]  # the user's code may have these still
+        self._facts: tuple[int, dict[str, Any]] = (0, {})  # a step, and the facts of its updates
+        self._before = [(each, {**each}) for each in optimizer.param_groups]  # user code may still hold these
         for number, (group, own) in enumerate(zip(optimizer.param_groups, of_engine, strict=True)):
             scale = {SCALE: own[SCALE]} if SCALE in own and not scheduled else {}
             optimizer.param_groups[number] = kept = OwnGroup({**group, **scale})
@@ -302,7 +302,7 @@ class Groups:
         self._parameters = self._parameter_ids()
 
     def take(self, of_engine: Sequence[Settings], step: int) -> None:
-        """Hand what was changed to the engine's groups; UsageError for what cannot be heeded."""
+        """Copy changed settings to the groups of the engine. Raises UsageError for settings that can't be applied."""
         if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
             raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
         if self._parameter_ids() != self._parameters:
@@ -318,14 +318,14 @@ class Groups:
                 for name in (name for name in {**last, **group} if group.get(name) is not last.get(name)):
                     _check(last, name, group.get(name), f"step {step}: ", self._scheduled)
                     own[name] = last[name] = group[name]
-            if self._scheduled:  # an update at rate 1 takes the group's to the bit
+            if self._scheduled:  # an update at rate 1 uses the rate of the group, bit for bit
                 own[SCALE] = float(group["lr"])
 
     def _parameter_ids(self) -> list[list[int]]:
         return [[*map(id, each["params"])] for each in self._groups]
 
     def named(self, name: str) -> frozenset[int]:
-        """Return the numbers of the groups of that name; UsageError where there are none."""
+        """Return the indices of the groups with this name. Raises UsageError if there are none."""
         names = [group.get("name") for group in self._groups]
         if name not in names:
             known = ", ".join(sorted({repr(each) for each in names if each is not None})) or "none"
@@ -336,7 +336,10 @@ class Groups:
         return frozenset(number for number, each in enumerate(names) if each == name)
 
     def facts(self, step: int, given: Mapping[str, float | str | None]) -> dict[str, Any]:
-        """Return what an update is given, and the groups' settings, by name, after those of the step's others."""
+        """Return the arguments of an update and the settings of the groups, by name.
+
+        If the step had earlier updates, their values come first.
+        """
         before = self._facts[1] if self._facts[0] == step else {}
         groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
         now = {**given, **groups}
@@ -345,7 +348,7 @@ class Groups:
         return self._facts[1]
 
     def changes(self) -> list[Settings]:
-        """Return what is not as the optimizer was made, by group, ready for JSON."""
+        """Return the settings that changed since the optimizer was created, by group, ready for JSON."""
         return [
             {
                 name: value
@@ -357,21 +360,19 @@ class Groups:
         ]
 
     def load(self, changed: Sequence[Settings], of_engine: Sequence[Settings]) -> None:
-        """Take over what `changes` returned."""
+        """Load the settings that `changes` returned."""
         for group, last, own, saved in zip(self._groups, self._last, of_engine, changed, strict=True):
             for name, value in saved.items():
                 group[name] = last[name] = tuple(value) if isinstance(value, list) else value
-            # The engine's are those of the last update before the save: what was set back since then is in no change.
+            # The engine's groups have the settings of the last update before the save. `changed` lacks later resets.
             numbers = {name: value for name, value in group.items() if _is_number(value) or _is_pair(value)}
             own.update({name: value for name, value in numbers.items() if name != "lr"})
-            if (
-                SCALE not in group and not self._scheduled
-            ):  # a checkpoint may have one that another rate was measured by
+            if SCALE not in group and not self._scheduled:  # a checkpoint may have a scale relative to a different rate
                 own.pop(SCALE, None)
 
 
 def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", scheduled: bool = False) -> None:
-    """Raise UsageError where a setting of a group cannot become this value."""
+    """Raise UsageError if a setting of a group can't be changed to this value."""
     before: Any = group.get(name)
     if value is before or value == before or (name not in group and name != SCALE):
         return

@@ -1,4 +1,4 @@
-"""What `run.steps` is asked for: the samples, the steps and micro-batches, and what a batch weighs."""
+"""The arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
-_WEIGHTS_END: Final = 1 << 53  # below it float64, in which losses are divided, has every whole number
+_WEIGHTS_END: Final = 1 << 53  # losses are divided in float64, which is exact for integers below this number
 
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """A loop of the user's own, as it was asked for; `weight` counts a batch on the CPU, None its samples."""
+    """The plan of a custom loop. `weight` counts a batch on the CPU. If it is None, a batch counts its samples."""
 
     items: Items
     steps: Steps
@@ -34,12 +34,12 @@ class OwnPlan:
 
     @property
     def largest(self) -> int:
-        """The samples of the largest micro-batch."""
+        """The number of samples in the largest micro-batch."""
         return -(-self.steps.batch // self.microbatches)
 
     @property
     def too_few(self) -> str:
-        """Which steps have a micro-batch of a single sample, "" if there are none."""
+        """A description of the steps that have a micro-batch of a single sample, or "" if there are none."""
         steps, count = self.steps, self.microbatches
         last = steps[steps.per_epoch - 1]
         if steps.total >= steps.per_epoch and last.samples // min(count, last.samples) == 1:
@@ -54,7 +54,7 @@ class OwnPlan:
         return ""
 
     def decisive(self) -> dict[str, Any]:
-        """Return what decides the numbers; its length does not, so a run may be made longer."""
+        """Return the settings that determine the weights. The length isn't among them, so you can extend a run."""
         steps = self.steps
         of_data: dict[str, Any] = {
             "samples": len(self.items),
@@ -65,11 +65,11 @@ class OwnPlan:
         return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
 
     def weigh(self, world: World) -> Weigh | None:
-        """Return what weighs the micro-batches of a step on all ranks."""
+        """Return the object that weighs the micro-batches of a step on all ranks, or None without `weight`."""
         return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
 
     def loop_plan(self, log_every: int) -> Plan:
-        """Return what the training loop follows: it reports, and saves at the end; the rest is the user's to do."""
+        """Return the plan for the training loop, which reports, and saves at the end. The user's loop does the rest."""
         weighs = self.weight is not None
         return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
 
@@ -85,7 +85,7 @@ def make_plan(
     drop_last: bool,
     order: SampleOrder,
 ) -> OwnPlan:
-    """Return the plan; UsageError where it cannot be."""
+    """Return the plan. Raises UsageError if the arguments are invalid."""
     if (epochs is None) == (steps is None):
         raise refusal("run.steps: give either epochs or steps", "give one of the two")
     if batch < 1 or (drop_last and batch > order.length):

@@ -1,4 +1,4 @@
-"""What decides the numbers of a loop of the user's own, and whether a resumed or a further loop is the same one."""
+"""The settings that determine the weights of a custom loop, compared on resume and between loops of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,42 +16,45 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class LoopRecord:
-    """What decided the numbers of a run so far: the loop of its checkpoint, and those over `run.steps` since then."""
+    """The settings that determined the weights of a run so far.
+
+    They come from the loop of the checkpoint, and from the loops over `run.steps` since then.
+    """
 
     def __init__(self, rank: Rank, checkpoint: Path | None) -> None:
         self._rank = rank
         self._checkpoint = checkpoint
-        self._resumed: dict[str, Any] | None = None  # of the loop that the checkpoint is of
-        self._first_step = 0  # after which this process began or resumed
-        self._dataset: tuple[Any, str] | None = None  # of that loop, and a digest of its ends
-        self.loop: dict[str, Any] | None = None  # of the loop that is under way, or was
+        self._resumed: dict[str, Any] | None = None  # the loop of the checkpoint
+        self._first_step = 0  # the step after which this process began or resumed
+        self._dataset: tuple[Any, str] | None = None  # the current dataset, and a digest of its first and last sample
+        self.loop: dict[str, Any] | None = None  # the current or last loop
 
     def resume(self, loop: dict[str, Any]) -> None:
-        """Go on with the loop of the checkpoint, which has been loaded."""
+        """Continue the loop of the checkpoint, which is already loaded."""
         self._resumed = loop
         self._first_step = self._rank.progress.step
 
     def earlier_microbatches(self, batch: int) -> int | None:
-        """Return the number of micro-batches of a loop that began with the default of an earlier version, else None."""
+        """Return the number of micro-batches if the loop began with the default of an earlier version, else None."""
         before, earlier = self._resumed, earlier_microbatches(batch)
         if before is None or (before.get("batch"), before.get("microbatches")) != (batch, earlier):
             return None
         return earlier
 
     def check_resumed(self, loop: Mapping[str, Any]) -> None:
-        """Raise UsageError if the checkpoint is of another loop than this one."""
+        """Raise UsageError if the checkpoint was saved by a different loop."""
         if self._resumed is not None:
             refuse_other(self._checkpoint, self._resumed, loop)
 
     def begin_loop(
         self, loop: dict[str, Any], dataset: object, ends: str, *, epochs: int | None, steps: int | None
     ) -> None:
-        """Note a loop, over a dataset whose first and last sample have this digest. All ranks call it.
+        """Note a loop over a dataset. `ends` is the digest of its first and last sample. All ranks call it.
 
-        UsageError if it is another one than before, or another one on some ranks.
+        Raises UsageError if the loop differs from an earlier loop of the run, or between ranks.
         """
         before = self._dataset
-        other = before and before[0] is not dataset and before[1] != ends  # which may draw random numbers
+        other = before and before[0] is not dataset and before[1] != ends  # samples may be random
         if self.loop is not None and (other or loop != self.loop):
             raise refusal(
                 "run.steps: another dataset, batch or number of micro-batches than before",
@@ -66,7 +69,7 @@ class LoopRecord:
         self.loop, self._dataset = loop, (dataset, ends)
 
     def warn_of_changes(self, placed: Placed) -> None:
-        """Warn, once, of what made other numbers before the checkpoint, as far as it is known, and may be changed."""
+        """Warn, once, of known changes since the checkpoint that are allowed but change the resulting weights."""
         if self._resumed is None:
             return
         before, now = self._resumed.pop("began", {}), self._beginnings(placed)
@@ -77,7 +80,7 @@ class LoopRecord:
             )
 
     def check_steps_left(self, plan: OwnPlan) -> None:
-        """Raise UsageError if no step is left, unless a resumed run had done all of them."""
+        """Raise UsageError if no step is left, unless a resumed run had completed all steps."""
         done = self._rank.progress.step
         if done < plan.steps.total or (done > 0 and done == self._first_step):
             return
@@ -92,18 +95,21 @@ class LoopRecord:
         )
 
     def saved(self, placed: Placed) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, ready for JSON."""
+        """Return the record for a checkpoint, ready for JSON."""
         return {**(self.loop or placed.decisive()), "began": self._beginnings(placed)}
 
     def _beginnings(self, placed: Placed) -> dict[str, Any]:
-        """Return what else decides the numbers, and may be changed at a resume; a scheduler keeps its own rates."""
+        """Return other settings that determine the weights, but may change on resume.
+
+        A scheduler saves its own rates.
+        """
         rates = [float(group["lr"]) for group in placed.optimizer.param_groups]
         rate = {} if placed.scheduler is not None else {"the optimizer's lr": rates}
         return rate | ({} if self._dataset is None else {"the first or the last sample": self._dataset[1]})
 
 
 def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UsageError where what decided the numbers before is not as it is now."""
+    """Raise UsageError if settings that determine the weights have changed."""
     lines = [
         f"  {name}: {before[name]!r}, and now {now[name]!r}"
         for name in now

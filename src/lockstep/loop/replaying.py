@@ -1,4 +1,4 @@
-"""What `lockstep replay` asks of a script, by the environment: to do steps again, in a folder of its own."""
+"""The request of `lockstep replay` to a script, passed in the environment: repeat steps in a separate folder."""
 
 import os
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ VARIABLE: Final = "LOCKSTEP_REPLAY"
 
 
 class Replaying(NamedTuple):
-    """The folder that takes the place of the run's, with the checkpoint to begin from, and the step to end after.
+    """The folder that replaces the run folder, with the checkpoint to start from, and the last step to run.
 
-    If it is `examined`, each rank writes there what it sees of that step.
+    If the step is `examined`, each rank writes its observations of it to the folder.
     """
 
     folder: Path
@@ -22,17 +22,17 @@ class Replaying(NamedTuple):
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables of the environment that say so."""
+        """The environment variables for this request."""
         return {VARIABLE: f"{self.last}:{int(self.examined)}:{self.folder}"}
 
     def settings(self, run: RunConfig) -> RunConfig:
-        """Return what is kept instead of what the script says: each step and its digest, and nothing elsewhere."""
+        """Return the run settings for a replay: they record each step and its digest, and write nothing elsewhere."""
         dir = run.dir and str(self.folder)
         return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
 
 
 def replaying(env: Mapping[str, str] = os.environ) -> Replaying | None:
-    """Return what is asked for; None where the script just trains."""
+    """Return the request, or None if the script just trains."""
     if VARIABLE not in env:
         return None
     last, examined, folder = env[VARIABLE].split(":", 2)

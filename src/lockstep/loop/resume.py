@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of a loop of the user's own as it is now."""
+"""Reads a checkpoint of a custom loop, and checks that it fits the loop as it is now."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +17,16 @@ from lockstep.training.checkpoint.signing import signing_key
 
 
 def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
-    """Read a checkpoint; return it and the loop that it is of. UsageError for one of another run. All ranks call it."""
+    """Return a checkpoint and the loop that saved it. All ranks call it.
+
+    Raises UsageError if a different run saved the checkpoint.
+    """
     manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run.key_file))
     state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
-    # Runs of earlier versions do not say so.
+    # Runs of earlier versions lack these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
     refuse_other(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
@@ -31,7 +34,7 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
 
 
 def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise UsageError where a checkpoint's tensors are not those of the model."""
+    """Raise UsageError if the tensors of a checkpoint don't have the names, shapes and dtypes of the model's."""
     forms = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in here.items()}
     found = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in saved.items()}
     wrong = [name for name in sorted({*forms, *found}) if forms.get(name) != found.get(name)]

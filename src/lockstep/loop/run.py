@@ -1,4 +1,4 @@
-"""`lockstep.join`: a rank's part of a run whose loop is the user's own."""
+"""`lockstep.join`: the run handle of a rank in a training loop that you write yourself."""
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 @final
 class Run:
-    """One rank's part of a run, which `join` returns.
+    """The handle to a run, which `join` returns on each rank.
 
-    All ranks call each method, in the same order and between steps; what needs only one rank, such as `log`, does its
-    work on rank 0. A misuse raises UsageError with the line of the script, and ends all ranks. A run may be a context
-    manager, which closes it: `with lockstep.join(seed=0) as run:`.
+    All ranks must call each method, in the same order and between steps. Methods that only concern one rank, such as
+    `log`, do their work on rank 0. If you misuse a method, it raises UsageError with the line of your script, and all
+    ranks exit.
+
+    You can use a run as a context manager, which closes the run at the end: `with lockstep.join(seed=0) as run:`.
     """
 
     def __init__(self, member: Member) -> None:
@@ -77,16 +79,16 @@ class Run:
         self._record = LoopRecord(rank, member.checkpoint)
         self._sequence = StepSequence(member, self._gate, self._meeting, self._figures, self._evaluation, self._state)
         self._placed: Placed | None = None
-        self._checkpoints: LoopCheckpoints | None = None  # where there is a folder, once the model is placed
+        self._checkpoints: LoopCheckpoints | None = None  # set by `place` if there is a run folder
         self._steps: Generator[Step] | None = None
         self._ended = False
-        # Its threads keep the run, until it is closed.
+        # The heartbeat threads keep the run alive until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.held.enter_context(exchanges.intercept(self._gate.exchange))
 
     @property
     def rank(self) -> int:
-        """The number of this process among all, from 0."""
+        """The rank of this process, from 0."""
         return self._world.rank
 
     @property
@@ -101,20 +103,20 @@ class Run:
 
     @property
     def dir(self) -> Path | None:
-        """The run folder; None where nothing is kept."""
+        """The run folder, or None if the run saves nothing."""
         return self._rank.folder
 
     @property
     def step(self) -> int:
-        """The steps that are done, those before a resume included."""
+        """The number of completed steps, including the steps before a resume."""
         return self._rank.progress.step
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the script wants back after a resume: numbers, text, tensors, lists and dicts, the same on all ranks.
+        """Your own values that must survive a resume: numbers, text, tensors, lists and dicts, the same on all ranks.
 
-        Checkpoints keep it, and `place` puts back what the one that it resumes from has. Tensors lie on `device`,
-        detached.
+        Checkpoints save this dict. If `place` resumes from a checkpoint, it restores the saved values. Tensors must be
+        detached and must be on `device`.
         """
         return self._state.values
 
@@ -129,19 +131,24 @@ class Run:
         chunks: int = 1,
         plan: Mapping[str, str] | None = None,
     ) -> tuple[M, Opt]:
-        """Distribute a model and its optimizer over the ranks, and resume from the checkpoint in the folder, if any.
+        """Distribute a model and its optimizer over the ranks, and resume if the run folder contains a checkpoint.
 
-        Returns both: the model to call within micro-batches, and the optimizer, whose settings may be read and changed.
-        `strategy` is a name (docs/strategies.md), or a mapping of `name` and its options; auto is single on one process
-        and ddp on more; a strategy that cuts rows is single on one process, too. A pipeline needs a recipe. A
-        `scheduler` of this optimizer, which the loop steps itself, sets the rates of updates that are given none;
-        checkpoints keep its state. With `ema`, a decay such as 0.999, an average of the weights moves with each update;
-        `run.each` evaluates with it, and `lockstep.load` returns it. `chunks` and `plan` are those of a recipe's model
-        (docs/model-parallel.md), for tensor, expert and mesh: they decide the bits, under any strategy.
+        Returns the model and the optimizer. Call the model only within micro-batches and evaluations. You can read and
+        change the settings of the optimizer, but its steps are done by `step.update`.
 
-        Call it once. The model lies on `run.device` afterwards, and one that is cut has other parameters than before.
-        UsageError where the strategy does not fit the model or the number of ranks, or the checkpoint is of another
-        loop.
+        `strategy` is a name (docs/strategies.md), or a mapping with `name` and the options of the strategy. The
+        default, auto, selects single on one process and ddp on several. On one process, strategies that shard weights
+        also fall back to single. Pipelines need a recipe.
+
+        Pass a learning rate `scheduler` of this optimizer if your loop steps one. It sets the learning rate of each
+        update that doesn't pass `lr`, and its state is saved in checkpoints. If you set `ema` to a decay such as 0.999,
+        each update also updates a moving average of the weights. `run.each` evaluates with this average, and
+        `lockstep.load` returns it. `chunks` and `plan` have the same meaning as in a recipe (docs/model-parallel.md),
+        for the strategies tensor, expert and mesh. They change the resulting weights under any strategy.
+
+        Call this method once per run. It moves the model to `run.device`. If the model is sharded or split into chunks,
+        it has other parameters than before. Raises UsageError if the strategy doesn't fit the model or the number of
+        ranks, or if the checkpoint was saved by a different loop.
         """
         self._between("run.place")
         if self._placed is not None:
@@ -181,19 +188,22 @@ class Run:
         drop_last: bool = False,
         order: str | NumbersOf = SHUFFLED,
     ) -> Iterator[Step]:
-        """Yield the remaining steps, up to so many `epochs` or `steps` counted from the beginning of the run.
+        """Yield the remaining steps of the run, up to `epochs` or `steps`, which count from the start of the run.
 
-        `dataset` has a length and items by number, on every rank alike. `batch` is the number of samples of a step over
-        all ranks. It is cut into `microbatches`, or into as few as have at most `microbatch` samples, which defaults to
-        32; their sizes differ by at most one. Batch and number of micro-batches decide the bits.
-        `weight` returns what a batch on the CPU counts for, a whole number; left out, its samples. `collate` makes a
-        batch of a list of items. With `drop_last` an epoch has no smaller last step. `order` is `shuffled`,
-        `sequential`, or a function of the epoch, from 0, that returns the numbers of its samples: the same on every
-        rank, and equally many in each epoch. `lockstep.orders` has some.
+        `dataset` has a length and integer indexing, and must be the same on every rank. `batch` is the global batch
+        size across all ranks. Each batch is split into `microbatches`, or into the smallest number of micro-batches
+        that have at most `microbatch` samples (32 by default). The sizes of the micro-batches differ by at most one
+        sample. Changing the batch size or the number of micro-batches changes the resulting weights.
 
-        After the last step the run is saved, if it has a folder. So it is after a signal, which then ends the script
-        with exit code 75 (130 for Ctrl-C). UsageError where a resumed run had another length of the dataset, another
-        batch, number of micro-batches or optimizer.
+        `weight` is a function that returns the weight of a batch on the CPU as an integer. It defaults to the number of
+        samples. `collate` makes a batch from a list of items. With `drop_last`, an epoch skips its last step if that
+        step would be smaller than the other steps. `order` is `shuffled`, `sequential`, or a function of the epoch
+        (from 0) that returns sample indices. The function must return the same indices on every rank, and the same
+        number of indices for each epoch. `lockstep.orders` has some of these functions.
+
+        If the run has a folder, a checkpoint is saved after the last step. A signal also saves a checkpoint, and then
+        ends the script with exit code 75 (130 for Ctrl-C). Raises UsageError if a resumed run used a dataset of a
+        different length, or a different batch size, number of micro-batches or optimizer.
         """
         placed = self._ready("run.steps")
         refuse_autocast("run.steps")
@@ -219,10 +229,11 @@ class Run:
         return self._steps
 
     def each(self, dataset: Any, *, batch: int | None = None, collate: Collate | None = None) -> Iterator[Batch]:
-        """Yield this rank's batches of `dataset`, each sample on one rank, while the model evaluates without gradients.
+        """Yield the batches of this rank from `dataset`, with the model in evaluation mode and gradients disabled.
 
-        `batch` is the number of samples at a time, left out that of the largest micro-batch. Give `run.sum` one value
-        for each batch. The random numbers of a batch are its own.
+        The batches are distributed over the ranks, and `run.sum` counts each sample once. `batch` is the number of
+        samples per batch. It defaults to the size of the largest micro-batch of `run.steps`. Pass one value per batch
+        to `run.sum`. Each batch has its own random numbers, which don't depend on the number of ranks.
         """
         placed = self._ready("run.each")
         samples = self._evaluation.batch_size(batch)
@@ -233,44 +244,46 @@ class Run:
         return self._evaluation.batches(placed, loader, samples)
 
     def sum(self, values: Any) -> Any:
-        """Return the sum over all ranks of `values`, one for each batch of `run.each`: numbers, tensors, dicts of them.
+        """Return the sum of `values` over all ranks, the same on every rank.
 
-        Whole numbers are added exactly, all others in one order in float64, whatever the number of ranks. The sum is a
-        number, or a tensor on the CPU where the values have dims, the same on every rank.
+        Pass one value for each batch of `run.each`: a number, a tensor, or a dict of these. Integers are added exactly.
+        All other values are added in float64 in a fixed order, so the sum doesn't depend on the number of ranks.
+        Returns a number for 0-dim values, and a tensor on the CPU for tensors with dimensions.
         """
         self._between("run.sum")
         return self._evaluation.sum(values)
 
     def log(self, **figures: float | Tensor) -> None:
-        """Write figures of the last step, by name, to the terminal, the run folder and the sinks, on rank 0."""
+        """Write metrics of the last step, by name, to the terminal, the run folder and the sinks. Rank 0 writes."""
         self._figures.log(figures)
 
     def save(self) -> None:
-        """Save a checkpoint into the run folder, from which the same script resumes on any number of ranks."""
+        """Save a checkpoint to the run folder. The same script can resume from it on any number of ranks."""
         self._ready("run.save")
         if self._checkpoints is None:
             raise refusal(
                 "run.save: the run has no folder",
                 'name one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
             )
-        # First: a run that is killed now goes on after this step, and would not report it again.
+        # Report before saving: a run that is killed in between resumes after this step, and wouldn't report it again.
         self._sequence.report_saved()
         for saved in self._checkpoints.save():
             self._rank.write(saved)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the weights, which checkpoints record; it is the same on every rank and placement.
+        """Return the SHA-256 of the weights, which is the same on every rank and for every placement.
 
-        All ranks call it. UsageError where their weights differ.
+        Checkpoints record the same hash. All ranks must call this method. Raises UsageError if the weights differ
+        between ranks.
         """
         sha256 = store.weights_sha256(self._ready("run.fingerprint").weights())
         self._world.compare({"the SHA-256 of the weights": sha256}, _WRITTEN)
         return sha256
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: wait until checkpoints are written, and leave the other ranks. A script's end does so, too.
+        """End the run: wait until checkpoints are written, and leave the other ranks. The end of a script does so, too.
 
-        With an `error` all ranks end; where this is the only one, the error is raised.
+        If you pass an `error`, all ranks exit. If this is the only rank, the error is raised.
         """
         if self._ended:
             return
@@ -284,7 +297,7 @@ class Run:
         try:
             if error is None:
                 self._meet("the end of the run")
-                if left is not None and (kept is None or kept.has(self.step)):  # as early stopping leaves it
+                if left is not None and (kept is None or kept.has(self.step)):  # early stopping
                     finish(self._rank, self._here(), kept)
         except LockstepError as found:
             error = found
@@ -293,13 +306,13 @@ class Run:
             self._rank.enter("ending")
             for saved in kept.wait() if kept else []:
                 self._rank.write(saved)
-            self._world.barrier()  # rank 0 may write still, and a launcher ends those that are left when one has ended
+            self._world.barrier()  # rank 0 may still be writing, and a launcher ends the other ranks when one exits
             if kept is not None:
                 kept.close()
             if self._placed is not None:
                 self._placed.engine.close()
         if left is not None:
-            left.close()  # which gives back the signals and the processes that load
+            left.close()  # restores the signal handlers and ends the loader processes
         if self._placed is not None:
             self._placed.guard.close()
         if isinstance(error, CorruptionError):
@@ -314,7 +327,7 @@ class Run:
 
     @property
     def _model(self) -> nn.Module | None:
-        """The model that was placed; None before."""
+        """The placed model, or None before `place`."""
         return None if self._placed is None else self._placed.model
 
     @property
@@ -327,13 +340,13 @@ class Run:
         return folder is not None and self.dir is not None and os.path.realpath(folder) == os.path.realpath(self.dir)
 
     def _abandon(self) -> None:
-        """Close the run, whose step need not be done."""
+        """Close the run, even if the current step isn't finished."""
         self._sequence.abandon()
-        if self._steps is not None:  # a loop that is not taken for one that its script has left
+        if self._steps is not None:  # so that `close` doesn't take the loop for one that the script left early
             self._steps.close()
         try:
             self.close()
-        finally:  # of a save that failed
+        finally:  # in case a save failed
             self._member.close(None)
 
     def _ready(self, what: str) -> Placed:
@@ -369,15 +382,16 @@ def join(
     placement: Mapping[str, Any] | Placement | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Join the other ranks that a launcher started, or be the only one, and return this rank's part of the run.
+    """Join the other ranks of a job, or start a run with a single process, and return a handle to the run.
 
-    Seeds the generators of torch, NumPy and Python by `seed`, and sets the number of threads and the kernels of this
-    process. `dir` is the run folder, from which the run resumes if there is a checkpoint in it; left out, nothing is
-    kept. `precision` and `threads` are those of a recipe (docs/precision.md); `placement` and `run` have the keys of
-    these sections (docs/configuration.md), such as `{"timeout_s": 60}` and `{"keep": 1}`.
+    Seeds PyTorch, NumPy and Python with `seed`, and sets the number of threads and the kernels for this process. If
+    `dir` contains a checkpoint, the run resumes from it. If `dir` is not set, nothing is saved. `precision` and
+    `threads` have the same meaning as in a recipe (docs/precision.md). `placement` and `run` accept the keys of these
+    sections in docs/configuration.md, such as `{"timeout_s": 60}` and `{"keep": 1}`.
 
-    Every rank calls it with the same arguments. UsageError lists all that is wrong with them; PreflightError where the
-    machine cannot do it. An error of the script ends all ranks, and is reported once.
+    Every rank must call this function with the same arguments. If your script raises an exception, all ranks exit and
+    the error is reported once. Raises UsageError with a list of all invalid arguments, and PreflightError if the
+    machine can't run the job.
     """
     member = Member.join(partial(settings, seed, dir, precision, threads, placement, run))
     return member.register(Run(member))

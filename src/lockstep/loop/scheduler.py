@@ -1,7 +1,7 @@
-"""A learning rate scheduler of torch's kind in a loop of the user's own.
+"""A learning rate scheduler of PyTorch in a custom loop.
 
-The loop steps it where it always did. An update takes the rates that it has set, checkpoints keep what it counts, and a
-resumed run gets that back.
+The loop steps the scheduler as usual. Each update uses the rates that the scheduler has set. Checkpoints save the state
+of the scheduler, and a resumed run restores it.
 """
 
 import math
@@ -20,7 +20,7 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class OwnScheduler:
-    """The user's scheduler of their optimizer's rates."""
+    """The user's scheduler for the learning rates of their optimizer."""
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         if not isinstance(scheduler, LRScheduler):
@@ -37,44 +37,44 @@ class OwnScheduler:
             )
         self._scheduler = scheduler
         self._optimizer = optimizer
-        self._saved: Any = None  # its state, where this step was saved
-        self.made = self.state()  # as it was when the run began
+        self._saved: Any = None  # the state at the save in this step, if any
+        self.made = self.state()  # the state at the start of the run
 
     @property
     def name(self) -> str:
-        """The class, which a resumed run has to have alike."""
+        """The class of the scheduler, which must be the same in a resumed run."""
         return f"{type(self._scheduler).__module__}.{type(self._scheduler).__qualname__}"
 
     @property
     def rate(self) -> float:
-        """The rate of the first group."""
+        """The learning rate of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def state(self) -> Any:
-        """Return what it counts, ready for JSON."""
+        """Return the state of the scheduler, ready for JSON."""
         return _plain(self._scheduler.state_dict())
 
     def load(self, saved: Any, made: Any) -> list[str]:
-        """Take over what `state` returned of one whose state was `made` at first; return what is made otherwise here.
+        """Load the state that `state` returned, and return the names of settings that differ from the saved ones.
 
-        What was saved holds for that, too.
+        `made` is the state that the saved scheduler had at first. The saved settings replace the different ones.
         """
         self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), saved))
-        now, self.made = self.made, made or self.made  # checkpoints of earlier versions lack it
+        now, self.made = self.made, made or self.made  # checkpoints of earlier versions don't have `made`
         other = [name for name in now if now[name] != self.made.get(name)]
         return [name for name in other if not name.startswith("_")] or (["schedule"] if other else [])
 
     def note_update(self) -> None:
-        """Let it know that there was an update, before which it should not be stepped."""
+        """Tell the scheduler that there was an update. It warns if it is stepped before the first update."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._saved = None
 
     def note_save(self) -> None:
-        """Keep what was saved, for `check_saved`."""
+        """Note the saved state for `check_saved`."""
         self._saved = self.state()
 
     def check_saved(self, step: int) -> None:
-        """Raise UsageError where it was stepped after a save: a resumed run would begin without that."""
+        """Raise UsageError if the scheduler was stepped after a save, because a resumed run would lose this step."""
         if self._saved not in (None, self.state()):
             raise refusal(
                 f"step {step}: scheduler.step() after run.save, so that a resumed run would leave it out",
@@ -83,7 +83,7 @@ class OwnScheduler:
 
 
 def _unknown(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of what is no number, text or function in a state."""
+    """Yield the names of values in a state that aren't numbers, text or functions."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _unknown(f"{name}.{key}" if name else str(key), each)
@@ -95,7 +95,7 @@ def _unknown(name: str, value: Any) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a state as JSON can hold it; functions stay with the script."""
+    """Return a state that JSON can hold. Functions stay in the script."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -106,7 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(now: Any, saved: Any) -> Any:
-    """Return a state in which all is as it was saved; what is the same already stays the object that it is."""
+    """Return a state with the saved values. Objects with the same value already are kept."""
     if _plain(now) == saved:
         return now
     if isinstance(now, Mapping) and isinstance(saved, dict) and {*map(str, now)} == {*saved}:

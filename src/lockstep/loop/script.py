@@ -1,4 +1,4 @@
-"""A script of the user's own, which joins a run, in processes that Lockstep starts."""
+"""Runs a user script that joins a run, in processes started by Lockstep."""
 
 import os
 import runpy
@@ -22,20 +22,20 @@ _LONGEST_PATH: Final = 4096  # bytes, as on Linux
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
-    """Run a script in `count` processes of this machine and return the exit code."""
+    """Run a script in `count` processes on this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
     failures: list[Failure] = []
-    claimed = RawArray("c", _LONGEST_PATH)  # the folder of the run that was joined last; without a lock that dies
+    claimed = RawArray("c", _LONGEST_PATH)  # the last run folder, without a lock that a dying process could hold
     work = partial(_work, path, [path, *arguments], claimed)
     code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
-    if failures and claimed.value:  # else the script has ended as it meant to
+    if failures and claimed.value:  # otherwise the script has ended as intended
         settle(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:
-    """Run a script in this process as Python does."""
+    """Run a script in this process, as Python does."""
     sys.argv = list(argv)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     runpy.run_path(path, run_name="__main__")

@@ -1,4 +1,4 @@
-"""The random numbers of a loop of the user's own: what its generators are seeded for, wherever a script may draw."""
+"""The random numbers of a custom loop: seeds for all generators at each place where a script may draw."""
 
 from typing import Final, final
 
@@ -6,7 +6,7 @@ from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.data.items import seed_python_and_numpy
 
-# Places of a step that generators are seeded for.
+# Places in a step at which the generators are seeded.
 _HEAD: Final = 0
 _AFTER_MICROBATCHES: Final = 1
 _MICROBATCH: Final = 2
@@ -15,7 +15,7 @@ _AFTER_LOOP: Final = 3
 
 @final
 class StepDraws:
-    """The seeds of a step, by its number from 0."""
+    """The seeds of a step. Steps are numbered from 0."""
 
     def __init__(self, world: World, seed: int, number: int) -> None:
         self._world = world
@@ -26,20 +26,23 @@ class StepDraws:
         seed_all(self._world, random.extend_key(self._key, _HEAD))
 
     def seed_microbatch(self, index: int) -> None:
-        """Seed Python's and NumPy's generators for a micro-batch; the engine seeds those of torch."""
+        """Seed the generators of Python and NumPy for a micro-batch. The engine seeds those of PyTorch."""
         seed_python_and_numpy(random.extend_key(self._key, _MICROBATCH, index))
 
     def seed_after_microbatches(self) -> None:
-        """Seed all generators after the last micro-batch, since ranks have drawn for other ones."""
+        """Seed all generators after the last micro-batch, since ranks have drawn for different micro-batches."""
         seed_all(self._world, random.extend_key(self._key, _AFTER_MICROBATCHES))
 
 
 def seed_all(world: World, key: int) -> None:
-    """Seed what a loop draws from: Python's and NumPy's generators, torch's and that of the device."""
+    """Seed all generators that a loop draws from: Python, NumPy, PyTorch, and the device."""
     seed_python_and_numpy(key)
     world.seed(key)
 
 
 def seed_after_loop(world: World, seed: int, steps: int) -> None:
-    """Seed all generators after a loop up to step `steps`: a resumed script skips it, and draws the same after it."""
+    """Seed all generators after a loop up to step `steps`.
+
+    A resumed script that skips the loop draws the same numbers after it.
+    """
     seed_all(world, random.extend_key(random.key(random.OWN_LOOP, seed, steps), _AFTER_LOOP))

@@ -1,4 +1,4 @@
-"""The steps of a run whose loop is the user's own, one after the other: what is checked before and after each."""
+"""The sequence of steps in a custom loop: the checks before and after each step."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +29,7 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class StepSequence:
-    """The step under way, and what is carried from each step to the next, through all loops over `run.steps`."""
+    """The current step, and the state carried from step to step through all loops over `run.steps`."""
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class StepSequence:
         self._evaluation = evaluation
         self._state = state
         self._step: Step | None = None
-        self._turn: Turn | None = None  # of that step
-        self._reports: StepReports | None = None  # of the loop under way
-        self._losses: list[LossCheck] = []  # of the first update of each step, of the second ...
-        self._modules_checked = 0  # updates of a step
-        self._sums = StepSums(self._rank.world)  # of the step under way
+        self._turn: Turn | None = None  # the turn of that step
+        self._reports: StepReports | None = None  # the reports of the current loop
+        self._losses: list[LossCheck] = []  # for the first update of each step, for the second, and so on
+        self._modules_checked = 0  # number of updates of a step with checked modules
+        self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
 
     def begin_loop(self) -> bool:
-        """Note that a loop begins; return whether it is the first of the run."""
+        """Note that a loop begins. Return whether it is the first loop of the run."""
         had, self._has_loops = self._has_loops, True
         return not had
 
@@ -69,7 +69,7 @@ class StepSequence:
         audit: Callable[[], Iterator[Part]] | None,
         examination: Examination | None,
     ) -> Step:
-        """Return the next step, for the user's loop to do."""
+        """Return the next step to the user's loop."""
         self._rank.phase = "training"
         self._reports = reports
         placed.modes.restore()
@@ -92,7 +92,7 @@ class StepSequence:
         return self._step
 
     def end(self, placed: Placed) -> None:
-        """Check, when the loop asks for the next step, that this one was done."""
+        """Check that this step is done, when the loop asks for the next step."""
         assert self._step is not None
         assert self._turn is not None
         self._meeting.compare_left()
@@ -110,51 +110,51 @@ class StepSequence:
             self._observe(self._turn.step.number + 1, float(self._turn.sums.loss), digests)
 
     def refuse_within_step(self, call: str) -> None:
-        """Raise UsageError for a call within a step that is not updated."""
+        """Raise UsageError for a call within a step without an update."""
         if self._step is not None and not self._step.updated:
             raise refusal(f"{call}: within step {self._step.number}", "call it after step.update")
 
     def report(self) -> None:
-        """Write the events of the last step, once it is done, unless that was done. All ranks call it."""
+        """Write the events of the last step, once it is done, unless they are written already. All ranks call it."""
         if self._turn is not None and self._reports is not None:
             for event in self._reports.report(self._turn):
                 self._rank.write(event)
 
     def report_complete(self) -> None:
-        """Do the same, unless the step can be gone through again: then it is reported after that."""
+        """Report the step, unless the loop can iterate over it again. In this case, it is reported after that."""
         if self._step is not None and not self._step._repeatable:
             self.report()
 
     def report_saved(self) -> None:
-        """Report the step that is about to be saved; TrainingError if a loss was not finite. All ranks call it."""
+        """Report the step before it is saved. Raises TrainingError if a loss wasn't finite. All ranks call it."""
         if self._step is None:
             return
         self._step._saved = True
         if self._step.updated and self._reports is not None:
             self.report()
-            self._reports.check()  # of steps that are not reported, too
+            self._reports.check()  # including steps that aren't reported
 
     def leave_unfinished(self) -> Exception | None:
-        """Leave a step that is not updated; return the error that it is, None if there is no such step."""
+        """Leave a step without an update, and return the error for it. Returns None if there is no such step."""
         if self._step is None or self._step.updated:
             return None
         self._step._leave(early=True)
         return self._step._unfinished()
 
     def abandon(self) -> None:
-        """Leave the step under way, which need not be done."""
+        """Leave the current step, even if it isn't done."""
         if self._step is not None:
             self._step._leave(early=True)
             self._step = None
 
     def _loss_check(self, phase: int) -> LossCheck:
-        """Return what looks at the losses of that update of a step, from 0."""
+        """Return the loss check for an update of a step. `phase` counts the updates of the step from 0."""
         if phase == len(self._losses):
             self._losses.append(LossCheck(self._rank.world.size, self._rank.warn))
         return self._losses[phase]
 
     def _make_stray_check(self, placed: Placed, plan: OwnPlan, turn: Turn, phase: int) -> StrayModuleCheck | None:
-        """Return what looks at the first micro-batch of this process for each update of a step, None for all others."""
+        """Return a check for this process's first micro-batch in each update of a step, and None for later ones."""
         looked, self._modules_checked = self._modules_checked > phase, max(self._modules_checked, phase + 1)
         if looked:
             return None
@@ -164,7 +164,7 @@ class StepSequence:
 
 
 def _check_mode(model: nn.Module) -> None:
-    """Raise UsageError if a model that came to `run.place` in evaluation mode is in it still, and depends on it."""
+    """Raise UsageError if a model that was placed in evaluation mode is still in it, and depends on its mode."""
     if is_evaluating(model) and (layer := mode_dependent_layer(model)):
         raise refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, and {layer}, "

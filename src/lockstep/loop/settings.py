@@ -1,4 +1,4 @@
-"""What `lockstep.join` is given: checked as the keys of a configuration are, and all of it at once."""
+"""The arguments of `lockstep.join`, validated like the keys of a configuration and reported all at once."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from lockstep.config.wording import problems
 from lockstep.core.precision import Precision, translate_precision
 from lockstep.errors import ConfigError
 
-# Keys of a configuration that a loop of one's own decides itself, or cannot have.
+# Keys of a configuration that a custom loop controls itself, or doesn't support.
 _NOT_HERE: Final = {
     ("placement", "strategy"): "give it to run.place(model, optimizer, strategy=)",
     ("placement", "on_corruption"): "your script cannot start itself without a rank; leave it out",
@@ -28,7 +28,7 @@ _NOT_HERE: Final = {
 
 
 class Settings(Section):
-    """What a run of a loop of one's own is made with."""
+    """The arguments of `lockstep.join`."""
 
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
     precision: Annotated[Precision, BeforeValidator(translate_precision)]
@@ -45,9 +45,10 @@ def settings(
     placement: Mapping[str, Any] | Placement | None,
     run: Mapping[str, Any] | None,
 ) -> Settings:
-    """Return what `lockstep.join` was given; ConfigError with all that is wrong with it, and the line that is calling.
+    """Return the validated arguments of `lockstep.join`.
 
-    Keys that nothing here would heed are wrong too.
+    Raises ConfigError with all invalid arguments and the line that is calling. Keys that have no effect in a custom
+    loop are invalid too.
     """
     place = SourcePosition(calling() or "lockstep.join")
     placed = dict(placement) if isinstance(placement, Mapping) else placement or {}

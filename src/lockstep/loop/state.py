@@ -1,7 +1,7 @@
-"""What a script keeps in `run.state`: plain values, which a checkpoint's JSON holds, and tensors, which get a file.
+"""The values that a script keeps in `run.state`: plain values, saved as JSON, and tensors, saved in a file.
 
-In the JSON None stands in the place of each tensor. A tensor's name in the file is its path in JSON, such as
-`["queues", 0]`.
+In the JSON, None replaces each tensor. The name of a tensor in the file is its path in the JSON, such as `["queues",
+0]`.
 """
 
 import json
@@ -25,35 +25,35 @@ _KINDS: Final = "keep numbers, text, tensors, lists and dicts by text in it"
 
 @final
 class ScriptState:
-    """`run.state`: its `values`, and what the last save of the step under way has of them."""
+    """`run.state`: its `values`, and a summary of those in the last save of the current step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._saved: tuple[tuple[str, dict[str, str]], str] | None = None  # a summary, and the line of that save
+        self._saved: tuple[tuple[str, dict[str, str]], str] | None = None  # a summary, and the line of the save
         self.values: dict[str, Any] = {}
 
     def split(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the plain values and the tensors; see `split_state`."""
+        """Return the plain values and the tensors. See `split_state`."""
         return split_state(self.values, self._world.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by their paths."""
+        """Return the tensors by path."""
         return self.split()[1]
 
     def load(self, path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take over what the checkpoint `path` keeps."""
+        """Load the values from the checkpoint `path`."""
         self.values |= joined_state(path, plain, tensors, self._world.device)
 
     def note_save(self, where: str) -> None:
-        """Note what a save at this line keeps."""
+        """Note the values that a save at this line keeps."""
         self._saved = self._summary(), where
 
     def forget_save(self) -> None:
-        """Forget a save between two loops, after which a resumed script runs the same lines."""
+        """Forget a save between two loops. After such a save, a resumed script runs the same lines."""
         self._saved = None
 
     def check_saved(self, step: int) -> None:
-        """Raise UsageError if values were changed after a save of the step, which a resumed run would not have."""
+        """Raise UsageError if values changed after a save in this step, because a resumed run would lose the change."""
         saved, self._saved = self._saved, None
         if saved is not None and self._summary() != saved[0]:
             raise refusal(
@@ -63,15 +63,15 @@ class ScriptState:
             )
 
     def _summary(self) -> tuple[str, dict[str, str]]:
-        """Return what is equal as long as the values are."""
+        """Return a summary of the values. Equal values have equal summaries."""
         plain, tensors = self.split()
         return json.dumps(plain, sort_keys=True), state_digests(tensors)
 
 
 def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the plain values of `run.state`, with None for its tensors, and these by their paths.
+    """Return the plain values of `run.state`, with None for each tensor, and the tensors by path.
 
-    UsageError where it holds what a checkpoint cannot give back as it is.
+    Raises UsageError if it holds a value that a checkpoint can't restore exactly.
     """
     tensors: dict[str, Tensor] = {}
     plain = _without_tensors(state, (), tensors)
@@ -81,12 +81,12 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     for path, tensor in tensors.items():
         _check(shown(path), tensor, device)
     _check_apart(tensors)
-    plain = back  # a copy: the script goes on while it is written
+    plain = back  # return a copy, since the script continues while it is written
     return plain, tensors
 
 
 def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if tensors of `run.state` are not the same on all ranks. All ranks call it."""
+    """Raise UsageError if tensors of `run.state` aren't the same on all ranks. All ranks call it."""
     if world.size == 1:
         return
     first, *others = world.told_by_all(state_digests(tensors))
@@ -101,12 +101,12 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise UsageError if a tensor of `run.state` is a parameter or a buffer of the placed model, and no copy of it."""
+    """Raise UsageError if a tensor of `run.state` is a parameter or buffer of the placed model instead of a copy."""
     named = (*model.named_parameters(), *model.named_buffers())
     live = sorted((*_span(each), name) for name, each in named if type(each.detach()) is Tensor and each.numel())
     for path, tensor in tensors.items():
         start, end = _span(tensor)
-        place = bisect_right(live, start, key=itemgetter(1))  # the first that ends later
+        place = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and place < len(live) and live[place][0] < end:
             raise refusal(
                 f"{shown(path)} is {live[place][2]} of the placed model, and would be a copy after a resume",
@@ -115,14 +115,17 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor, with its dtype and shape, by what messages call it."""
+    """Return a digest of each tensor, with its dtype and shape, by its name in messages."""
     return {shown(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
 
 
 def joined_state(
     path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Return `run.state` as it was split, its tensors on `device`; UsageError where these are not of it."""
+    """Return the `run.state` that `split_state` split, with its tensors on `device`.
+
+    Raises UsageError if the tensors don't fit the plain values.
+    """
     state = dict(plain)
     for name, tensor in tensors.items():
         try:
@@ -139,7 +142,7 @@ def joined_state(
 
 
 def shown(path: str) -> str:
-    """Return what messages call a tensor of `run.state`."""
+    """Return the name of a tensor of `run.state` in messages."""
     return _shown(parse_json(path))
 
 
@@ -151,7 +154,7 @@ def _without_tensors(value: Any, way: tuple[str | int, ...], tensors: dict[str, 
     if isinstance(value, Tensor):
         tensors[json.dumps(way)] = value
         return None
-    if isinstance(value, Mapping):  # as a state_dict() is
+    if isinstance(value, Mapping):  # such as a state_dict()
         if (key := next((each for each in value if not isinstance(each, str)), None)) is not None:
             raise refusal(f"{_shown(way)} has a key that is no text: {key!r}", _KINDS)
         return {key: _without_tensors(each, (*way, key), tensors) for key, each in value.items()}
@@ -161,7 +164,10 @@ def _without_tensors(value: Any, way: tuple[str | int, ...], tensors: dict[str, 
 
 
 def _read_back(value: Any) -> Any:
-    """Return a value as a checkpoint would give it back; NotImplemented, which equals nothing, if none can hold it."""
+    """Return a value as a checkpoint would restore it.
+
+    Returns NotImplemented, which doesn't equal any value, if a checkpoint can't hold the value.
+    """
     try:
         return parse_json(json.dumps(value))
     except (TypeError, ValueError):
@@ -169,7 +175,7 @@ def _read_back(value: Any) -> Any:
 
 
 def _not_kept(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the places of what does not come back as it is, and why."""
+    """Yield the path of each value that a checkpoint can't restore exactly, and why."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _not_kept(each, (*way, key))
@@ -182,9 +188,9 @@ def _not_kept(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[st
 
 
 def _check_apart(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if two tensors have elements in common: a write to one would move the other until a resume.
+    """Raise UsageError if two tensors share elements. A write to one would change the other, but not after a resume.
 
-    Those that lie beside each other in one memory, as the statistics of a copied BatchNorm layer do, are apart.
+    Tensors that are next to each other in the same memory are fine, such as the statistics of a copied BatchNorm layer.
     """
     spans = sorted((*_span(each), path) for path, each in tensors.items() if each.numel())
     for (_, end, one), (start, _, other) in pairwise(spans):
@@ -197,12 +203,12 @@ def _check_apart(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return where the elements of a tensor without gaps lie in memory."""
+    """Return the start and end address of the elements of a tensor without gaps."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _check(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise UsageError unless a tensor comes back from a checkpoint as it is."""
+    """Raise UsageError unless a checkpoint can restore a tensor exactly."""
     if tensor.requires_grad:
         raise refusal(
             f"{name} holds a graph, or is to have a gradient, and a checkpoint keeps values alone",

@@ -1,4 +1,4 @@
-"""A step of a loop of the user's own: its micro-batches, their backwards and the update, and what must not be done."""
+"""A step of a training loop that the user writes: its micro-batches, their backward passes, and the update."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 @final
 @dataclass(eq=False, repr=False)
 class Step:
-    """One step of `run.steps`: iterate over its micro-batches, give `backward` each one's loss, and `update` once.
+    """A step of `run.steps`: iterate over its micro-batches, call `backward` for each loss, and `update` at the end.
 
-    Or once for each of some groups of the optimizer, `update(of=...)`, with an iteration before each.
+    To update groups of the optimizer separately, iterate over the micro-batches again before each `update(of=...)`.
     """
 
     _turn: Turn
@@ -42,7 +42,7 @@ class Step:
     _losses: Callable[[int], LossCheck]
     _sums: StepSums
     _audit: Callable[[], Iterator[Part]] | None
-    _examination: Examination | None = None  # where a replay looks into the step
+    _examination: Examination | None = None  # set if a replay examines this step
 
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
@@ -59,44 +59,45 @@ class Step:
 
     @property
     def epoch(self) -> int:
-        """The number of this epoch, from 0."""
+        """The index of the current epoch, from 0."""
         return self._turn.step.epoch
 
     @property
     def samples(self) -> int:
-        """The samples of this step, over all ranks."""
+        """The number of samples in this step, across all ranks."""
         return self._turn.step.samples
 
     @property
     def samples_seen(self) -> int:
-        """The samples of all steps before this one, over all ranks: what a learning rate is a function of."""
+        """The number of samples in all steps before this one, across all ranks. Use it to compute the learning rate."""
         return self._turn.step.samples_seen
 
     @property
     def weight(self) -> int:
-        """The weight of the step over all ranks: its samples, or the sum of `weight` of `run.steps`.
+        """The weight of the step across all ranks: the number of samples, or the sum of `weight` of `run.steps`.
 
-        A loss that is given as `sum` is divided by it.
+        If you pass a loss as `sum`, it is divided by this weight.
         """
         return self._turn.step.weight
 
     @property
     def updated(self) -> bool:
-        """Whether `update` is done: after each iteration over the micro-batches anew."""
+        """Whether `update` was called since the last iteration over the micro-batches began."""
         return self._updated
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the whole step, 0-dim and float64, the same on every rank; after `update`."""
+        """The mean loss of the whole step, 0-dim and float64, the same on every rank. Available after `update`."""
         if self._turn.sums is None:
             raise refusal(f"step {self.number}: step.loss is known after step.update", "ask for it then")
         return self._turn.sums.loss
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """The totals of `sum` over the whole step, by name: 0-dim and float64, the same on every rank; after `update`.
+        """The totals of `sum` over the whole step, by name: 0-dim and float64, the same on every rank.
 
-        Whole numbers are exact up to 2**53. After `update(of=...)` they are those of the iteration before it.
+        Available after `update`. Integers are exact up to 2**53. After `update(of=...)`, the totals are those of the
+        preceding iteration.
         """
         if not self._updated:
             raise refusal(f"step {self.number}: step.sums is known after step.update", "ask for it then")
@@ -104,28 +105,30 @@ class Step:
 
     @property
     def norm(self) -> Tensor | None:
-        """The L2 norm of the step's gradient before it was clipped; None without `clip`, and before `update`."""
+        """The L2 norm of the step's gradient before clipping. None before `update`, and if you didn't pass `clip`."""
         return None if self._turn.update is None else self._turn.update.norm
 
     @property
     def duplicate(self) -> bool:
-        """Whether the micro-batch at hand counts on another rank: leave it out of what the loop itself adds up.
+        """Whether another rank counts the current micro-batch. If so, leave it out of your own totals.
 
-        So it is where ranks gather weights together and have not equally many, and where an audit repeats it.
+        Ranks compute duplicates if they gather weights together and have different numbers of micro-batches, and if an
+        audit repeats a micro-batch.
         """
         return self._duplicate
 
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
-        """Return whether this step ends a period of so many `epochs`, or of so many `steps`."""
+        """Return whether this step ends a period of `epochs` epochs or of `steps` steps. Pass one of the two."""
         if (epochs is None) == (steps is None):
             raise refusal("step.every: give either epochs or steps", "give one of the two")
         return Interval(steps, epochs).falls_on(self._turn.step)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield this rank's micro-batches, on its device, as the dataset's items collate: `for x, y in step`.
+        """Yield the micro-batches of this rank on its device, as `collate` returns them: `for x, y in step`.
 
-        From each up to its `backward`, the random numbers are its own, and the precision is that of the run. Ranks may
-        have different numbers of them. A step that is left before the last one raises UsageError.
+        From the start of a micro-batch to its `backward`, its own random numbers and the precision of the run are in
+        effect. Ranks can have different numbers of micro-batches. Raises UsageError if you leave a step before its last
+        micro-batch.
         """
         current = self._pass
         if current.begun:
@@ -161,17 +164,18 @@ class Step:
                     )
         finally:
             if current.complete:
-                # Here, and not after the update: numbers drawn before the update may be for the next step, too.
+                # Here and not after the update: random numbers drawn before the update may also be for the next step.
                 self._draws.seed_after_microbatches()
             else:
                 current.left_at = calling()
                 self._leave(early=True)
 
     def sum(self, **numbers: Tensor | float) -> None:
-        """Add numbers over the micro-batches of the step and over ranks: `step.sum(correct=(z.argmax(1) == y).sum())`.
+        """Add numbers over the micro-batches and all ranks, such as `step.sum(correct=(z.argmax(1) == y).sum())`.
 
-        Call it before the `backward` of the micro-batch, with the same names in each. Numbers are 0-dim tensors, ints
-        or floats. After `update`, `sums` has the totals: whole numbers exactly, others in one order in float64.
+        Call this method before the `backward` of the micro-batch, with the same names in every micro-batch. Pass 0-dim
+        tensors, ints or floats. After `update`, the totals are in `sums`. Integers are added exactly, other numbers in
+        float64 in a fixed order.
         """
         if self._forward.microbatch is None:
             outside = f"after {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
@@ -182,14 +186,16 @@ class Step:
         self._sums.add(self.number, numbers)
 
     def backward(self, *unnamed: Never, mean: Tensor | None = None, sum: Tensor | None = None) -> None:
-        """Add the gradient of a micro-batch to the gradient of the step; call it once for each micro-batch.
+        """Add the gradient of a micro-batch to the gradient of the step. Call it once for each micro-batch.
 
-        Name the loss by the way your script reduces it. `mean` is the mean over the micro-batch, as
-        `F.cross_entropy(model(x), y)` is: over its samples, or over what `weight` of `run.steps` counts. `sum` is the
-        sum, as with `reduction="sum"`. Either way the step's gradient is that of the mean over the whole step, and on
-        one process with one micro-batch `mean` gives the gradient of `loss.backward()`, bit for bit. The loss is 0-dim.
+        Pass a 0-dim loss, named after its reduction. `mean` is a mean over the micro-batch, such as
+        `F.cross_entropy(model(x), y)`: over its samples, or over the counts that `weight` of `run.steps` returns. `sum`
+        is a sum, as with `reduction="sum"`. In both cases, the gradient of the step is the gradient of the mean over
+        the whole step. On one process with one micro-batch, `mean` gives the gradient of `loss.backward()`, bit for
+        bit.
 
-        UsageError if a loss is given without a name, if both are given, or if the loss is evidently the other one.
+        Raises UsageError if the loss is passed without a name, if both are passed, or if the loss evidently has the
+        other reduction.
         """
         if unnamed or (mean is None) == (sum is None):
             found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without its name"
@@ -221,7 +227,7 @@ class Step:
         )
         self._forward.check_loss(loss)
         if is_mean and not microbatch.weight:
-            for node in self._gate.returned:  # a mean over nothing has gradients of 0 / 0
+            for node in self._gate.returned:  # the gradients of a mean over nothing are 0 / 0
                 node.register_prehook(_zeros)
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
@@ -245,11 +251,15 @@ class Step:
         self._gate.ended_at = self._guard.last
 
     def update(self, lr: float | None = None, clip: float | None = None, *, of: str | None = None) -> None:
-        """Divide the gradient by the step's weight, clip its L2 norm to `clip`, and update the weights at rate `lr`.
+        """Divide the gradient by the weight of the step, clip its L2 norm to `clip`, and update the weights.
 
-        Left out, `lr` is the rate that the scheduler has set, if `run.place` was given one, else that which the
-        optimizer was made with, and nothing is clipped. Groups keep the ratio of their rates. Every rank calls it, once
-        for each step and with the same arguments.
+        `lr` is the learning rate. It defaults to the rate of the scheduler if you passed one to `run.place`, and
+        otherwise to the rate that the optimizer was created with. Groups keep the ratio of their rates. If you don't
+        set `clip`, the gradient is not clipped. Pass `of`, the name of a group of the optimizer, to update only the
+        groups of this name.
+
+        Every rank must call this method with the same arguments, once for each step or once after each iteration with
+        `of`.
         """
         if self.updated:
             raise refusal(
@@ -279,23 +289,23 @@ class Step:
             placed.scheduler.note_update()
         placed.audit.kept.note(self._turn.step)
         if self._examination is not None and of is None:
-            self._examination.finish()  # here, since a script may end where step.loss is nan
+            self._examination.finish()  # finish here, since a script may exit if step.loss is nan
         self._guard.mark(moved=True)
 
     @property
     def _repeatable(self) -> bool:
-        """Whether the micro-batches can be gone through again, for an update of other groups."""
+        """Whether the micro-batches can be iterated again to update other groups."""
         return not self._pass.begun
 
     def _unfinished(self) -> Exception:
-        """Return the error for a step that was left before its update."""
+        """Return the error for a step that the loop left before its update."""
         return self._pass.unfinished()
 
     def _leave(self, early: bool = False) -> None:
-        """Leave the forward of a micro-batch, if one is under way."""
+        """Leave the forward of the current micro-batch, if any."""
         self._forward.leave(early=early)
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return zeros in place of the gradients of a node's outputs."""
+    """Return zeros instead of the gradients of a node's outputs."""
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)

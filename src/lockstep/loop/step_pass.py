@@ -1,8 +1,8 @@
-"""A loop of the user's own over the micro-batches of a step, and how far it has come.
+"""An iteration of a custom loop over the micro-batches of a step, and its progress.
 
-A step that is audited (parallel/audited.py) gives the loop further micro-batches, which count for nothing: first the
-one that this rank repeats, and where the ranks do not agree some to find out who is wrong. So it is finished when the
-loop over micro-batches ends, and not by the update.
+An audited step (parallel/audited.py) yields extra micro-batches, which don't count: first the micro-batch that this
+rank repeats, and, if ranks disagree, some more to find the rank that is wrong. Therefore an audited step is finished
+when the loop over the micro-batches ends, and not by the update.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class StepPass:
-    """One iteration over this rank's micro-batches of a step, of as many as it has updates.
+    """One iteration over this rank's micro-batches of a step. A step has one iteration per update.
 
-    The step has `leaves` micro-batches on all ranks together. `audit` gives what is computed of an audited one.
+    The step has `leaves` micro-batches across all ranks. `audit` yields the parts of an audited step.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class StepPass:
         self._leaves = leaves
         self._audit = audit
         self._part = Part(turn.microbatches)
-        self.number = 0  # iterations that ended with an update
+        self.number = 0  # number of iterations that ended with an update
         self.begun = False
-        self.done = 0  # backwards
-        self.left_at = ""  # the line of the loop, once it was left too early
+        self.done = 0  # number of backwards
+        self.left_at = ""  # the line of the loop, if it was left too early
 
     @property
     def audited(self) -> bool:
@@ -46,17 +46,17 @@ class StepPass:
 
     @property
     def beside(self) -> bool:
-        """Whether the micro-batch at hand is one beside the step."""
+        """Whether the current micro-batch is an extra one of an audit."""
         return self._part.beside
 
     @property
     def expected(self) -> int:
-        """The number of micro-batches, without those that an audit adds."""
+        """The number of micro-batches, without the extra ones of an audit."""
         return len(self._turn.microbatches)
 
     @property
     def complete(self) -> bool:
-        """Whether the loop has computed all of it."""
+        """Whether the loop has computed all micro-batches."""
         return self.begun and self.done >= self.expected and (self._audit is None or self._part.sums is not None)
 
     def microbatches(self) -> Iterator[MicroBatch]:
@@ -70,23 +70,23 @@ class StepPass:
             yield from part.microbatches
             if self._audit is not None:
                 self._guard.check(whole=False, modes=True)
-                self._guard.give_back()  # an audit looks at the gradients
+                self._guard.give_back()  # an audit reads the gradients
                 part.sums = None if part.beside else self._engine.end()
         if self._audit is not None:
             self._guard.withhold()
             self._guard.mark()
 
     def sums(self) -> Sums:
-        """Return the sums of the step, which is finished."""
+        """Finish the step unless it is finished already, and return its sums."""
         return self._part.sums or self._engine.end()
 
     def start_over(self) -> None:
-        """Make ready for the next iteration, after an update of some groups of the optimizer."""
+        """Get ready for the next iteration, after an update of some groups of the optimizer."""
         self.number += 1
         self.begun, self.done, self._part = False, 0, Part(self._turn.microbatches)
 
     def unfinished(self) -> Exception:
-        """Return the error for a step that was left before its update."""
+        """Return the error for a step that the loop left before its update."""
         number = self._turn.step.number + 1
         if not self.complete:
             return refusal(

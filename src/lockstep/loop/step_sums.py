@@ -1,8 +1,8 @@
-"""`step.sum`: numbers that a loop of the user's own adds up over the micro-batches of a step and over ranks.
+"""`step.sum`: numbers that a custom loop adds up over the micro-batches of a step and over all ranks.
 
-They travel in the vector of the step's loss, which all ranks add up in the order of the tree anyway: float64, in which
-whole numbers are exact up to 2**53. So that ranks always send vectors of one length, it has room for ROOM numbers. The
-names are compared with the settings of the update, one step later and without an exchange of their own.
+The numbers are sent in the same vector as the loss of the step, which all ranks add up in tree order anyway. The vector
+is float64, so integers are exact up to 2**53. It has room for ROOM numbers, so that all ranks always send vectors of
+the same length. The names are compared along with the update settings, one step later and without extra communication.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 
-ROOM: Final = 16  # numbers of a step
+ROOM: Final = 16  # numbers per step
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 
 @final
 class StepSums:
-    """The numbers of the step under way, and the names that the steps before had."""
+    """The numbers of the current step, and their names."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -32,12 +32,12 @@ class StepSums:
         self._values: dict[str, Tensor | float] = {}
 
     def begin(self) -> None:
-        """Call before each iteration over the micro-batches of a step."""
+        """Call this before each iteration over the micro-batches of a step."""
         self._first = None
         self._values = {}
 
     def add(self, step: int, values: Mapping[str, Tensor | float]) -> None:
-        """Take numbers of the micro-batch at hand; UsageError for anything else."""
+        """Add numbers of the current micro-batch. Raises UsageError for other values."""
         for name, value in values.items():
             if name in self._values:
                 raise refusal(f"step {step}: step.sum was given {name} twice in a micro-batch", "add them up before")
@@ -55,7 +55,7 @@ class StepSums:
             )
 
     def end_microbatch(self, step: int) -> Tensor | None:
-        """Return the numbers of the micro-batch that ends, as the engine adds them up; None without any."""
+        """Return the numbers of the micro-batch as a vector for the engine to add up, or None if there are none."""
         values, self._values = self._values, {}
         names = tuple(sorted(values))
         first = self._first = names if self._first is None else self._first
@@ -72,16 +72,16 @@ class StepSums:
         return vector
 
     def end(self, *, some_idle: bool) -> None:
-        """Call after each iteration, on all ranks.
+        """Call this after each iteration, on all ranks.
 
-        If `some_idle`, there are ranks without a micro-batch, which learn the names from the others.
+        If `some_idle`, some ranks have no micro-batch. They learn the names from the other ranks.
         """
         self.names = self._first or ()
         if some_idle:
             self.names = next((tuple(names) for names in self._world.told_by_all(self.names) if names), ())
 
     def take(self, counts: Tensor | None) -> None:
-        """Take the numbers of the iteration, added up over all ranks."""
+        """Store the numbers of the iteration, summed over all ranks."""
         sums = {} if counts is None else {name: counts[place] for place, name in enumerate(self.names)}
         self.totals = MappingProxyType(sums)
 

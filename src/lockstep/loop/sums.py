@@ -1,4 +1,4 @@
-"""Sums over batches and ranks in a loop of the user's own."""
+"""Sums over batches and ranks in a custom training loop."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,26 +11,26 @@ from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 
-_ONE: Final = ""  # the name of a value that has none
+_ONE: Final = ""  # the name of an unnamed value
 
 
 @dataclass
 class Pass:
-    """The batches that `run.each` gave this rank last, by their numbers; None for one that counts elsewhere."""
+    """The batches that the last `run.each` yielded on this rank, by number, or None for a batch counted elsewhere."""
 
-    batches: int = 0  # of all ranks
+    batches: int = 0  # on all ranks together
     numbers: list[int | None] = field(default_factory=list)
     whole: bool = False  # whether the loop went through all of them
     summed: bool = False
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank has what came of its batches for itself."""
+        """Whether each rank only has the results of its own batches."""
         return self.whole and bool(self.numbers) and not self.summed
 
 
 def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
-    """Add values over their batches and all ranks; see `Run.sum`."""
+    """Add values over their batches and all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise refusal(
             f"run.sum: it was given a {type(values).__name__}",

@@ -1,4 +1,4 @@
-"""A loop over `run.steps`: it gives out steps, reports them, and saves after the last one or as a signal asks."""
+"""A loop over `run.steps`: yields steps, reports them, and saves after the last step or on a signal."""
 
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -38,9 +38,9 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 @final
 @dataclass(eq=False)
 class TrainingLoop:
-    """The steps of `plan` that are left. `close` ends the run, which a signal and the last step of a replay do.
+    """The remaining steps of `plan`. `close` ends the run on a signal, and after the last step of a replay.
 
-    `faults` are what was found of the dataset, to be warned of.
+    `faults` are the faults found in the dataset, which cause warnings.
     """
 
     member: Member
@@ -66,7 +66,7 @@ class TrainingLoop:
         )
 
     def steps(self) -> Generator[Step]:
-        """Yield the steps; what is between two of them is the user's loop's."""
+        """Yield the steps. The user's loop runs between two steps."""
         rank, progress, total = self._rank, self._rank.progress, self.plan.steps.total
         hint = self._verify_hint()
         rank.write(self._start_event())
@@ -80,7 +80,7 @@ class TrainingLoop:
             return self._finish()
         loop_plan = self.plan.loop_plan(self.member.settings.run.log_every)
         stop = StopRequest()
-        if self.member.replay is not None:  # which goes on to its last step, to look into it
+        if self.member.replay is not None:  # a replay continues to its last step, to examine it
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
@@ -113,7 +113,7 @@ class TrainingLoop:
         return self.sequence.begin(self.placed, self.plan, turn, reports, audit, examination)
 
     def _compare_orders(self, epoch: int) -> None:
-        """Raise UsageError if ranks go through an epoch in different orders. All ranks call it."""
+        """Raise UsageError if the sample order of an epoch differs between ranks. All ranks call it."""
         order = self.plan.order
         if self._world.size == 1 or not order.is_function:
             return
@@ -144,21 +144,24 @@ class TrainingLoop:
         )
 
     def _verify_hint(self) -> str:
-        """Return how to verify the loop, on rank 0 of its first run; not if verify or a replay runs it."""
+        """Return how to verify the loop, on rank 0 of its first run.
+
+        Returns "" if verify or a replay runs the loop.
+        """
         member, first = self.member, self.sequence.begin_loop()
         if self._world.rank or not first or member.checkpoint is not None or member.observe is not None:
             return ""
         return "" if member.replay else verify_hint(self._world.size, self._rank.folder, sys.argv)
 
     def _until_last(self) -> Batches:
-        """Return what gives the steps: of a replay those until its last one."""
+        """Return the source of steps. A replay only gets the steps up to its last one."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.training
         return lambda first: islice(loader.training(first), replay.last - first)
 
     def _examination(self, turn: Turn) -> Examination | None:
-        """Return what looks into a step: the last one of a replay that asks for it."""
+        """Return the examination of a step, if this is the last step of a replay that asks for one."""
         replay, folder = self.member.replay, self._rank.folder
         if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:
             return None
@@ -169,12 +172,12 @@ class TrainingLoop:
             if digests is not None:
                 digests.collect()
 
-        if digests is not None:  # of the steps before it, which may be the last to be done
+        if digests is not None:  # the digests of the steps before, in case this step fails
             digests.collect()
         return Examination(folder, self._world, self.placed, self._loader.samples(turn.step), report)
 
     def _end_replay(self) -> NoReturn:
-        """End the script: what follows the last step of a replay is not wanted."""
+        """End the script, since a replay doesn't run anything after its last step."""
         if self._rank.digests is not None:
             self._rank.digests.collect()
         self.close()
@@ -182,7 +185,7 @@ class TrainingLoop:
 
 
 def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> None:
-    """Wait for the last save, and write the event that a loop is done. All ranks call it."""
+    """Wait for the last save, and write the event for the end of a loop. All ranks call it."""
     for saved in checkpoints.wait() if checkpoints else []:
         rank.write(saved)
     sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
@@ -192,7 +195,7 @@ def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> N
 
 
 def refuse_autocast(where: str) -> None:
-    """Raise UsageError if autocast is on for any device: it keeps casts of the weights until its block ends."""
+    """Raise UsageError if autocast is on for any device, because it caches cast weights until its block ends."""
     if torch._C._is_any_autocast_enabled():
         raise refusal(
             f"{where}: torch.autocast is on around the steps, and would compute with weights that it cast before the "

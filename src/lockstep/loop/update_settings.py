@@ -1,4 +1,4 @@
-"""What `step.update` is given: the rate, the norm to clip to, and the groups of the optimizer that move."""
+"""The arguments of `step.update`: the learning rate, the norm to clip to, and the optimizer groups to update."""
 
 import math
 from typing import NamedTuple
@@ -10,9 +10,9 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 class UpdateSettings(NamedTuple):
-    """The settings of an update; `groups` are the numbers of those that move, None for all.
+    """The settings of an update. `groups` are the indices of the groups to update, or None for all groups.
 
-    `shown` is the rate that is reported: where a scheduler sets the rates, each group takes its own at `rate` 1.
+    `shown` is the reported learning rate. If a scheduler sets the rates, each group uses its own rate with `rate` 1.
     """
 
     rate: float
@@ -24,7 +24,10 @@ class UpdateSettings(NamedTuple):
 def update_settings(
     step: int, placed: Placed, lr: float | None, clip: float | None, of: str | None, *, audited: bool
 ) -> UpdateSettings:
-    """Return the settings of an update of the step, which may be `audited`; UsageError for those that cannot be."""
+    """Return the settings for an update of a step. `audited` says whether the step is audited.
+
+    Raises UsageError for invalid settings.
+    """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
         raise refusal(f"step {step}: a rate besides that of the scheduler", "give one of the two")
@@ -36,7 +39,7 @@ def update_settings(
 
 def _clip(step: int, value: object) -> float:
     number = _number(value)
-    if not number > 0:  # the weights would not move, or would go uphill
+    if not number > 0:  # otherwise the weights wouldn't change, or would move uphill
         raise refusal(f"step {step}: clip is {value!r}", "give a norm above 0, or leave it out")
     return number
 
@@ -51,12 +54,12 @@ def _rate(step: int, value: object) -> float:
 def _number(value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # of a tensor with several values
+    except (TypeError, ValueError, RuntimeError):  # raised for a tensor with several values
         return math.nan
 
 
 def _groups_of(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
-    """Return the numbers of the groups of that name."""
+    """Return the indices of the groups with this name."""
     reasons = {
         "in a step that is audited": audited,
         "while the weights are averaged (ema)": placed.numerics.ema_decay is not None,
