@@ -1,1 +1,1 @@
-"""Verification: placements run side by side, and what differs between them."""
+"""Verification: runs the same training on several placements and reports the differences."""

@@ -1,8 +1,9 @@
-"""Runs the cases of a verification one after the other, and judges each against the reference.
+"""Runs the cases of a verification one after another, and compares each case with the reference.
 
-Each case has processes of its own, forked from this one, which has everything imported and the data open. The
-state that a case saves half way is carried on by the next one that agrees so far: fresh processes of another
-placement. What differs is run a second time, to see the values.
+Each case runs in separate processes, forked from this process after it has imported everything and opened the data.
+Halfway, each case saves its state. If the case agrees so far, the next case that agrees resumes from this state, in new
+processes and on a different placement. If a case differs, it runs a second time to get the values of the differing
+tensors.
 """
 
 import shlex
@@ -42,32 +43,32 @@ from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, open_cases, probe, with_validation, work
 
 _SINGLE: Final = StrategyConfig(name="single")
-_PLAIN: Final = {"recompute": "none", "offload_activations": False, "workers": 0}  # of what should not matter
-_LARGEST: Final = 4  # processes, with --all
-_BATCHES: Final = 4  # of validation, and a short one
+_PLAIN: Final = {"recompute": "none", "offload_activations": False, "workers": 0}  # settings that must not matter
+_LARGEST: Final = 4  # the most processes with --all
+_BATCHES: Final = 4  # full validation batches, followed by a short batch
 
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """A placement to verify; `reason` says why it is not possible, where it is not."""
+    """A placement to verify. If it isn't possible, `reason` says why."""
 
     resolved: Resolved
     reason: str = ""
 
     @property
     def processes(self) -> int:
-        """Their number."""
+        """The number of processes."""
         return self.resolved.processes
 
     @property
     def label(self) -> str:
-        """The placement in words."""
+        """A description of the placement."""
         return f"{self.resolved.strategy_name} on {self.processes}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: its folder and what its ranks saw, or how it failed."""
+    """The outcome of a case: its folder and the traces of its ranks, or the message of its failure."""
 
     job: TraceJob
     code: int
@@ -76,14 +77,15 @@ class Outcome:
 
     @property
     def figures(self) -> list[Trace]:
-        """What was seen, without what takes another time and memory at each run."""
+        """The traces without times and peak memory, which differ between runs."""
         return [replace(seen, seconds=0.0, peak_bytes=0) for seen in self.seen]
 
 
 def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], None]) -> Verification:
-    """Compare the placement of `loaded`, or all that are possible, with one process over so many steps.
+    """Compare the placement of `loaded`, or all possible placements, with one process over a number of steps.
 
-    `tell` is called with what runs. A mistake in recipe or placement raises UsageError before any process is started.
+    `tell` is called with a label of each run. Raises UsageError for a mistake in the recipe or placement, before any
+    process starts.
     """
     requested = None
     if not everything:
@@ -102,7 +104,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 
 
 def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
-    """Compare these strategies on so many processes, where they are possible, with one process over so many steps."""
+    """Compare strategies on these numbers of processes, if possible, with one process over a number of steps."""
     ready = _open(loaded)
     named = [({"name": each} if isinstance(each, str) else dict(each), count) for each, count in places]
     cases = [_check_case(_case(loaded, StrategyConfig.model_validate(each), count, {}), ready) for each, count in named]
@@ -110,8 +112,8 @@ def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], in
 
 
 def _open(loaded: Loaded) -> Setup:
-    """Open the data and check the recipe, in this process."""
-    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    """Open the data and check the recipe in this process."""
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     ready = open_cases(loaded)
     check_chunks(ready)
     check_sequence_chunks(ready)
@@ -125,7 +127,7 @@ def _verify_cases(
     samples = 0 if ready.data.validation is None else len(ready.data.validation)
     batch = evaluation_batch(recipe)
     evaluated = min(samples, _BATCHES * batch + max(1, batch // 2))
-    if len(cases) > 2:  # one process, and what was asked for
+    if len(cases) > 2:  # more cases than one process and the requested placement
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = select_steps(ready.steps, steps)
@@ -133,7 +135,7 @@ def _verify_cases(
         job = TraceJob(single.resolved, numbers, evaluated, Path(folder))
         comparison = _Comparison(job, single, with_validation(ready, evaluated), tell)
         probed = comparison.look()
-        rows = [] if probed.refused else comparison.rows(cases)  # nothing of such a model would run
+        rows = [] if probed.refused else comparison.rows(cases)  # such a model can't run at all
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
@@ -147,33 +149,33 @@ def _verify_cases(
 
 
 def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
-    """Return which steps of a run to compare: the first ones, and as the last the epoch's last, which may be short."""
+    """Return the steps of a run to compare: the first steps and the last step of the epoch, which may be short."""
     count = min(count, steps.total)
     last = min(steps.per_epoch, steps.total) - 1
     return (*range(count - 1), max(count - 1, last))
 
 
 def save_point(job: TraceJob) -> int:
-    """Return after how many of its steps a case saves what another resumes from: half of them.
+    """Return the number of steps after which a case saves the state for another case to resume: half of the steps.
 
-    Where the model is compiled, all but the last, which may be short: what went wrong would be kernels that depend on
-    the order in which shapes are seen, and then the short one is seen first.
+    If the model is compiled, the case saves before the last step, which may be short. The resuming case then sees the
+    short shape first. This finds kernels that depend on the order of the shapes.
     """
     steps = len(job.numbers)
     return max(1, steps - 1 if job.resolved.recipe.compile else steps // 2)
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
-    """Return one process, as a case of its own, and the requested placement."""
+    """Return one process, as a separate case, and the requested placement."""
     requested = _case(loaded, loaded.config.placement.strategy, count, {})
     single = _case(loaded, _SINGLE, 1, {})
     return [requested] if (requested.resolved.strategy_name, count) == ("single", 1) else [single, requested]
 
 
 def _all(loaded: Loaded, ready: Setup) -> list[VerifyCase]:
-    """Return the strategies that promise bits, and that of the placement, on all numbers of processes there may be."""
+    """Return all bit-exact strategies and the strategy of the placement, on all possible numbers of processes."""
     placement = loaded.config.placement
-    own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a device of its own
+    own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a separate device
     gpus = torch.cuda.device_count() if own else 0
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
     requested = placement.strategy.name
@@ -184,13 +186,13 @@ def _all(loaded: Loaded, ready: Setup) -> list[VerifyCase]:
 
 
 def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
-    """Return a strategy with the options that the placement has for it, if it names this one."""
+    """Return a case with this strategy, with the options of the placement if the placement names the strategy."""
     given = loaded.config.placement.strategy
     return _case(loaded, given if given.name == name else StrategyConfig(name=name), processes, {})
 
 
 def _case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
-    """Return the placement of `loaded` with another strategy, number of processes and other changes."""
+    """Return the placement of `loaded` with a different strategy, number of processes and other changes."""
     placed = loaded.changed("placement", {"strategy": strategy, "processes": processes, **changes})
     return VerifyCase(resolve(placed, processes))
 
@@ -206,7 +208,7 @@ def _check_case(case: VerifyCase, ready: Setup) -> VerifyCase:
 
 
 def _check_promise(resolved: Resolved) -> None:
-    """Raise UsageError for a strategy that promises nothing which could be compared."""
+    """Raise UsageError for a strategy that makes no promise that verification could check."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
             f"strategy {resolved.strategy_name}: with these options it cannot be verified: it is neither exact "
@@ -216,7 +218,7 @@ def _check_promise(resolved: Resolved) -> None:
 
 @final
 class _Comparison:
-    """The reference, which is `single`, and the cases so far. `job` is what they have in common."""
+    """The reference, which is `single`, and the cases so far. `job` holds the settings that they share."""
 
     def __init__(self, job: TraceJob, single: VerifyCase, ready: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
@@ -228,7 +230,7 @@ class _Comparison:
         self._facts = ProbeResult()
 
     def look(self) -> ProbeResult:
-        """Probe data, model and loss in a process of their own."""
+        """Probe the data, model and loss in a separate process."""
         self._tell("a look at data, model and loss")
         job = self._new(self._single, self._job)
         code, message = self._launch(probe, self._single, job)
@@ -237,11 +239,11 @@ class _Comparison:
         return self._facts
 
     def rows(self, cases: Sequence[VerifyCase]) -> list[VerdictRow]:
-        """Run the reference and all cases, and return a row for each of these."""
+        """Run the reference and all cases, and return one row per case."""
         self._tell("the reference, single on 1")
         self._reference = self._require_success(self._run(self._single, self._job))
         rows: list[VerdictRow] = []
-        waiting: tuple[int, Outcome] | None = None  # the last that agrees, and whose checkpoint is to be resumed
+        waiting: tuple[int, Outcome] | None = None  # the last case that agrees, with a checkpoint to resume
         carriers = [self._single]
         for number, case in enumerate(cases):
             row, outcome = self._compare(case)
@@ -258,7 +260,7 @@ class _Comparison:
         return rows
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
-        """Run a case from the beginning; give its outcome where it agrees with the reference."""
+        """Run a case from the beginning. Return its row, and its outcome if it agrees with the reference."""
         name, exactness = case.resolved.strategy_name, case.resolved.strategy.traits.exactness
         row = VerdictRow(name, case.processes, "not possible", case.reason, exactness)
         if case.reason:
@@ -266,7 +268,7 @@ class _Comparison:
         self._tell(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
-            # What the user cannot have here is not possible; anything else is a failure.
+            # A placement that the user can't have here is not possible. Any other error is a failure.
             verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
             return replace(row, verdict=verdict, reason=outcome.message), None
         seconds, peaks = max(seen.seconds for seen in outcome.seen), tuple(seen.peak_bytes for seen in outcome.seen)
@@ -277,7 +279,7 @@ class _Comparison:
         return row, outcome if row.good else None
 
     def _resume(self, row: VerdictRow, saved: Outcome, carrier: VerifyCase) -> VerdictRow:
-        """Let `carrier` go on from what a case saved half way, and judge the end of it."""
+        """Let `carrier` resume from the checkpoint that a case saved halfway, and judge the result."""
         path = checkpoint_of(saved.job.folder, self._half)
         outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
         row = replace(row, resumed_on=carrier.label)
@@ -289,7 +291,7 @@ class _Comparison:
         return row
 
     def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
-        """Compare an outcome with the reference, on its second run with the values of what differs."""
+        """Compare an outcome with the reference. If they differ, run both again to get the values."""
         found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
         if not found:
             return row
@@ -306,18 +308,18 @@ class _Comparison:
         return replace(row, departure=departure, differing=len(found))
 
     def _hashes(self, case: VerifyCase) -> str | None:
-        """Return another seed of hashes for the second run of the reference, where there is code of the user's own.
+        """Return a different hash seed for the second run of the reference, if the recipe uses custom code.
 
-        Such a process is spawned, and imports all anew, which takes seconds.
+        A process with a different hash seed is spawned and imports everything again, which takes seconds.
         """
         return other_seed() if case.label == self._single.label and import_paths(self._ready.recipe) else None
 
     def _rerun_with_values(
         self, case: VerifyCase, outcome: Outcome, found: Sequence[Difference]
     ) -> tuple[list[tuple[Difference, Values | None]], bool]:
-        """Run reference and case again for the tensors that differ.
+        """Run the reference and the case again for the tensors that differ.
 
-        Return the values of all differences, and whether both saw again what they had seen.
+        Return the values of all differences, and whether both runs gave the same traces as before.
         """
         chosen = select_tensors(found)
         reference = self._require_success(self._run(self._single, replace(self._job, wanted=chosen)))
@@ -355,7 +357,7 @@ class _Comparison:
         )
 
     def _case_tolerance(self, case: VerifyCase) -> float | None:
-        """Return the tolerance of a case that is only close, None where it promises bits."""
+        """Return the tolerance of a case that isn't bit-exact, or None for a bit-exact case."""
         traits, steps = case.resolved.strategy.traits, len(self._job.numbers)
         if traits.exactness == "bits":
             return None
@@ -363,24 +365,24 @@ class _Comparison:
         return self._rounding_tolerance() + more
 
     def _rounding_tolerance(self) -> float:
-        """Return the tolerance of sums in another order; see core/tolerance.py."""
+        """Return the tolerance for sums in a different order. See core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        # A weight takes part in the forward of a sample at most once at each position of it.
+        # A forward uses each weight at most once per position of a sample.
         inputs = [tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2]
         positions = recipe.batch * max([1, *inputs])
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
 
     def _run(self, case: VerifyCase, job: TraceJob, hashes: str | None = None) -> Outcome:
-        """Run a case, with another seed of Python's hashes if one is given."""
+        """Run a case. `hashes` is a different hash seed for Python, or None to keep the seed."""
         job = self._new(case, job)
         code, message = self._launch(work, case, job, hashes)
         ranks = range(case.processes) if code == EXIT_DONE else ()
         return Outcome(job, code, [trace.read(trace.file_of(job.folder, rank), Trace) for rank in ranks], message)
 
     def _new(self, case: VerifyCase, job: TraceJob) -> TraceJob:
-        """Return the job for this placement, with a folder of its own."""
+        """Return the job for this placement, with a new folder."""
         self._launched += 1
         job = replace(job, resolved=case.resolved, folder=self._job.folder / str(self._launched))
         job.folder.mkdir()
@@ -393,13 +395,13 @@ class _Comparison:
         job: TraceJob,
         hashes: str | None = None,
     ) -> tuple[int, str]:
-        """Do a job in processes of its own; return the exit code and what was said of a failure."""
+        """Run a job in separate processes. Return the exit code and the message of a failure."""
         work = partial(_with_own_streams, partial(body, job))
         code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _require_success(self, outcome: Outcome) -> Outcome:
-        """Return an outcome without which there is nothing to compare with, or raise what it failed of."""
+        """Return an outcome that the comparison can't do without, or raise its error."""
         if outcome.code == EXIT_USAGE:
             raise UsageError(f"the reference, one process: {outcome.message}")
         if outcome.code != EXIT_DONE:
@@ -408,7 +410,7 @@ class _Comparison:
 
 
 def _command(loaded: Loaded, case: VerifyCase) -> str:
-    """Return the command that verifies this placement of a recipe alone."""
+    """Return the command that verifies only this placement of a recipe."""
     strategy = f"placement.strategy={case.resolved.strategy_name}"
     words = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
     return f"{shlex.join(words)} --json found.json"
@@ -417,11 +419,11 @@ def _command(loaded: Loaded, case: VerifyCase) -> str:
 def _with_own_streams(
     body: Callable[[Setup | None, Rendezvous], int], ready: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Run in a worker: what it says goes to the terminal, only what the agent says of its end is caught."""
+    """Run in a worker. Output of the worker goes to the terminal. Only the agent's report of its end is caught."""
     sys.stderr = sys.__stderr__
     try:
         return body(ready, rendezvous)
     except OwnCodeError as error:
         if rendezvous.info.size == 1:
             raise
-        raise TrainingError(str(error)) from error  # a placement that fails, not one that is not possible
+        raise TrainingError(str(error)) from error  # a placement that fails, not one that isn't possible

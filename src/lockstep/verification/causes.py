@@ -1,4 +1,4 @@
-"""From the first difference to its most likely cause, in words: nothing here runs anything."""
+"""Derives the most likely cause from the first difference, in words. Nothing here runs user code."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,12 +18,12 @@ from lockstep.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.verification.compare import EVALUATION, Difference
 from lockstep.verification.trace import AVERAGE, DATA, GRADIENT, LOSS, MODEL, OPTIMIZER, OWN_LOSS, SCALARS
 
-EVALUATED: Final = "evaluated sum"  # what departs where training agrees
+EVALUATED: Final = "evaluated sum"  # the kind of a difference in evaluation, if training agrees
 _OTHER_DATA: Final = (
     "the data set gives this process other samples than the reference: what it gives depends on the process, the time "
     "or what was fetched before; make it a function of the index and of the generators that are seeded for each sample"
 )
-# What a difference of each kind means where nothing explains it.
+# The meaning of each kind of difference if nothing else explains it.
 _BY_KIND: Final = {
     OWN_LOSS: "the forward pass of this micro-batch gives something else in this process",
     LOSS: "the losses of the micro-batches agree and their sum does not: they were added in another order",
@@ -38,11 +38,13 @@ _BY_KIND: Final = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The first difference, and all that is known around it.
+    """The first difference, and everything known about it.
 
-    `resumed` says that it happened after a checkpoint was loaded, `again` that a second run saw the same, `hashes` that
-    it was in a process with another seed of Python's hashes. `distance` is the largest difference of the tensor, if it
-    is known, and `command` verifies this placement alone.
+    - `resumed`: It happened after a checkpoint was loaded.
+    - `again`: A second run saw the same difference.
+    - `hashes`: It happened in a process with a different hash seed.
+    - `distance`: The largest difference in the tensor, if known.
+    - `command`: The command that verifies only this placement.
     """
 
     first: Difference
@@ -56,24 +58,24 @@ class Diagnosis:
 
     @property
     def what(self) -> str:
-        """The kind of the first departure, in the user's words."""
+        """The kind of the first difference, in the user's words."""
         if self.first.what == MODEL:
             return "buffer" if self.first.name in self.probed.buffers else "weight"
         return {EVALUATION: EVALUATED, GRADIENT: "gradient of"}.get(self.first.what, self.first.what)
 
     @property
     def name(self) -> str:
-        """The name of the tensor or figure, if it has one."""
+        """The name of the tensor or metric, if it has one."""
         return "" if self.microbatch is not None else self.first.name
 
     @property
     def microbatch(self) -> int | None:
-        """The number of the micro-batch, from 0, if it is known."""
+        """The index of the micro-batch, from 0, if known."""
         return int(self.first.name) if self.first.what in (DATA, OWN_LOSS) else None
 
 
 def cause(diagnosis: Diagnosis) -> str:
-    """Return its most likely cause, in words."""
+    """Return the most likely cause, in words."""
     if diagnosis.what == "buffer" and diagnosis.first.name in diagnosis.probed.changed_buffers:
         return _of_buffer(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}
@@ -96,7 +98,7 @@ def cause(diagnosis: Diagnosis) -> str:
 
 
 def of_hashes(where: str = "") -> str:
-    """Return what is wrong where another seed of Python's hashes gives other numbers; `where` as in ` (net.py:12)`."""
+    """Return the cause if a different hash seed changes the numbers. `where` is a location such as ` (net.py:12)`."""
     return (
         f"the order of a set of strings, or hash(), in code{where} that goes through one: Python draws it anew at each "
         f"start, unless {VARIABLE} is set; go through sorted(...) instead"
@@ -132,7 +134,7 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
 
 
 def _advice(diagnosis: Diagnosis) -> str:
-    """Return what to do about a difference that nothing in the user's code explains."""
+    """Return what to do about a difference that user code doesn't explain."""
     place = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
     subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), place) if part)
     step = "" if diagnosis.first.step is None else f" in step {diagnosis.first.step}"

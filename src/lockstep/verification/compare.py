@@ -1,5 +1,4 @@
-"""Compares what a case saw with what the reference saw: what differs, in the order in which it came about, and by how
-much."""
+"""Compares the trace of a case with the reference: which values differ, in the order they arose, and by how much."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from lockstep.verification.trace import DATA, KINDS, OF_TENSORS, OWN_LOSS, Trace
 EVALUATION: Final = "evaluation"
 NOT_THERE: Final = "not there"
 
-_BUDGET_BYTES: Final = 512 << 20  # of tensors that are written whole
+_BUDGET_BYTES: Final = 512 << 20  # for tensors that are written whole
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that a case and the reference disagree on; `ranks` saw something else than the reference.
+    """A value on which a case and the reference disagree. `ranks` are the ranks that differ from the reference.
 
-    `position` is that of the step in the verification, `step` its number in the run from 1 on; both None in the
-    evaluation. Tensors have no values here: what was compared are their digests.
+    `position` is the position of the step in the verification. `step` is its number in the run, from 1. Both are None
+    for the evaluation. For tensors, only digests were compared, so the values aren't known here.
     """
 
     position: int | None
@@ -39,7 +38,7 @@ class Difference:
 
     @property
     def wanted(self) -> Wanted | None:
-        """What to ask for to see the values; None where they are known, or on one side alone."""
+        """The tensor to request to see the values, or None if they are known or exist on only one side."""
         if self.position is None or self.what not in OF_TENSORS or NOT_THERE in (self.reference, self.found):
             return None
         return Wanted(self.position, self.what, self.name)
@@ -49,8 +48,8 @@ class Difference:
 class Values:
     """The pair of values with the largest difference.
 
-    `distance` is their distance, infinite for NaN against a number; None for what has no distance, such as data, or a
-    tensor that is not there.
+    `distance` is infinite for NaN against a number. It is None for values without a distance, such as data or a missing
+    tensor.
     """
 
     index: tuple[int, ...] | None
@@ -61,7 +60,7 @@ class Values:
 
 
 def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
-    """Return all differences, the first to come about first; the case began at position `first`."""
+    """Return all differences in the order in which they arose. The case began at position `first`."""
     found: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         for kind in KINDS:
@@ -79,7 +78,11 @@ def _of_kind(
     expected: Mapping[str, str],
     ranks: Mapping[int, Mapping[str, str]],
 ) -> Iterator[Difference]:
-    """Compare by name. Any rank may have a micro-batch; of all else rank 0 has all, others what they hold whole."""
+    """Compare values by name.
+
+    Any rank can have a micro-batch. Of all other kinds, rank 0 has all values, and the other ranks have those that they
+    hold whole.
+    """
     holders = () if what in (DATA, OWN_LOSS) else (0,)
     for name in [*expected, *(name for name in ranks[0] if name not in expected)]:
         value = expected.get(name, NOT_THERE)
@@ -92,7 +95,7 @@ def _of_kind(
 
 
 def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
-    """Return which tensors to look at: the first that differ, and as many of the others as is reasonable."""
+    """Return the tensors to inspect: the first that differs, and others that fit into the budget."""
     chosen: list[Wanted] = []
     room = _BUDGET_BYTES
     for each in differences:
@@ -105,9 +108,9 @@ def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
 
 
 def values(difference: Difference, reference: Path, found: Path) -> Values | None:
-    """Return the values of a difference; None where the tensors were not written, or agree this time.
+    """Return the values of a difference, or None if the tensors weren't written or agree this time.
 
-    `reference` and `found` are the folders of both cases.
+    `reference` and `found` are the folders of the two cases.
     """
     if difference.wanted is None:
         return _figures(difference)
@@ -117,7 +120,7 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
 
 
 def farthest(reference: Tensor, found: Tensor) -> Values | None:
-    """Return the pair of elements that differ most; None where all are the same."""
+    """Return the pair of elements that differ most, or None if all elements are equal."""
     if reference.shape != found.shape or reference.dtype != found.dtype:
         one, other = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (reference, found))
         return Values(None, one, other, None)
@@ -134,7 +137,10 @@ def farthest(reference: Tensor, found: Tensor) -> Values | None:
 
 
 def largest(found: Sequence[tuple[Difference, Values]]) -> float | None:
-    """Return the largest distance as a part of the largest magnitude of its kind at its step; None for no pair."""
+    """Return the largest distance, relative to the largest magnitude of its kind in its step.
+
+    Returns None if there are no values with a distance.
+    """
     scales: dict[tuple[int | None, str], float] = {}
     for difference, each in found:
         key = difference.position, difference.what
@@ -144,10 +150,10 @@ def largest(found: Sequence[tuple[Difference, Values]]) -> float | None:
 
 
 def _figures(difference: Difference) -> Values:
-    """Compare figures that the differences hold themselves, as hexadecimal text."""
+    """Compare metrics that are in the differences themselves, as hexadecimal text."""
     one, other = _float(difference.reference), _float(difference.found)
     if one is None or other is None:
-        return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's may be long
+        return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's can be long
     distance = abs(one - other)
     return Values(None, repr(one), repr(other), math.inf if math.isnan(distance) else distance, abs(one))
 

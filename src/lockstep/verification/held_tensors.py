@@ -1,4 +1,4 @@
-"""The tensors that a variable of a script leads to: in modules, containers and objects, those of a library too."""
+"""Finds the tensors that a script's variable refers to, in modules, containers and objects, also those of libraries."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from lockstep.training.checkpoint.tensorfile import digest
 
-_DEPTH: Final = 4  # of containers and objects
-_ITEMS: Final = 1_000  # of a container that are looked at
-_BYTES: Final = 16 << 20  # of a tensor outside of modules; a larger one is a dataset
+_DEPTH: Final = 4  # nesting depth of containers and objects
+_ITEMS: Final = 1_000  # items per container that are examined
+_BYTES: Final = 16 << 20  # for tensors outside of modules. A larger tensor is a dataset.
 _NO_STATE: Final = (ModuleType, type, str, bytes, int, float, complex, torch.device, torch.dtype, torch.Generator)
 
 
 def held_tensors(value: Any, placed: Collection[int]) -> list[Tensor]:
-    """Return the tensors that a value leads to. Objects whose ids are among the `placed` ones are passed over."""
+    """Return the tensors that a value refers to. Skips objects with an id in `placed`."""
     return list(_tensors(value, {*placed}, _DEPTH))
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of tensors; of one that has no plain bytes its shape alone counts."""
+    """Return a digest of tensors. A tensor without plain bytes counts by its shape only."""
     return digest(each if _is_plain(each) else torch.empty(each.shape, dtype=torch.bool) for each in tensors)
 
 
 def parts(value: Any) -> Iterable[Any]:
-    """Return what a container or an object holds; nothing of one of Lockstep's, and of what holds no state."""
+    """Return the values in a container or object, or () for Lockstep's own objects and for types without state."""
     if isinstance(value, _NO_STATE) or type(value).__module__.partition(".")[0] == "lockstep":
         return ()
     if isinstance(value, Mapping):
@@ -53,7 +53,7 @@ def _tensors(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _of_module(module: nn.Module, seen: set[int], depth: int) -> Iterator[Tensor]:
-    """Yield all parameters and buffers whatever their size, and what is in the attributes of each part."""
+    """Yield all parameters and buffers regardless of size, and the tensors in the attributes of each submodule."""
     for part in [module, *(each for each in module.modules() if id(each) not in seen)]:
         seen.add(id(part))
         for tensor in (*part._parameters.values(), *part._buffers.values()):

@@ -1,4 +1,4 @@
-"""What a loop of the user's own keeps from one step to the next, in its model and in variables."""
+"""The state that a custom loop keeps from one step to the next, in its model and in variables."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,19 +18,19 @@ _OF_MODEL: Final = " of the model"
 _MODE: Final = "the mode of "
 _MAIN: Final = "__main__."
 _TENSORS: Final = "the tensors of "
-# What a variable is, the likeliest to decide the steps to come first.
+# Kinds of variables. The kinds that most likely affect later steps come first.
 _TENSOR: Final = 0
 _STATE: Final = 1
 _COUNT: Final = 2
 _FIGURE: Final = 3
 _UNUSED: Final = 4
-_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # what a loop can add to without a function of its own
+_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # types that a loop can add to without a custom function
 
 
 class Lost(NamedTuple):
-    """The state that a resume lost, how it changed and where, by name: the likeliest first.
+    """The state that a resume lost, by name, with its change and the location. The most likely causes come first.
 
-    `unused` is what the loop only adds to, prints or logs, as far as can be seen.
+    `unused` is state that the loop only adds to, prints or logs, as far as Lockstep can tell.
     """
 
     likely: Mapping[str, str]
@@ -41,8 +41,8 @@ class Lost(NamedTuple):
 class Kept:
     """The state of a loop between two steps.
 
-    Variables that each step sets anew are no state. Those that are changed in place are, and so are tensors that a step
-    reads before it sets them, as the hidden state of an RNN that is carried from batch to batch.
+    Variables that each step sets again aren't state. Variables that are changed in place are state. Tensors that a step
+    reads before it sets them are state too, such as the hidden state of an RNN carried from batch to batch.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class Kept:
             self._scopes |= dict.fromkeys(variables, code)
 
     def changes(self, after: Self) -> Mapping[str, str]:
-        """Return what is not as it was, and how it changed: with the line where that can be told."""
+        """Return the values that changed and how they changed, with the line if it is known."""
         found: dict[str, str] = {}
         for (model, before), (_, now) in zip(self._models, after._models, strict=False):
             for name, change in before.attribute_changes(now).items():
@@ -75,7 +75,7 @@ class Kept:
         return found
 
     def _carries(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether a variable that was set to another value brings tensors from one step to the next."""
+        """Return whether a variable that was set to a new value carries tensors from one step to the next."""
         return (
             len(values) == 2
             and values[0] is not values[1]
@@ -84,7 +84,7 @@ class Kept:
         )
 
     def texts(self) -> dict[str, str]:
-        """Return the state as texts by name, so that another process can compare its own with it."""
+        """Return the state as text by name, so that another process can compare its own state with it."""
         found: dict[str, str] = {}
         placed = self._placed_ids()
         for model, state in self._models:
@@ -98,14 +98,14 @@ class Kept:
             tensors = digest_of(held_tensors(value, placed))
             if isinstance(value, nn.Module):
                 found[name] = f"module {tensors} {value.training}"
-            else:  # beside its text, which may hold the time
+            else:  # in addition to its text, which may contain the time
                 found[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
         return found
 
     def likelihoods(self) -> dict[str, int]:
-        """Return how likely it is that each variable decides the steps to come, the likeliest lowest.
+        """Return how likely each variable is to affect later steps, as a number: lower is more likely.
 
-        Figures that a loop adds up are for its author to see in all likelihood, and surely if nothing else reads them.
+        Metrics that a loop adds up are probably only for its author to read, and certainly if nothing else reads them.
         """
         placed, found = self._placed_ids(), {}
         for name, value in self._variables.items():
@@ -115,7 +115,7 @@ class Kept:
         return found
 
     def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> Lost:
-        """Return the state that another process had at the same step, by its `texts`, and this one has not."""
+        """Return the state that this process lacks, compared with the `texts` of another process at the same step."""
         found: dict[str, tuple[int, str]] = {}
         models = {f"{name}{_OF_MODEL}": (model, name) for model, state in self._models for name in state.attributes}
         for key, now in self.texts().items():
@@ -123,7 +123,7 @@ class Kept:
             was = before.get(key, now)
             if was == now or (name in self._scopes and self._is_set_anew(name)):
                 continue
-            if name.startswith(_MODE) and f"{_MODE}the model" in found:  # which names its parts' too
+            if name.startswith(_MODE) and f"{_MODE}the model" in found:  # the whole model includes its parts
                 continue
             place = _place_in(*models[name]) if name in models else self._globals.place(name)
             told = likelihoods.get(name, _STATE), _told(change_of(was, now), place)
@@ -132,7 +132,7 @@ class Kept:
         likely = {name: told for name, (order, told) in _sorted(found) if order <= _COUNT}
         if not likely:
             likely = {name: told for name, (order, told) in _sorted(found) if order == _FIGURE}
-        if not likely:  # their positions cannot be compared
+        if not likely:  # positions of iterators can't be compared
             likely = {name.removeprefix(_MAIN): told for name, told in self._iterators()}
         return Lost(likely, {name: told for name, (order, told) in _sorted(found) if order == _UNUSED})
 
@@ -157,15 +157,16 @@ class Kept:
 
 
 def _place_in(model: nn.Module, name: str) -> str:
-    """Return the line where an attribute of a model is changed."""
+    """Return the line that changes an attribute of a model."""
     owner, _, attribute = name.rpartition(".")
     return place_of_attribute(type(model.get_submodule(owner)), attribute)
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether a local variable may lead from one step to the next: a generator, or what holds more than numbers.
+    """Return whether a local variable can carry state from step to step.
 
-    Numbers, and what adds tensors or its own up, are rather what a loop prints at its end.
+    Random generators, counters, and containers of more than numbers can. Numbers, and containers of numbers, are more
+    likely metrics that a loop prints at its end.
     """
     if isinstance(value, dict | list | deque):
         return not all(isinstance(each, int | float) for each in (value.values() if isinstance(value, dict) else value))
@@ -173,7 +174,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor with dimensions, or a sequence with one: a 0-dim one is a figure."""
+    """Return whether a value is a tensor with dimensions, or a sequence with one. A 0-dim tensor is a metric."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0
@@ -188,7 +189,7 @@ def _likelihood(value: Any, placed: Collection[int]) -> int:
 
 
 def _is_figure(value: Any, depth: int = 2) -> bool:
-    """Return whether a value is a number with a fraction, or holds only numbers and one of these."""
+    """Return whether a value is a float, or holds only numbers with at least one float among them."""
     if isinstance(value, float):
         return True
     if isinstance(value, Tensor):
@@ -203,7 +204,7 @@ def _sorted(found: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, 
 
 
 def _variable(name: str) -> str:
-    """Return a variable's name in its module or function."""
+    """Return the name of a variable within its module or function."""
     return name.rpartition(".")[2]
 
 

@@ -1,10 +1,10 @@
-"""Whether a loop of the user's own gives the same numbers on all placements: `lockstep.verify`.
+"""`lockstep.verify`: checks that a custom training loop gives the same numbers on all placements.
 
-The function, or the script, is run once for each placement, in processes of its own. What rank 0 saw is written after
-each step, its loss and a digest of each tensor of the model, and compared with one process.
+The function or script runs once per placement, in separate processes. After each step, rank 0 writes the loss and a
+digest of each tensor of the model. These are compared with a run on one process.
 
-Then one placement is stopped between two steps, as by a signal, which saves it, and another one resumes: what a
-checkpoint does not hold shows in the steps after that.
+Then one placement is stopped between two steps, as by a signal, which saves a checkpoint, and another placement resumes
+from it. If the checkpoint lacks some state, the following steps differ.
 """
 
 import json
@@ -47,23 +47,23 @@ from lockstep.verification.kept import Kept, Lost
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE: Final = "trace.jsonl"
-_OF_STRATEGY: Final = re.compile(r"\bstrategy\b(?!\.)")  # stands in refusals of what only some strategies can be
-_WITNESSED: Final = "witnessed-{}.json"  # by a rank
-_RUN: Final = "run"  # the run folder of a placement
-_STATE: Final = "state.json"  # of the script, as the run that was stopped had it
-_LOST: Final = "lost.json"  # of that, what the run that resumed it has not
+_OF_STRATEGY: Final = re.compile(r"\bstrategy\b(?!\.)")  # appears in errors for features of some strategies
+_WITNESSED: Final = "witnessed-{}.json"  # by rank
+_RUN: Final = "run"  # run folder of a placement
+_STATE: Final = "state.json"  # state of the script in the stopped run
+_LOST: Final = "lost.json"  # state that the resumed run lost
 _SAME: Final = ("identical", "within tolerance")
 _SHOWN: Final = 3  # tensors
-_STEPS: Final = 4  # of a recipe, as the command compares
+_STEPS: Final = 4  # of a recipe, as in the command
 
-Asked = str | Mapping[str, Any]  # a strategy: its name, or that and its options
-Step = tuple[int, str, dict[str, str]]  # its number, its loss, and the digests of all tensors
-_PLAN: Final = ("train_samples", "batch", "microbatches", "steps")  # of Started: what run.steps was asked for
+Asked = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
+Step = tuple[int, str, dict[str, str]]  # number, loss, and the digests of all tensors
+_PLAN: Final = ("train_samples", "batch", "microbatches", "steps")  # keys of Started: the arguments of run.steps
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What rank 0 saw: the steps that were compared, what each call of run.steps asked for, what was warned of."""
+    """The observations of rank 0: the compared steps, the arguments of each call of run.steps, and the warnings."""
 
     steps: list[Step]
     plans: list[dict[str, int]]
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def first_run(self) -> list[Step]:
-        """The steps of the first run, if the function joins several."""
+        """The steps of the first run, if the function joins several runs."""
         later = [number for number, step in enumerate(self.steps) if number and step[0] <= self.steps[number - 1][0]]
         return self.steps[: later[0]] if later else self.steps
 
@@ -80,8 +80,9 @@ class Trace:
 class Checked:
     """The result of one placement in `verify`.
 
-    `verdict` is identical, within tolerance, differs, failed or not possible; `reason` names the first difference, or
-    why it failed or is not possible. `resumed` says after which step the run was stopped, and what resumed it.
+    `verdict` is identical, within tolerance, differs, failed or not possible. `reason` is the first difference, or says
+    why the placement failed or isn't possible. `resumed` says after which step the run was stopped, and which placement
+    resumed it.
     """
 
     strategy: str
@@ -93,12 +94,12 @@ class Checked:
 
     @property
     def good(self) -> bool:
-        """Whether the numbers agree, or the placement is not possible."""
+        """Whether the numbers agree, or the placement isn't possible."""
         return self.verdict in (*_SAME, "not possible")
 
     @property
     def line(self) -> str:
-        """The placement and its verdict, in a line."""
+        """The placement and its verdict as one line."""
         steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         resumed = f", {self.resumed}" if self.resumed else ""
@@ -113,22 +114,22 @@ def verify(
     steps: int | None = None,
     seed: int | None = 0,
 ) -> list[Checked]:
-    """Compare each step of a training loop on these placements with one process: its loss and all weights.
+    """Compare each step of a training loop on several placements with one process: the loss and all weights.
 
-    `function` joins a run and goes through its steps; in its place may stand the name of a recipe, its file, or that of
-    a script. It runs in processes of its own, once for each placement, and is ended after `steps` steps; left out, it
-    runs to its end, and a recipe for 4 steps.
+    `function` joins a run and iterates over its steps. Instead of a function, you can pass the name or the file of a
+    recipe, or the file of a script. The function runs in separate processes, once per placement, and is ended after
+    `steps` steps. If you don't set `steps`, it runs to its end, and a recipe runs for 4 steps.
 
-    `strategies`, names or mappings of `name` and options, replace what the function gives to `run.place`, on each of
-    `processes` above 1. With 1 among them the reference is run twice, the second time with another seed of Python's
-    hashes.
+    `strategies` are names, or mappings with `name` and options. They replace the strategy that the function passes to
+    `run.place`. Each strategy runs on each number of `processes` above 1. If `processes` contains 1, the reference runs
+    twice, the second time with a different hash seed for Python.
 
-    Then a placement is stopped after a step that `seed` draws, saved as by a signal, and resumed on another one, also
-    if the function saves nothing itself. With `seed=None` a function or a script is not resumed. A recipe is resumed
-    on each placement, half way.
+    Then one placement is stopped after a step drawn from `seed`, saved as by a signal, and resumed on another
+    placement. This works even if the function doesn't save anything itself. Set `seed=None` to skip this check for a
+    function or a script. A recipe is always resumed on each placement, halfway.
 
-    VerificationError where any placement differs or fails, UsageError where the function joins no run or no placement
-    is possible.
+    Raises VerificationError if a placement differs or fails, and UsageError if the function joins no run or if no
+    placement is possible.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _of_recipe(str(function), processes, strategies, steps or _STEPS)
@@ -142,7 +143,7 @@ def verify(
 
 
 def check_compared(rows: Sequence[Checked]) -> None:
-    """Raise UsageError where no placement was possible, so that nothing was compared."""
+    """Raise UsageError if no placement was possible, so that nothing was compared."""
     if all(row.verdict == "not possible" for row in rows):
         raise UsageError("nothing was compared: none of these placements is possible for the loop; choose others")
 
@@ -158,7 +159,7 @@ def _of_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked
 
 
 def _places(processes: Sequence[int], strategies: Sequence[Asked]) -> list[tuple[Asked, int]]:
-    """Return one process, if it is among `processes`, and each strategy on each other number of them."""
+    """Return one process, if `processes` contains 1, and each strategy on each larger number of processes."""
     alone: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
     return [*alone, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
@@ -172,12 +173,12 @@ def check_placements(
     *,
     seed: int | None = 0,
 ) -> Iterator[Checked]:
-    """Yield what becomes of each placement, as it is known, and of one that is stopped after a step and resumed.
+    """Yield the result of each placement once it is known, and of a placement that is stopped and resumed.
 
-    Not `guarded`, what a loop must leave as it is (loop/guard.py) is no longer refused, and shows in the numbers
-    instead: this is for tests of the comparison, since a refusal with its line is the better answer. What no
-    comparison shows is refused all the same (loop/loss_check.py): a loss divided by a constant gives one set of weights
-    everywhere.
+    Without `guarded`, the guard (loop/guard.py) doesn't reject changes to the model, and they show in the numbers
+    instead. This is for tests of the comparison. An error with its line is the better answer for users. Errors that no
+    comparison can find are still raised (loop/loss_check.py). For example, a loss divided by a constant gives the same
+    weights on every placement.
     """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -200,7 +201,7 @@ def check_placements(
                 continue
             code, message = loop.run(strategy, count, str(number))
             label = _label(strategy)
-            if code != EXIT_DONE:  # what one process passed, and several are refused, is a fault of the loop
+            if code != EXIT_DONE:  # an error only on several processes is a fault of the loop
                 unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
                 yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
                 continue
@@ -222,10 +223,10 @@ def _label(strategy: Asked) -> str:
 
 
 def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int]], seed: int) -> Checked:
-    """Stop the last placement that agrees after a step, resume on another, and compare its steps with the reference."""
+    """Stop the last agreeing placement after a step, resume on another, and compare the steps with the reference."""
     last = len(reference.first_run) - 1
     strategy, count = agreeing[-1] if last > 1 else ("single", 1)
-    # Several ranks agree to stop while the next step computes, so none stops after the first.
+    # Several ranks agree to stop while the next step computes, so they can't stop after the first step.
     stop = Random(seed).randint(min(count, 2), last)
     others = [each for each in agreeing if each[1] != count]
     carrier, size = others[0] if others else ("single", 1)
@@ -241,7 +242,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     departure = _mismatch(replace(reference, steps=reference.steps[stop:]), found)
     if not departure:
         return replace(row, verdict="identical", steps=len(found.steps))
-    # A second run to the same step shows what is another in any two runs, such as a time.
+    # A second run to the same step shows values that differ between any two runs, such as a time.
     again = [loop.run(strategy, count, name, stop=stop, witness=True)[0] for name in ("stopped-again", "stopped-twice")]
     if again == [EXIT_DONE, EXIT_DONE]:
         loop.forget_varying("stopped-again", "stopped-twice")
@@ -253,7 +254,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
 
 
 def _lost_state(lost: Lost) -> str:
-    """Name the state of the script that a resume lost, as the likely cause."""
+    """Return the likely cause: the state of the script that a resume lost."""
     if lost.likely:
         return (
             f"; likely cause: no checkpoint holds {_listed(lost.likely)}; keep it in run.state from step to step, or "
@@ -271,9 +272,10 @@ def _listed(changes: Mapping[str, str]) -> str:
 
 
 def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
-    """Run the reference a second time, with another order of sets where the function can be sent to a new process.
+    """Run the reference again, with a different hash seed if the function can be sent to a new process.
 
-    Where its data is at fault that need not show in a few steps, which see each sample once.
+    A fault in the data doesn't always show in a few steps, because they see each sample once. Therefore a warning in
+    the reference counts as a difference.
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
@@ -301,7 +303,7 @@ def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
 
 
 def _of_model(traits: Sequence[str], command: str) -> str:
-    """Say what in the model may depend on the strategy, or else what to do."""
+    """Return the part of the model that may depend on the strategy, or else the advice for the user."""
     if traits:
         return f"; perhaps since {traits[0]}"
     return (
@@ -311,7 +313,7 @@ def _of_model(traits: Sequence[str], command: str) -> str:
 
 
 def _command(function: Callable[[], object], strategy: str, count: int) -> str:
-    """Return the command that verifies this placement of a script alone, or the call for a function."""
+    """Return the command that verifies only this placement of a script, or the call for a function."""
     if isinstance(function, partial) and function.func is run_script:
         words = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
         return shlex.join(words)
@@ -319,7 +321,7 @@ def _command(function: Callable[[], object], strategy: str, count: int) -> str:
 
 
 def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
-    """Return a script as a function."""
+    """Return a function that runs a script."""
     return partial(run_script, str(path), [str(path), *arguments])
 
 
@@ -329,7 +331,7 @@ class _Enough(BaseException):
 
 @dataclass(frozen=True)
 class _Loop:
-    """The function on a placement, in processes of its own that write what they see into a folder below `folder`."""
+    """The function on a placement, in separate processes that write their observations to a folder in `folder`."""
 
     function: Callable[[], object]
     steps: int | None
@@ -347,10 +349,11 @@ class _Loop:
         stop: int | None = None,
         resumes: str | None = None,
     ) -> tuple[int, str]:
-        """Run the function; return the exit code, and the message of a failure.
+        """Run the function. Return the exit code, and the message of a failure.
 
-        `hashes` is a seed of Python's hashes for it, left out this process's. A `witness` writes down what it reads. A
-        run is stopped and saved after step `stop`, and resumes the one that was stopped under the name `resumes`.
+        `hashes` is a hash seed for Python. It defaults to the seed of this process. With `witness`, the processes
+        record the values that the function reads and keeps. If `stop` is set, the run is saved and stopped after this
+        step. If `resumes` is set, the run resumes the stopped run with this name.
         """
         folder = self.folder / name
         folder.mkdir()
@@ -361,11 +364,11 @@ class _Loop:
         return code, text.partition("error: ")[2] or text
 
     def has_folder(self, name: str) -> bool:
-        """Return whether the function keeps its run in a folder."""
+        """Return whether the function uses a run folder."""
         return (self.folder / name / _RUN).exists()
 
     def forget_varying(self, name: str, other: str) -> None:
-        """Leave out of the state of a run that was stopped what was another in the run `other`."""
+        """Remove values that differ from the run `other` from the recorded state of a stopped run."""
         states = [
             plainfile.parse_json((self.folder / each / _STATE).read_text(encoding="utf-8")) for each in (name, other)
         ]
@@ -374,12 +377,12 @@ class _Loop:
         (self.folder / name / _STATE).write_text(json.dumps(states[0]), encoding="utf-8")
 
     def lost(self, name: str) -> Lost:
-        """Return the state of the script that a run which resumed has lost."""
+        """Return the state of the script that a resumed run lost."""
         path = self.folder / name / _LOST
         return Lost(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else Lost({}, {})
 
     def trace(self, name: str) -> Trace:
-        """Return what rank 0 saw; UsageError where it made no step."""
+        """Return the observations of rank 0. Raises UsageError if the function made no step."""
         path = self.folder / name / _TRACE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
@@ -392,9 +395,9 @@ class _Loop:
     def witnessed(
         self, strategy: Asked, count: int, name: str
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
-        """Run the function again; return what it reads besides its batches, and in which line, and what it keeps.
+        """Run the function again, and return its reads besides its batches, with lines, and the state that it keeps.
 
-        The last is what of its model may depend on the strategy.
+        The last value lists parts of its model that may depend on the strategy.
         """
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
@@ -416,7 +419,7 @@ class _Loop:
         _ready: None,
         rendezvous: Rendezvous,
     ) -> int:
-        """Be one of the ranks of a placement."""
+        """Run as one rank of a placement."""
         sys.stderr = sys.__stderr__
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
@@ -470,7 +473,7 @@ class _Loop:
 
 @final
 class _LostState:
-    """A sink that compares the script's state, when its first loop begins, with that of the run that was stopped."""
+    """A sink that compares the state of a resumed script, when its first loop begins, with that of the stopped run."""
 
     def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], Kept]) -> None:
         self._before = before
@@ -491,10 +494,11 @@ class _LostState:
 def _record_reads(
     ambient: WorkerContext, reads: dict[str, str], states: list[Kept], traits: ModelTraits
 ) -> Iterator[None]:
-    """Note what is read in the block, and where: the rank anywhere, all else within micro-batches alone.
+    """Record the reads in the block and their lines: reads of the rank anywhere, other reads only in micro-batches.
 
-    What is kept before the first of them is added to `states`, and from then on the model's `traits` are watched. A run
-    is seeded before, and a dataset before each sample; but what a micro-batch draws from is torch's to seed.
+    Before the first micro-batch, the state of the loop is added to `states`. From then on, the `traits` of the model
+    are watched. Outside of micro-batches, the generators are seeded by the run, and before each sample of a dataset.
+    Draws from the generators of PyTorch aren't recorded, because they are seeded for each micro-batch.
     """
 
     def computing() -> int:
@@ -519,7 +523,7 @@ def _kept(ambient: WorkerContext) -> Kept:
 
 
 def _mismatch(reference: Trace, found: Trace) -> str:
-    """Say what differs first, "" where nothing does."""
+    """Return the first difference, or "" if there is none."""
     for plan, other_plan in zip(reference.plans, found.plans, strict=False):
         if wrong := next((key for key in _PLAN if plan[key] != other_plan[key]), None):
             return f"run.steps: {wrong.removeprefix('train_')} is {other_plan[wrong]:,}, not {plan[wrong]:,}"

@@ -1,4 +1,4 @@
-"""What a rank saw of a verification: figures and digests, as JSON, and the requested tensors."""
+"""The observations of a rank in a verification: metrics and digests as JSON, and the requested tensors."""
 
 import hashlib
 import json
@@ -18,15 +18,15 @@ NORM: Final = "norm of the gradient"
 MODEL: Final = "model"  # weights and buffers
 OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
-SCALARS: Final = "figures of the engine"  # what it keeps that is no tensor, as JSON
-KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # as they come about
+SCALARS: Final = "figures of the engine"  # state without tensors, as JSON
+KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # in the order they arise
 OF_TENSORS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
 
 T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
-    """A tensor by the position of its step in the verification, its kind and its name."""
+    """A requested tensor: the position of its step in the verification, its kind and its name."""
 
     position: int
     kind: str
@@ -35,15 +35,15 @@ class Wanted(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """One step: texts and digests by kind, and then by the number of a micro-batch, the name of a tensor or ""."""
+    """One step: texts and digests by kind, then by the index of a micro-batch, the name of a tensor, or ""."""
 
-    number: int  # of the run, from 0
+    number: int  # number in the run, from 0
     seen: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass
 class Trace:
-    """All that a rank saw. `seconds` are those of the steps alone."""
+    """All observations of a rank. `seconds` covers only the steps."""
 
     rank: int
     steps: list[StepTrace]
@@ -53,12 +53,12 @@ class Trace:
 
 
 def text(value: object) -> str:
-    """Write a value so that two of them are the same only if their bits are; every NaN is one value."""
+    """Return a value as text. Two texts are equal only if the bits of the values are. All NaNs have the same text."""
     return value.hex() if isinstance(value, float) else str(value)
 
 
 def size_of(digest: str) -> int:
-    """Return the number of bytes of what a digest was made of (training/checkpoint/tensorfile.py)."""
+    """Return the number of bytes that a digest was computed from (training/checkpoint/tensorfile.py)."""
     return int(digest.partition(":")[2])
 
 
@@ -73,21 +73,21 @@ def read(path: Path, kind: type[T]) -> T:
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Return where a rank writes what it saw."""
+    """Return the path of a rank's trace."""
     return folder / f"rank-{rank}.json"
 
 
 def keep(folder: Path, rank: int, wanted: Wanted, tensor: Tensor) -> None:
-    """Write a tensor that a rank had."""
+    """Write a tensor of a rank."""
     safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _place(folder, rank, wanted))
 
 
 def load_tensor(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
-    """Return a tensor that a rank wrote; None where it had none of the name."""
+    """Return a tensor that a rank wrote, or None if it had no such tensor."""
     path = _place(folder, rank, wanted)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
 def _place(folder: Path, rank: int, wanted: Wanted) -> Path:
-    # A name may be longer than a file's may be.
+    # A tensor name may be longer than a file name can be.
     return folder / f"rank-{rank}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:32]}.safetensors"

@@ -1,9 +1,9 @@
-"""One case of a verification: a placement, in processes of its own, that writes down all it sees.
+"""One case of a verification: a placement in separate processes that writes everything it observes.
 
-The loop of training drives it (training/loop.py), over the chosen steps instead of all.
+The training loop drives it (training/loop.py), over the chosen steps instead of all steps.
 
-Tensors are written as digests. Only those that are wanted, because they were found to differ, are written whole: a
-model of 25 million parameters would otherwise leave gigabytes behind.
+Tensors are written as digests. Only requested tensors, which were found to differ, are written whole. Otherwise, a
+model with 25 million parameters would leave gigabytes on the disk.
 """
 
 import json
@@ -54,10 +54,10 @@ FACTS: Final = "facts.json"
 
 @dataclass(frozen=True)
 class TraceJob:
-    """What a case has to do; `numbers` are the steps of the run that it does, one after the other.
+    """The job of a case. `numbers` are the steps of the run that it does, one after another.
 
-    It begins at position `first` of them, with the state of the checkpoint `resume` if there is one, and saves a
-    checkpoint once `save_after` of them are done, if that is given.
+    The case starts at position `first`. If `resume` is set, it starts with the state of this checkpoint. If
+    `save_after` is set, it saves a checkpoint after this many of its steps.
     """
 
     resolved: Resolved
@@ -71,12 +71,12 @@ class TraceJob:
 
 
 def open_cases(loaded: Loaded) -> Setup:
-    """Open the data and check everything as training does, but for the placement."""
-    return replace(open_unplaced(loaded), guarded=False)  # what differs is to be found, and named
+    """Open the data, and run all checks of training except those of the placement."""
+    return replace(open_unplaced(loaded), guarded=False)  # differences must be found and named, not rejected
 
 
 def with_validation(ready: Setup, count: int) -> Setup:
-    """Leave only so many samples of the validation part."""
+    """Keep only the first `count` samples of the validation split."""
     whole = ready.data.validation
     if whole is None:
         return ready
@@ -84,7 +84,7 @@ def with_validation(ready: Setup, count: int) -> Setup:
 
 
 def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """Be the process that looks at data, model and loss (probe/probe.py); write what it sees to the folder."""
+    """Run the process that probes data, model and loss (probe/probe.py), and write its findings to the folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
         facts = facts_of(ready or _open_job(job), session.device)
     trace.write(job.folder / FACTS, facts)
@@ -92,7 +92,7 @@ def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
 
 
 def work(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """Be one rank of a case."""
+    """Run one rank of a case."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
         prepared = Prepared(job.resolved, ready or _open_job(job))
         with session.open_world() as world:
@@ -124,7 +124,7 @@ class FirstSamples:
 
 @final
 class _TracedRun:
-    """One rank of a case: the loop that trains drives it, and it notes what its engine does."""
+    """One rank of a case. The training loop drives it, and it records the results of its engine."""
 
     def __init__(self, job: TraceJob, prepared: Prepared, world: World) -> None:
         self._job = job
@@ -143,7 +143,7 @@ class _TracedRun:
         return RankStatus("training", self._progress.step)
 
     def run(self) -> Trace:
-        """Train the steps of the job, evaluate, and return what was seen."""
+        """Train the steps of the job, evaluate, and return the trace."""
         job = self._job
         if job.resume is not None:
             self._engine.load(engine_state(store.read(job.resume)))
@@ -176,9 +176,9 @@ class _TracedRun:
         return sums
 
     def _own_losses(self, sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
-        """Return the loss of each micro-batch, where this rank is one that computes losses: a pipeline's last stage is.
+        """Return the loss of each micro-batch if this rank computes losses, such as the last stage of a pipeline.
 
-        Where sequences are in chunks, the losses are those of chunks, of which each placement has others.
+        If sequences are split into chunks, the losses belong to chunks, which differ between placements.
         """
         own = [each for each in microbatches if not each.dummy]
         if self._ready.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(own):
@@ -194,12 +194,12 @@ class _TracedRun:
         self._seconds += time.perf_counter() - began
         state = self._engine.state()
         self._note({trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
-        if self._world.rank == 0:  # which speaks for all where they are cut
+        if self._world.rank == 0:  # rank 0 stands for all ranks of a sharded engine
             seen[trace.SCALARS] = {"": json.dumps(state.scalars, sort_keys=True)}
         return update
 
     def _note(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
-        """Add digests of tensors to the step. What is cut is gathered, some at a time, and noted by rank 0."""
+        """Add digests of tensors to the step. Sharded tensors are gathered, some at a time, and noted by rank 0."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
             found = {}
@@ -213,7 +213,7 @@ class _TracedRun:
 
     def _save(self, progress: Progress) -> list[Saved]:
         done = self._job.save_after
-        if done is None or progress.step != self._job.numbers[done - 1] + 1:  # a later multiple of it
+        if done is None or progress.step != self._job.numbers[done - 1] + 1:  # a later multiple of the interval
             return []
         state, folder = self._engine.state(), self._job.folder / store.FOLDER
         snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
@@ -233,5 +233,5 @@ class _TracedRun:
 
 
 def checkpoint_of(folder: Path, done: int) -> Path:
-    """Return where a case saved after so many steps."""
+    """Return the path of the checkpoint that a case saved after `done` steps."""
     return folder / store.FOLDER / store.step_name(done)
