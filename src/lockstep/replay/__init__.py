@@ -1,1 +1,1 @@
-"""A step of a run done again, on any placement: whether it is the same, and what happened in it."""
+"""Repeats a step of a run on any placement, to check that it is the same and to examine it."""

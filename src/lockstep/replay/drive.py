@@ -1,4 +1,4 @@
-"""`lockstep replay`: which steps are asked for, one replay after the other, and what is printed and written."""
+"""`lockstep replay`: which steps to replay, one replay after another, and the output to print and write."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from lockstep.training.checkpoint import durable
 
 @dataclass(frozen=True)
 class Options:
-    """What the command is given; see commands/replay.py."""
+    """The options of the command. See commands/replay.py."""
 
     folder: Path
     step: int | None
@@ -31,11 +31,11 @@ class Options:
     overrides: tuple[str, ...]
     trust: bool
     trace: Path | None = None
-    script: Sequence[str] = ()  # the command of a loop of the user's own
+    script: Sequence[str] = ()  # the command of a custom training loop
 
 
 def replay(options: Options, tell: Callable[[str], None]) -> int:
-    """Do what is asked for; return the exit code."""
+    """Run the command and return the exit code."""
     if [options.step, options.steps, options.check].count(None) != 2:
         raise UsageError("give one of --step N, --steps A:B and --check K")
     if options.samples and options.step is None:
@@ -73,7 +73,7 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
 
 
 def _script(request: ReplayRequest, command: Sequence[str], report: Callable[[Replay], None]) -> int:
-    """Do steps of a loop of the user's own again, and return the exit code; UsageError where it did not come so far."""
+    """Replay steps of a custom loop and return the exit code. Raises UsageError if the script ended too early."""
     if (request.folder / CONFIG).exists():
         raise UsageError(f"{request.folder}: holds a run of a recipe, which needs no command; leave it out")
     found = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
@@ -101,7 +101,7 @@ def _span(options: Options) -> tuple[int, int]:
 
 
 def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
-    """Do steps again that are drawn at random among those of which the run has a digest."""
+    """Replay randomly chosen steps among those with a recorded digest."""
     if options.changes:
         raise UsageError("--check: compares with the run; leave --change out")
     path = options.folder / digest_file.DIGESTS
@@ -111,7 +111,7 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
         raise UsageError(f"{path}: has no digest of the {done} steps, so there is nothing to compare")
     drawn = sorted(random.SystemRandom().sample(known, min(count, len(known))))
     tell(f"drawn: step{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))}")
-    spans: dict[int, list[int]] = {}  # by the step that the replay begins after: one replay does all that follow it
+    spans: dict[int, list[int]] = {}  # by the step that a replay starts after
     for step in drawn:
         spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
     return max(replay_here(_request(options, each[0], each[-1]), partial(_tell, tell)) for each in spans.values())

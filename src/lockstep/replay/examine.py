@@ -1,6 +1,6 @@
-"""What happened within a step of a recipe: its micro-batches are computed once more beside it, under an observer.
+"""Examines a step of a recipe: its micro-batches are computed a second time under an observer.
 
-That is in one process, with the step's random numbers.
+This runs in a single process, with the random numbers of the step, and doesn't change the step.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from lockstep.training.observer import Examined, Observer
 
 @final
 class ObservedTask:
-    """A task whose losses somebody looks at while `see` is given; all else is the task's own."""
+    """A task that calls `see` for each loss, if set. Everything else is passed to the wrapped task."""
 
     def __init__(self, task: Task) -> None:
         self.see: Any = None
@@ -42,9 +42,10 @@ def examine(
     step: Step,
     trace: Trace | None = None,
 ) -> Examined:
-    """Compute the micro-batches of a step beside it, in one process, and return what happened.
+    """Compute the micro-batches of a step again, in one process, and return the observations.
 
-    `trace` takes the micro-batches' own tensors, and the results of all modules and operations.
+    The step itself doesn't change. `trace` records the tensors of the micro-batches, and the results of all modules and
+    operations.
     """
     found = Examined()
     for microbatch in microbatches:

@@ -1,4 +1,4 @@
-"""Steps of a loop of the user's own, done again by its own script in a folder that is thrown away."""
+"""Replays steps of a custom training loop by running its script in a temporary folder."""
 
 import os
 import shutil
@@ -16,11 +16,12 @@ from lockstep.training.checkpoint import store
 
 
 def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, examined: bool) -> Replay:
-    """Run the script again, from the checkpoint of its run before step `first` until `last` is done.
+    """Run the script from the checkpoint before step `first` until step `last` is done.
 
-    It sees a folder with that checkpoint in the place of the run's. If `last` is examined, a script that ends before it
-    is done, as with an error of its own where a loss is nan, gives what was seen until then, and `ended`. UsageError
-    where it fails before that step, or does not come so far.
+    The script sees a temporary folder with that checkpoint instead of its run folder. If `last` is `examined`, the
+    script may end before the step is done, for example with its own error if a loss is nan. In this case, the replay
+    contains the observations until then, and `ended`. Raises UsageError if the script fails before that step or doesn't
+    reach it.
     """
     check_done(folder, last)
     start, checkpoint = checkpoint_before(folder, first)
@@ -52,8 +53,8 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
 
 
 def _link(source: str, target: str) -> None:
-    """Let a file of a checkpoint, which nobody writes to, stand in both places, or copy it."""
+    """Hard-link a file of a checkpoint, which nothing writes to, or copy it."""
     try:
         os.link(source, target)
-    except OSError:  # another disk
+    except OSError:  # on a different disk
         shutil.copyfile(source, target)

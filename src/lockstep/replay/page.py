@@ -1,4 +1,4 @@
-"""What a replay found, in lines for a terminal and as the sections of a page."""
+"""The findings of a replay, as lines for a terminal and as sections of a page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ from lockstep.reporting.page import Section, Table, Words
 from lockstep.training.observer import BATCH, LOSS, Examined, NonFinite
 
 _SHOWN: Final = 3  # samples and layers, in a terminal
-_MOST: Final = 200  # rows of a table
-_AROUND: Final = 50  # logged steps before and after that are drawn
+_MOST: Final = 200  # the most rows of a table
+_AROUND: Final = 50  # steps before and after the replay to draw
 
 
 def lines(replay: Replay) -> Iterator[str]:
-    """Yield what a person reads in a terminal."""
+    """Yield the lines for a terminal."""
     steps = [each.step for each in replay.steps]
     began = f"after step {replay.start}" if replay.start else "from the first weights"
     placed = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
@@ -68,12 +68,12 @@ def _verdict(replay: Replay) -> Iterator[str]:
 
 
 def _order(value: float) -> float:
-    """Return what puts the largest first, and before it what is none."""
+    """Return a sort key that puts the largest value first, and NaN among the infinite values."""
     return -math.inf if math.isnan(value) else -value
 
 
 def _samples(replay: Replay) -> list[tuple[int, int, float]]:
-    """Return the number, micro-batch and loss of each sample, the largest loss first."""
+    """Return the index, micro-batch and loss of each sample, with the largest loss first."""
     assert replay.examined is not None
     rows = [
         (replay.samples[each.microbatch][each.place], each.microbatch, each.loss) for each in replay.examined.losses
@@ -82,7 +82,7 @@ def _samples(replay: Replay) -> list[tuple[int, int, float]]:
 
 
 def _microbatches(found: Examined) -> list[tuple[int, float]]:
-    """Return the number and loss of each micro-batch, the largest loss first."""
+    """Return the index and loss of each micro-batch, with the largest loss first."""
     return sorted(found.microbatches.items(), key=lambda row: _order(row[1]))
 
 
@@ -96,7 +96,7 @@ def _where(replay: Replay, found: NonFinite) -> str:
 
 
 def sections(replay: Replay) -> Iterator[Section]:
-    """Yield the parts of a page."""
+    """Yield the sections of a page."""
     yield Words("", [*lines(replay)])
     yield from _curve(replay)
     if len(replay.steps) > 1 or replay.examined is None:
@@ -136,7 +136,7 @@ def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
 
 
 def _curve(replay: Replay) -> Iterator[Section]:
-    """Yield the losses of the replay over those that the run logged around it."""
+    """Yield a chart of the replayed losses and the losses that the run logged around them."""
     steps = [each.step for each in replay.steps]
     if not steps:
         return

@@ -1,7 +1,7 @@
-"""`lockstep replay` below its options: do steps of a run again, on any placement, and compare them with its digests.
+"""Implements `lockstep replay`: repeats steps of a run on any placement, and compares them with the run's digests.
 
-A replay begins from the nearest checkpoint before its first step, or from the first weights, and writes nothing into
-the folder of the run.
+A replay starts from the nearest checkpoint before its first step, or from the initial weights. It writes nothing to the
+run folder.
 """
 
 import json
@@ -55,20 +55,20 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
-_COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are added up
-# Keys that say where and how a replay computes; all others are the run's.
+_COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are combined
+# Keys that set where and how a replay computes. All other keys must be the run's.
 _FREE: Final = ("placement.", "run.key_file")
 
 
-Place = tuple[int, bool]  # of a digest: its step, and whether it is of weights
+Place = tuple[int, bool]  # of a digest: its step, and whether it is a digest of weights
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Steps of the run in `folder`, from number `first` to `last`, counted from 1.
+    """The steps to replay from the run in `folder`: numbers `first` to `last`, counted from 1.
 
-    `overrides` say how to compute, `changes` give keys of the recipe other values: then nothing is compared. Of one
-    that is `examined` it is found out what happened in its last step; of one that is `traced`, each tensor of it.
+    `overrides` set how to compute the steps. `changes` set keys of the recipe to different values. With `changes`,
+    nothing is compared. `examined` asks for observations of the last step, and `traced` for each of its tensors.
     """
 
     folder: Path
@@ -83,7 +83,7 @@ class ReplayRequest:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step done again: its loss, learning rate and digest, and the run's digest, None where it has none."""
+    """A replayed step: its loss, learning rate and digest, and the run's digest, or None if the run has none."""
 
     step: int
     loss: float
@@ -93,16 +93,17 @@ class ReplayedStep:
 
     @property
     def differs(self) -> bool:
-        """Whether it is known to be another step than the run's."""
+        """Whether the step is known to differ from the step of the run."""
         return self.recorded not in (None, self.digest)
 
 
 @dataclass
 class Replay:
-    """What a replay found; `start` is the step that it began after, and `differences` what is another machine's here.
+    """The findings of a replay. `start` is the step that it started after.
 
-    Of an examined step, `samples` are the numbers of its samples by micro-batch, and `name_of` what each is called.
-    `ended` says how a script ended before its last step was done.
+    `differences` lists the differences between this machine and the machine of the run. For an examined step, `samples`
+    are its sample indices by micro-batch, and `name_of` returns the name of a sample. `ended` says how a script ended
+    before its last step was done.
     """
 
     folder: Path
@@ -111,7 +112,7 @@ class Replay:
     processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    same_start: bool | None = None  # whether the weights it began from have the run's digest, None where it has none
+    same_start: bool | None = None  # whether the starting weights have the run's digest, None if it has none
     layers: list[LayerNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     examined: Examined | None = None
@@ -122,31 +123,31 @@ class Replay:
     def add_step(
         self, step: int, loss: float, lr: float, found: Mapping[Place, int], recorded: Mapping[Place, int], first: int
     ) -> None:
-        """Add a step that was done again, if it is one of those asked for, from `first` on, or can be compared."""
+        """Add a replayed step if it was requested (from `first` on), or if it can be compared."""
         if step >= first or (step, False) in recorded:
             self.steps.append(ReplayedStep(step, loss, lr, found.get((step, False), 0), recorded.get((step, False))))
 
     @property
     def different(self) -> ReplayedStep | None:
-        """The first step that is another one than the run's."""
+        """The first step that differs from the step of the run."""
         return next((each for each in self.steps if each.differs), None)
 
 
 class OpenedRun(NamedTuple):
-    """A run whose steps are to be done again: what it was made of, and the checkpoint to begin from, None for none."""
+    """A run to replay: its configuration, and the checkpoint to start from, or None to start at step 0."""
 
     loaded: Loaded
     checkpoint: Path | None
-    start: int  # the step it is of
-    last: int  # the one to end with
-    machine: Path | None  # a checkpoint that says where the run was
+    start: int  # the step of the checkpoint
+    last: int  # the last step to replay
+    machine: Path | None  # a checkpoint that records the machine of the run
     digests: Mapping[Place, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
-    """Do the steps again, in this process or in processes that it starts; return the exit code.
+    """Replay the steps, in this process or in processes that it starts, and return the exit code.
 
-    `report` is called on rank 0. UsageError where the run did not do them, or what it takes is gone.
+    `report` is called on rank 0. Raises UsageError if the run didn't do the steps, or if something they need is gone.
     """
     torch.set_num_threads(1)  # see run/start.py
     opened = open_run(request)
@@ -155,7 +156,7 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
 
 
 def open_run(request: ReplayRequest) -> OpenedRun:
-    """Read the configuration of a run, and find the checkpoint before the steps; UsageError where that cannot be."""
+    """Read the configuration of a run, and find the checkpoint before the steps. Raises UsageError if it can't."""
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
         raise UsageError(
@@ -185,13 +186,13 @@ def open_run(request: ReplayRequest) -> OpenedRun:
 def check_done(folder: Path, step: int) -> None:
     """Raise UsageError for a step that the run never did."""
     end = last(folder / EVENTS)
-    # One that was killed, or failed, has done more than it has logged.
+    # A run that was killed or failed did more steps than it logged.
     if step > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
         raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; give one of them")
 
 
 def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
-    """Return the step of the last checkpoint before a step, and where it is; 0 and None where there is none."""
+    """Return the step and the path of the last checkpoint before a step, or 0 and None if there is none."""
     return max((each for each in _checkpoints(folder) if each[0] < step), default=(0, None), key=itemgetter(0))
 
 
@@ -226,7 +227,7 @@ def _as_rank(
             rendezvous.status = lambda: RankStatus("training", progress.step)
             found = _Steps(request, opened, prepared, world, progress).run()
             code = EXIT_DONE if found.different is None and found.same_start is not False else EXIT_VERIFICATION
-            code = int(world.tell(str(code)))  # rank 0 alone has the digests
+            code = int(world.tell(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
         report(found)
     return code
@@ -234,7 +235,7 @@ def _as_rank(
 
 @final
 class _Steps:
-    """The steps on one rank: the loop that trains drives it, and it notes what its engine does."""
+    """The steps on one rank. The training loop drives it, and it records the results of its engine."""
 
     def __init__(
         self, request: ReplayRequest, opened: OpenedRun, prepared: Prepared, world: World, progress: Progress
@@ -244,7 +245,7 @@ class _Steps:
         self._world = world
         self._progress = progress
         ready = prepared.ready
-        self._models: list[nn.Module] = []  # those that are built, of which the last one computes
+        self._models: list[nn.Module] = []  # all models built so far. The last one computes.
         self._task = ObservedTask(ready.task)
         problem = replace(ready.problem, optional_task=self._task, build_model=self._keep(ready.problem.build_model))
         self._ready = replace(ready, problem=problem, blank=self._keep(ready.blank))
@@ -263,7 +264,7 @@ class _Steps:
         self._step: Step
 
     def run(self) -> Replay:
-        """Do the steps, and return what was found; whole on rank 0."""
+        """Run the steps and return the findings. Only rank 0 has all of them."""
         self._resume()
         self._digests.add_weights(self._opened.start, self._engine.state().model)
         plan = replace(self._ready.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
@@ -298,7 +299,7 @@ class _Steps:
         return update
 
     def _seen(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the whole of each tensor, and add it to the trace, if one is wanted."""
+        """Yield the name and the full value of each tensor, and add it to the trace, if any."""
         for name, whole in wholes(self._world, tensors()):
             if self._found.trace is not None:
                 self._found.trace.add(part, "", name, whole)
@@ -329,7 +330,7 @@ class _Steps:
         return islice(self._loader.training(first), self._request.last - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
-        """Look into the step beside it, where one process computes the whole model."""
+        """Examine the step in addition to training it, if one process computes the whole model."""
         self._found.samples = self._loader.samples(step)
         self._found.name_of = self._ready.data.name_of
         trace = self._found.trace
@@ -357,7 +358,7 @@ class _Steps:
             self._found.differences = self._differences()
 
     def _differences(self) -> list[str]:
-        """Name what is otherwise here than where the run was: libraries, machine, and the user's own files."""
+        """Return the differences from the machine of the run: libraries, hardware, and the user's files."""
         path = self._opened.machine
         if path is None:
             return []
@@ -370,7 +371,7 @@ class _Steps:
 
 
 def list_samples(request: ReplayRequest) -> Iterator[str]:
-    """Yield the samples of the first step that is asked for, each with its micro-batch; nothing is computed."""
+    """Yield the samples of the first requested step with their micro-batches, without computing anything."""
     recipe = open_run(request).loaded.config.recipe
     data = open_recipe_data(recipe)
     steps = planning.steps(recipe, len(data.train))

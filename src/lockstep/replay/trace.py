@@ -1,6 +1,7 @@
-"""A trace of a step: the digest of each tensor in it, in order, so that two machines can be held against each other.
+"""A trace of a step: the digest of each of its tensors, in order, to compare two machines.
 
-`lockstep replay RUN --step N --trace FILE` writes one; `lockstep bisect` finds the first tensor in which two differ.
+`lockstep replay RUN --step N --trace FILE` writes a trace. `lockstep bisect` finds the first tensor that differs
+between two traces.
 """
 
 import json
@@ -19,14 +20,14 @@ from lockstep.core.digest import Digests
 from lockstep.device.machine import numerics_differences
 from lockstep.errors import UsageError
 
-_LARGEST: Final = 1 << 30  # bytes of a file that is read
+_LARGEST: Final = 1 << 30  # bytes, the largest file that is read
 Word = Annotated[str, Field(max_length=1000)]
 
 
 class Traced(NamedTuple):
-    """A tensor of a step: in which part of it, in which module, what made it, and the digest and L2 norm of its values.
+    """A tensor of a step: its part of the step, module, name and kind, and the digest and L2 norm of its values.
 
-    The norm is text, since that of a tensor may be infinite, or NaN.
+    The norm is text, since it can be infinite or NaN.
     """
 
     part: Word
@@ -42,9 +43,9 @@ class Traced(NamedTuple):
 
 
 class Head(BaseModel):
-    """The first line of a trace: its step, what decides the bits there, and what else the replay did before it.
+    """The first line of a trace: the step, the settings that determine its bits, and the earlier steps of the replay.
 
-    `sources` are the hashes of the user's own files by name, `steps` the digests of gradients by number.
+    `sources` are the hashes of the user's files by name. `steps` are the digests of the gradients by step number.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,26 +58,26 @@ class Head(BaseModel):
 
 @dataclass
 class Trace:
-    """The tensors of a step, in the order in which they were made."""
+    """The tensors of a step, in the order in which they were computed."""
 
     head: Head
     tensors: list[Traced] = field(default_factory=list)
     _digests: Digests = field(default_factory=Digests)
 
     def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
-        """Note a tensor as it is now."""
+        """Record the current value of a tensor."""
         tensor = tensor.detach()
         norm = float(torch.linalg.vector_norm(tensor.double()))
         kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
         self.tensors.append(Traced(part, module, name, kind, f"{int(self._digests.of(tensor)):x}", f"{norm:.9g}"))
 
     def text(self) -> str:
-        """Return the trace as a file has it: JSON in lines."""
+        """Return the contents of the trace file, in JSON lines."""
         return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
 
 
 def read(path: Path) -> tuple[Head, list[Traced]]:
-    """Read a trace; UsageError where it is none."""
+    """Read a trace. Raises UsageError if the file isn't a trace."""
     try:
         first, *lines = plainfile.content(path, _LARGEST).decode().splitlines()
         tensors = f"[{','.join(lines)}]"
@@ -88,7 +89,7 @@ def read(path: Path) -> tuple[Head, list[Traced]]:
 
 
 def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
-    """Return whether two traces agree, and what a person reads of it; UsageError where they are of two steps."""
+    """Return whether two traces agree, and a report in lines. Raises UsageError if they are of different steps."""
     (head, tensors), (other, others) = read(left), read(right)
     if head.step != other.step:
         raise UsageError(f"{left} is of step {head.step}, {right} of step {other.step}; trace the same step")
@@ -111,7 +112,7 @@ def _earlier(head: Head, other: Head) -> Iterator[str]:
 
 
 def _differences(before: Sequence[Traced], now: Sequence[Traced]) -> Iterator[str]:
-    """Name the first tensor that only one has, and the first that both have and of which the values differ."""
+    """Name the first tensor in only one trace, and the first tensor in both traces with different values."""
     theirs = dict(_numbered(now))
     ours = dict(_numbered(before))
     for there, these, those in (("before", ours, theirs), ("now", theirs, ours)):
@@ -127,7 +128,7 @@ def _differences(before: Sequence[Traced], now: Sequence[Traced]) -> Iterator[st
 
 
 def _numbered(tensors: Sequence[Traced]) -> Iterator[tuple[tuple[str, int], Traced]]:
-    """Yield each tensor with what it is called, and how often that was there before it."""
+    """Yield each tensor with its description and the number of earlier tensors with the same description."""
     count: Counter[str] = Counter()
     for each in tensors:
         yield (str(each), count[str(each)]), each
