@@ -88,7 +88,7 @@ class LoopCheckpoints:
         return self._kept.wait()
 
     def close(self) -> None:
-        """Release the checkpoints. No save may be in progress."""
+        """Shut down the saver. Call `wait` first. No save may be in progress."""
         self._kept.close()
 
     def _check_finite(self) -> None:
