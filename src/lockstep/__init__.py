@@ -63,7 +63,10 @@ __all__ += ["compare", "evaluate", "export", "join", "load", "predict", "report"
 if not TYPE_CHECKING:  # otherwise, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what has a public name when it is first asked for: torch takes a second, and commands need it not."""
+        """Import a public name when it is first used.
+
+        Importing torch takes a second, and not every command needs it.
+        """
         place = next((place for place, names in _PLACES.items() if name in names.split()), None)
         if place is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
