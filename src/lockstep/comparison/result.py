@@ -75,7 +75,10 @@ class ResultRow:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The training throughput of the last start, without setup, evaluations and saves."""
+        """The training throughput of the last start, in samples per second.
+
+        Setup, evaluations and saves are excluded.
+        """
         seconds = sum(self.spent[what][0] for what in _TRAINING if what in self.spent)
         end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
         if self.state != "done" or not seconds or end is None or begin is None or end <= begin:

@@ -54,7 +54,7 @@ class ModelState:
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def norm_changes(self, after: Self) -> list[str]:
-        """Like `buffer_changes`, for layers of classes that inherit from torch's BatchNorm."""
+        """Like `buffer_changes`, for layers of a class that inherits from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def attribute_changes(self, after: Self) -> dict[str, str]:

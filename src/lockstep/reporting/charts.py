@@ -16,7 +16,7 @@ _HEIGHT: Final = 340  # without the legend, which has a line for each trace on a
 _KEY_HEIGHT: Final = 19
 _BAR_HEIGHT: Final = 40
 _CELL_HEIGHT: Final = 26
-_LONGEST_TICK: Final = 16  # characters of a tick label
+_LONGEST_TICK: Final = 16  # characters of a tick's text
 _MOST_TICKS: Final = 16
 # From low to high, on the diagonal and outside of it. All are light, so that the same text color is readable on them.
 _SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
@@ -63,7 +63,7 @@ def curves(
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
     for axis in "xy":
-        if len({value for each in data for value in each[axis]} - {None}) == 1:  # else plotly's labels have ten digits
+        if len({value for each in data for value in each[axis]} - {None}) == 1:  # else plotly's ticks have ten digits
             layout[f"{axis}axis"]["rangemode"] = "tozero"
     return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"))
 

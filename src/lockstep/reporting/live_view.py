@@ -112,5 +112,5 @@ def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> lis
 
 
 def _fitting(words: str, width: int) -> str:
-    """Return the words, cut to the width of a line."""
+    """Return the words, truncated to the width of a line."""
     return set_cell_size(words, width).rstrip()

@@ -41,7 +41,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Tile:
-    """An image as a data: URI, and the lines below it. The first line is its name."""
+    """The content of a data: URI, and the lines of text below it. The first line is its name."""
 
     source: str
     lines: Sequence[str]

@@ -7,7 +7,7 @@ import math
 from operator import attrgetter
 from typing import Final, NamedTuple, final
 
-_MOST: Final = 2_000  # points of a line; more would make a page slow, and a screen doesn't have more pixels
+_MOST: Final = 2_000  # points of a line; more would make a page slow, and a screen can't show more
 
 
 class Point(NamedTuple):
