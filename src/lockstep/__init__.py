@@ -51,7 +51,7 @@ _PLACES = {
     "training.events": "Corrupted Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
     "verification.own_loop": "Checked verify",
 }
-# The rest locks run folders and starts processes as POSIX does.
+# All other modules need POSIX to lock run folders and start processes.
 _ON_EVERY_SYSTEM = ("config.placement", "config.recipe", "errors", "training.events")
 __all__ = ["LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError"]
 __all__ += ["BatchSampler", "Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run"]
@@ -60,10 +60,13 @@ __all__ += ["Stopped", "Warned"]
 __all__ += ["compare", "evaluate", "export", "join", "load", "predict", "report", "train", "verify"]
 
 
-if not TYPE_CHECKING:  # else any name would do
+if not TYPE_CHECKING:  # otherwise, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what has a public name when it is first asked for: torch takes a second, and commands need it not."""
+        """Import a public name when it is first used.
+
+        Importing torch takes a second, and not every command needs it.
+        """
         place = next((place for place, names in _PLACES.items() if name in names.split()), None)
         if place is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

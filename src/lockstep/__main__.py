@@ -1,4 +1,4 @@
-"""`lockstep`, as a command and as `python -m lockstep`."""
+"""The `lockstep` command, also available as `python -m lockstep`."""
 
 import os
 
@@ -7,15 +7,15 @@ from lockstep.errors import EXIT_INTERRUPTED
 
 
 def start() -> None:
-    """Run the command, with a fixed order of sets."""
+    """Run the command with a fixed hash seed, unless PYTHONHASHSEED is set."""
     try:
         fix_hash_seed()
 
-        from lockstep.cli import main  # only now: this process may have been another
+        from lockstep.cli import main  # imported late, because fix_hash_seed may replace this process
         from lockstep.common.follow_parent import follow_srun
 
         follow_srun(os.environ)
-    except KeyboardInterrupt:  # while this loads: there is no command yet that would report it
+    except KeyboardInterrupt:  # while importing, before a command can report it
         raise SystemExit(EXIT_INTERRUPTED) from None
     main()
 

@@ -1,8 +1,8 @@
 """The shell: finds the command that the user named, imports it, and turns errors into exit codes.
 
-A command is a file of commands/ with a click command named `command`; its name is the file's, without the underscore
-that a word of Python's has behind it there. A file that begins with one is no command. `--help` lists them by the
-first lines of their docstrings and imports none, so that it answers at once whatever they import.
+A command is a file in commands/ that defines a click command named `command`. The file name is the name of the command.
+If that is a Python keyword, an underscore is appended to the file name. Files that begin with an underscore aren't
+commands. `--help` lists the commands with the first lines of their docstrings. It doesn't import them, so it is fast.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from lockstep.common.text import printable
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 
-# click's own, but for two things: it leaves the cursor after `key=` and `folder/`, and offers files beside other words.
+# Like click's, with two changes: no space after `key=` and `folder/`, and files are offered next to other words.
 _BASH: Final = """\
 %(complete_func)s() {
     local IFS=$'\\n' response completion type value
@@ -48,8 +48,8 @@ _GROUPS: Final = {
     "Cluster": ("launch", "submit", "doctor"),
     "Catalogue": ("recipes", "strategies"),
 }
-_OTHER_NAMES: Final = {"status": "jobs"}  # which nothing in it is near to
-_EVERYWHERE: Final = ("recipes", "show", "strategies")  # on Windows, too
+_OTHER_NAMES: Final = {"status": "jobs"}  # names that don't resemble the name of their command
+_EVERYWHERE: Final = ("recipes", "show", "strategies")  # also on Windows
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
 
@@ -63,7 +63,7 @@ class Bash(BashComplete):
 
 @final
 class Shell(click.Group):
-    """A group whose commands are the files of commands/."""
+    """A click group whose commands are the files in commands/."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
@@ -82,7 +82,7 @@ class Shell(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names; suggest the nearest where there is none."""
+        """Return the command that the first argument names. If there is none, suggest the nearest name."""
         name = args[0]
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import choices
@@ -92,7 +92,7 @@ class Shell(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands with their first lines, by what they are for."""
+        """List the commands by purpose, with the first lines of their docstrings."""
         known = self.list_commands(ctx)
         ungrouped = [name for name in known if not any(name in names for names in _GROUPS.values())]
         for title, names in {**_GROUPS, "Other": ungrouped}.items():
@@ -101,7 +101,7 @@ class Shell(click.Group):
                     formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error meant for the user ends with its text and its exit code."""
+        """Run the command. For an error that is meant for the user, print its text and exit with its exit code."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
@@ -109,7 +109,7 @@ class Shell(click.Group):
 
             raise as_override(error) from None
         except LockstepError as error:
-            error = lost_loader_process(error) or error  # the user's code may have been running then
+            error = lost_loader_process(error) or error  # a dead loader process can surface as a different error
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
@@ -125,16 +125,19 @@ class Shell(click.Group):
 
 @click.group(cls=Shell, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="lockstep")
-# torch.distributed.launch without --use_env says before the command what LOCAL_RANK says too.
+# Without --use_env, torch.distributed.launch passes LOCAL_RANK as an option before the command.
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def main() -> None:
     """Train PyTorch models on any number of processes with the same numbers, bit for bit."""
-    # Where a store or a peer has gone torch warns with a page of C++ frames, beside the error that we tell.
+    # If a store or peer is gone, torch would print a page of C++ frames in addition to our error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _of_a_file(error: BaseException) -> UsageError | None:
-    """Return what to say of a file or folder that the user named and nobody has checked; None of other errors."""
+    """Return an error about a file or folder that the user named and that no check has covered.
+
+    Returns None for other errors.
+    """
     if not isinstance(error, OSError) or error.filename is None:
         return None
     return UsageError(f"{error.filename}: {error.strerror}; choose another file or folder")

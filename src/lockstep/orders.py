@@ -1,7 +1,7 @@
-"""Orders of samples for `run.steps(..., order=)` and `BatchSampler(..., order=)`: weighted, and by length.
+"""Sample orders for `run.steps(..., order=)` and `BatchSampler(..., order=)`: weighted, and by length.
 
-An order is a function of the epoch that returns the numbers of its samples. These draw random numbers by hashes of
-(seed, epoch, sample), so every rank has the same order, and a run resumes in the middle of an epoch.
+An order is a function that takes the epoch and returns sample indices. These orders draw random numbers by hashing
+(seed, epoch, sample). Therefore all ranks have the same order, and a run can resume in the middle of an epoch.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,16 @@ from lockstep.errors import UsageError
 @final
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Visits samples as often as their `weights` say: `order=lockstep.orders.Weighted(weights, seed=0)`.
+    """Draws samples in proportion to their `weights`: `order=lockstep.orders.Weighted(weights, seed=0)`.
 
-    It takes the place of WeightedRandomSampler. `weights` are numbers from 0, one for each sample of the dataset. An
-    epoch has so many `samples`, by default as many as the dataset. With `replacement` each of them is drawn by itself,
-    and a sample may come several times. Without, no sample comes twice, and those of large weight tend to come first.
+    Use it instead of WeightedRandomSampler. `weights` are non-negative numbers, one for each sample of the dataset. An
+    epoch consists of `samples` draws, which defaults to the size of the dataset.
 
-    UsageError if a weight is negative, not finite, or if fewer samples than asked for have a weight above 0.
+    With `replacement`, the draws are independent, so a sample can appear several times. Without it, no sample appears
+    twice, and samples with large weights tend to come first.
+
+    Raises UsageError if a weight is negative or not finite, if all weights are 0, or if `samples` is less than 1.
+    Without `replacement`, raises UsageError if fewer than `samples` weights are above 0.
     """
 
     weights: Sequence[float] | NDArray[np.float64]
@@ -46,17 +49,17 @@ class Weighted:
             )
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
-        """Return the samples of an epoch."""
+        """Return the sample indices of an epoch, int64 of shape [samples]."""
         weights = np.asarray(self.weights, np.float64)
         count = len(weights) if self.samples is None else self.samples
         key = random.key(random.SELECTION, self.seed, epoch)
         if self.replacement:
             ends = np.cumsum(weights)
             drawn = random.uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
-            # A product may round up to the end: the last sample with a weight is meant.
+            # The product can round up to the end. In this case, take the last sample with a weight.
             last = int(np.flatnonzero(weights)[-1])
             return np.asarray(np.minimum(np.searchsorted(ends, drawn, side="right"), last), np.int64)
-        # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": the smallest of exponential times.
+        # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": the smallest exponential times.
         uniform = 1.0 - random.uniform(key, np.arange(len(weights)), 1)[:, 0]
         times = np.full(len(weights), np.inf)
         np.divide(-np.log(uniform), weights, out=times, where=weights > 0)
@@ -66,11 +69,13 @@ class Weighted:
 @final
 @dataclass(frozen=True, eq=False)
 class ByLength:
-    """Puts samples of similar length into a batch: `order=lockstep.orders.ByLength(lengths, batch=32, seed=0)`.
+    """Puts samples of similar length into the same batch: `order=lockstep.orders.ByLength(lengths, batch=32, seed=0)`.
 
-    Padding then costs little. Each epoch shuffles the samples, sorts them by length within pools of so many batches,
-    and shuffles the batches. `lengths` has one number for each sample, and `batch` is that of `run.steps`. A batch is
-    in order of length, too, so its micro-batches are even more alike. The last, smaller batch stays the last.
+    This reduces padding. In each epoch, the samples are shuffled and sorted by length within pools of `pool` batches.
+    Then the batches are shuffled. If the last batch is smaller, it stays the last.
+
+    `lengths` has a number for each sample, and `batch` must be the batch size of `run.steps`. Samples within a batch
+    are sorted by length too, so the lengths in a micro-batch are even closer.
     """
 
     lengths: Sequence[int] | NDArray[np.int64]
@@ -83,7 +88,7 @@ class ByLength:
             raise UsageError("orders.ByLength: give one length for each sample, and a batch and a pool from 1")
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
-        """Return the samples of an epoch."""
+        """Return the sample indices of an epoch, int64 of shape [dataset size]."""
         lengths: NDArray[Any] = np.asarray(self.lengths)
         count = len(lengths)
         shuffled = permutation(self.seed, epoch, count)

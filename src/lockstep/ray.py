@@ -1,6 +1,7 @@
-"""Train a recipe on Ray: each worker of Ray Train is a rank of the run.
+"""Trains a recipe on Ray. Each worker of Ray Train is a rank of the run.
 
-A loop of one's own needs nothing from here: `lockstep.join` in a `train_loop_per_worker` finds its place by itself.
+If you have your own loop, you don't need this module. Call `lockstep.join` in your `train_loop_per_worker`, which
+detects the rank by itself.
 """
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     run_config: RunConfig | None = None,
 ) -> Result:
-    """Train a recipe as `ray.train.torch.TorchTrainer` does on so many workers, and return Ray's result.
+    """Train a recipe with `ray.train.torch.TorchTrainer`, and return Ray's result.
 
-    `recipe` is the name of a shipped recipe or a file, `overrides` are dotted: `{"recipe.epochs": 3}`. `workers` are a
-    number, or the fewest and the most: Ray starts as many as the cluster has room for. Each has a GPU with `gpus`. A
-    `run.dir` that is relative, or left out, lies in the folder of Ray's run, `Result.path`; a run that Ray starts again
-    (`FailureConfig`) resumes there.
+    - `recipe`: The name of a shipped recipe, or a recipe file.
+    - `workers`: The number of workers, or a tuple of the minimum and maximum number. Ray starts as many as fit on the
+      cluster.
+    - `gpus`: Whether each worker gets a GPU.
+    - `overrides`: Overrides with dotted keys, such as `{"recipe.epochs": 3}`.
+    - `run_config`: Ray's RunConfig.
 
-    UsageError where Ray is not installed, or the recipe or an override is wrong; what fails on a worker raises what Ray
-    raises, `ray.train.TrainingFailedError`.
+    If `run.dir` is relative or not set, the run folder is in the folder of Ray's run, `Result.path`. If Ray restarts
+    the run (`FailureConfig`), it resumes from that folder.
+
+    Raises UsageError if Ray isn't installed, or if the recipe or an override is invalid. If a worker fails, Ray raises
+    `ray.train.TrainingFailedError`.
     """
     if find_spec("ray") is None:
         raise UsageError("lockstep.ray: Ray is not installed; pip install 'lockstep-train[ray]'")
-    # Ray waits for the reports of all ranks, which would notice the end of a save in the background at different steps.
+    # Ray waits for a report from all ranks, but ranks would notice the end of a background save at different steps.
     keys = {"run.dir": "run", **(overrides or {}), "run.save_async": False}
     loaded = load_recipe(str(recipe), as_words(keys))
     from ray.train import ScalingConfig
@@ -58,7 +64,7 @@ def train(
 
 
 def _work(config: Mapping[str, Loaded]) -> None:
-    """Be a rank of the recipe's run, in a worker of Ray Train."""
+    """Run a rank of the recipe in a worker of Ray Train."""
     worker, loaded = launcher.worker(), config["loaded"]
     assert worker is not None
     info = launcher.place(worker, os.environ)
@@ -69,7 +75,7 @@ def _work(config: Mapping[str, Loaded]) -> None:
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
-    if report.reported < 0 and (done := completed(loaded)) is not None:  # by an earlier start
+    if report.reported < 0 and (done := completed(loaded)) is not None:  # done in an earlier start
         report.write(done, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:

@@ -1,7 +1,7 @@
-"""For tests of training code that Lockstep knows nothing of: whether its numbers depend on how many ranks there are.
+"""Tests whether the numbers of training code depend on the number of ranks. The code doesn't need to use Lockstep.
 
-The code runs on each number of ranks, in processes of its own, and reports what it computes to a trace. All that is
-reported is compared with one number of ranks, gate by gate in the order in which a step comes about.
+The code runs on each number of ranks, in separate processes, and reports its values to a trace. The traces are compared
+with that of the first number of ranks. Within a step, values are compared in the order in which a step computes them.
 """
 
 import math
@@ -34,22 +34,25 @@ NORM: Final = "gradient norm"
 WEIGHTS: Final = "weights"
 EVALUATION: Final = "evaluation"
 
-_ROUNDING: Final = 1e-4  # of the largest magnitude: what is closer was computed alike, in another order
-_SHOWN: Final = 6  # samples
+_ROUNDING: Final = 1e-4  # of the largest magnitude; smaller differences can come from a different order of additions
+_SHOWN: Final = 6  # samples in a message
 
 
 @final
 @dataclass
 class Trace:
-    """What a rank reports of its training; `assert_placement_invariant` passes one to the function on each rank.
+    """The values that a rank reports. `assert_placement_invariant` passes a trace to your function on each rank.
 
-    A step is all that is reported up to `weights`, which every rank calls once for each.
+    A step ends when you call `weights`, which every rank must call once per step.
     """
 
     _steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=lambda: [{}], init=False)
 
     def samples(self, indices: Sequence[int] | Tensor, outputs: Tensor | None = None) -> None:
-        """Report the numbers of samples that this rank trains on, and the model's output for each, along dim 0."""
+        """Report the indices of the samples that this rank trains on.
+
+        `outputs` are the outputs of the model for these samples, along dim 0.
+        """
         for place, number in enumerate(torch.as_tensor(indices).tolist()):
             row, name = torch.zeros(()) if outputs is None else outputs[place], f"sample {number}"
             while name in self._steps[-1].get(ORDER, {}):
@@ -57,7 +60,10 @@ class Trace:
             self._add(ORDER, name, row)
 
     def gradients(self, model: nn.Module, norm: float | Tensor | None = None) -> None:
-        """Report the gradients that the optimizer will take, and their norm as it is clipped by. All ranks call it."""
+        """Report the gradients that the optimizer receives. All ranks must call this method.
+
+        `norm` is the gradient norm that is used for clipping.
+        """
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._add(GRADIENT, name, parameter.grad)
@@ -65,13 +71,16 @@ class Trace:
             self._add(NORM, "norm", _figure(norm))
 
     def weights(self, model: nn.Module) -> None:
-        """Report the weights after an update, which ends the step. All ranks call it."""
+        """Report the weights after an update, and end the step. All ranks must call this method."""
         for name, parameter in model.named_parameters():
             self._add(WEIGHTS, name, parameter)
         self._steps.append({})
 
     def metric(self, name: str, value: float | Tensor) -> None:
-        """Report a figure as the code would show it, such as a mean loss; after `weights` it is of the ended step."""
+        """Report a figure as your code would log it, such as a mean loss.
+
+        If you call it after `weights`, the figure belongs to the step that has just ended.
+        """
         ended = len(self._steps) > 1 and not self._steps[-1]
         self._add(EVALUATION, name, _figure(value), at=-2 if ended else -1)
 
@@ -84,21 +93,30 @@ def _figure(value: float | Tensor) -> Tensor:
 
 
 Function = Callable[[Trace], object]
-Ranks = list[list[dict[str, dict[str, Tensor]]]]  # what each rank reported: by step, gate and name
+Ranks = list[list[dict[str, dict[str, Tensor]]]]  # the values of each rank, by step, gate and name
 
 
 def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2, 3), tolerance: float = 0.0) -> None:
-    """Assert that training code gives the same numbers on each of these numbers of ranks as on the first of them.
+    """Assert that training code gives the same numbers on each of these numbers of ranks.
 
-    `function` trains a few steps, on each rank of a process group that is there (gloo on the CPU), and reports to the
-    Trace that it is passed. Of what it reports, gates are compared in this order: samples of all ranks together
-    ("order"), outputs sample by sample ("random numbers", or BatchNorm over what a rank has), a gradient that is a
-    multiple of the other ("loss scale"), the gradient of each parameter ("gradient sum"), the reported norm, the
-    weights, figures ("evaluation"). What it reports nothing of is not compared. Values must be equal, or differ by
-    `tolerance` times their tensor's largest.
+    `function` must train a few steps and report to the Trace that it receives. It is called on each rank, after the
+    process group was initialized (gloo on the CPU). Runs are compared with the run on the first number in `worlds`.
 
-    AssertionError names, for each number of ranks, the first step and gate that differ, with both values. UsageError
-    where nothing is reported, VerificationError where the function fails.
+    The comparison goes through these gates in order. A gate is skipped if `function` reports no values for it:
+
+    - "order": The samples of a step, over all ranks.
+    - "random numbers": The outputs for each sample. They can also differ because BatchNorm sees different batches.
+    - "loss scale": A gradient that is a multiple of the expected gradient.
+    - "gradient sum": The gradient of each parameter.
+    - "gradient norm": The reported norm.
+    - "weights": The weights after the update.
+    - "evaluation": The reported figures.
+
+    By default, values must be equal. Otherwise, they may differ by `tolerance` times the largest magnitude of their
+    tensor.
+
+    Raises AssertionError if a run differs. The message names the first step and gate that differ for each number of
+    ranks, with both values. Raises UsageError if nothing is reported, and VerificationError if the function fails.
     """
     if len(worlds) < 2 or min(worlds) < 1:
         raise UsageError(f"worlds is {tuple(worlds)}; give two or more numbers of ranks, from 1")
@@ -115,12 +133,12 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
 
 
 def _run(function: Function, size: int, folder: Path) -> Ranks:
-    """Run the function on so many ranks; return what they reported."""
+    """Run the function on this number of ranks, and return the values that they reported."""
     folder.mkdir()
     code, text = in_workers_silently(partial(_work, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
-    # Written by the processes above, in a folder that only this user reads.
+    # The files were written by the processes above, in a folder that only this user can access.
     found: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
     if not any(found[0]):
         raise UsageError("the function reported nothing; call the trace's methods in it, such as trace.weights(model)")
@@ -128,7 +146,7 @@ def _run(function: Function, size: int, folder: Path) -> Ranks:
 
 
 def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
-    """Be one of the ranks."""
+    """Run the function as one of the ranks."""
     world = open_world(rendezvous, choose_device("auto", rendezvous.info))
     if world.size == 1:
         open_lone_group(world)
@@ -139,7 +157,7 @@ def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous
 
 
 def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
-    """Yield what differs, the first to come about first."""
+    """Yield the differences, in the order in which a step computes the values."""
     for number, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
         expected, found = steps[: len(reference)], steps[len(reference) :]
         taken, dealt = (sorted(name for each in side for name in each.get(ORDER, {})) for side in (expected, found))
@@ -158,14 +176,17 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
                 sides, norms = ((expected[0].get(of, {}), each.get(of, {})) for of in (gate, NORM))
                 if difference := _first(*sides, tolerance):
                     multiple = _multiple(*sides) if gate == GRADIENT else ""
-                    # Gradients that were clipped differ by rounding alone, and their norm still has the scale.
+                    # Clipped gradients only differ by rounding, but their norm still shows the loss scale.
                     if gate == GRADIENT and not _first(*sides, _ROUNDING) and (other := _first(*norms, _ROUNDING)):
                         difference, multiple = other, _multiple(*norms)
                     yield f"step {number}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
 
 
 def _first(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float, partial: bool = False) -> str:
-    """Say which of the values differs first, and by how much; "" for none. `partial`: some may be on other ranks."""
+    """Return a description of the first value that differs, or "" if all are equal.
+
+    With `partial`, values may be missing because other ranks reported them.
+    """
     if not partial and expected.keys() != found.keys():
         return f"{list_some([*found], _SHOWN) or 'nothing'} in place of {list_some([*expected], _SHOWN) or 'nothing'}"
     for name in (name for name in found if name in expected):
@@ -177,14 +198,17 @@ def _first(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], toleranc
 
 
 def _by(values: Values) -> str:
-    """Say where a difference is one of rounding alone: by its size it may be."""
+    """Return a remark if a difference is so small that it may be rounding, or ""."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
     return f" ({values.distance / values.scale:.1e} of the largest: it may be rounding, which tolerance= allows)"
 
 
 def _multiple(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """Say which multiple of the other a gradient is, "" where it is none, or the same but for rounding."""
+    """Return a remark if a gradient is a multiple of the expected gradient, or "".
+
+    A factor of 1, up to rounding, doesn't count.
+    """
     if [each.shape for each in expected.values()] != [each.shape for each in found.values()]:
         return ""
     one, other = (torch.cat([each.double().flatten() for each in side.values()]) for side in (expected, found))

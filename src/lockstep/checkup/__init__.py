@@ -1,1 +1,1 @@
-"""A check-up of the machine and of what lies between the ranks: what was found, what it leads to, what to do."""
+"""Checks the machine and the network between the ranks. Each finding has its consequence and its remedy."""

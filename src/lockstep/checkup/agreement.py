@@ -1,4 +1,4 @@
-"""Judges what differs between ranks, and names who has what."""
+"""Finds differences between ranks, and names the ranks with each value."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any, Final
 from lockstep.checkup.finding import Finding, Level
 from lockstep.common.rank import ranks_in_words
 
-_SHOWN: Final = 8  # ranks of a group
-# What a launcher gives each rank one of its own, and interfaces, whose names each host has for itself.
+_SHOWN: Final = 8  # ranks of a group that are listed
+# Launchers set some of these variables per rank, and interface names can differ between hosts.
 _OWN: Final = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_PLACES", "KMP_AFFINITY"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
@@ -19,7 +19,7 @@ _MAY: Final = "the ranks may compute or exchange in other ways, or wait for each
 
 
 def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-    """Return what is not the same on all ranks, or one finding that all is."""
+    """Return a finding for each difference between ranks, or a single finding if there are none."""
     found = [
         *_unlike(facts, hosts, "versions", lambda name: "problem" if name in _NEEDED else "warning"),
         *_unlike(facts, hosts, "numerics", lambda _: "problem"),
@@ -50,7 +50,7 @@ def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator
 
 
 def values(found: Sequence[Any], hosts: Sequence[str]) -> str:
-    """Return who has which value, the commonest first; "" where all have the same."""
+    """Return each value with its ranks, most common value first, or "" if all ranks have the same value."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(found):
         groups.setdefault("not there" if value is None else _text(value), []).append(rank)
@@ -61,7 +61,7 @@ def values(found: Sequence[Any], hosts: Sequence[str]) -> str:
 
 
 def who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return `rank 2 (b), 3 (b)`, and of many ranks the first and how many more."""
+    """Return `rank 2 (b), 3 (b)`. If there are many ranks, return the first of them and the number of the others."""
     shown = ranks_in_words(ranks[:_SHOWN], hosts)
     return shown if len(ranks) <= _SHOWN else f"{shown} and {len(ranks) - _SHOWN:,} more"
 

@@ -1,4 +1,4 @@
-"""Judges the cards of this host: what each is, what is wrong with it, and why none can be used."""
+"""Findings about the GPUs of this host: their properties, their faults, and the reasons why none of them is usable."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
 from lockstep.ranks.member import at_most
 
-_ANSWER_S: Final = 20.0  # the first of a driver without persistence mode takes seconds for each card
+_ANSWER_S: Final = 20.0  # without persistence mode, the first answer takes seconds per GPU
 _HANGS: Final = f"none within {_ANSWER_S:.0f} s; the driver hangs"
 _DEFAULT_MODE: Final = "nvidia-smi -c DEFAULT"
 _UNUSED: Final = "a run computes on the CPU, or refuses to start"
@@ -20,12 +20,18 @@ _STATE: Final = {True: "on", False: "off", None: "not known"}
 
 
 def look_at_cards() -> Evidence:
-    """Return what there is to find of the cards, in a stated time where their driver hangs. It starts CUDA."""
+    """Return the evidence about the GPUs. This starts CUDA.
+
+    The query of the driver times out if the driver hangs.
+    """
     return look(at_most(_ANSWER_S, ask_driver) or Driver(problem=_HANGS))
 
 
 def of_gpus(found: Evidence, precision: str, refused: Sequence[str] | None) -> list[Finding]:
-    """Return all findings. `refused` is what of a recipe has no exact kernel, None where no recipe was named."""
+    """Return all findings.
+
+    `refused` describes the parts of a recipe that have no exact kernel, or is None if no recipe was given.
+    """
     findings = [*_software(found), *_usable(found)]
     for number, card in enumerate(found.driver.cards):
         findings += [_card_facts(number, card), *_faults(number, card)]
@@ -43,7 +49,7 @@ def _software(found: Evidence) -> Iterator[Finding]:
 
 
 def _usable(found: Evidence) -> Iterator[Finding]:
-    """Name why no card can be used, each reason with what to do, and what was looked at."""
+    """Yield the reasons why no GPU can be used, each with its remedy, and the evidence."""
     if found.devices and not found.raised:
         return
     reasons = [*_of_torch(found), *_of_driver(found), *_of_rights(found), *_of_choice(found)]
@@ -63,14 +69,14 @@ def _usable(found: Evidence) -> Iterator[Finding]:
     yield from (Finding(name, "ok", text) for name, text in looked.items())
 
 
-Reason = tuple[str, str]  # what is so, and what to do
+Reason = tuple[str, str]  # the reason and its remedy
 
 
 def _of_torch(found: Evidence) -> Iterator[Reason]:
     torch, cuda, known = found.libraries["torch"], found.libraries["CUDA"], found.driver.cuda
     if cuda is None:
         yield f"torch {torch} is built without CUDA", "install one with CUDA (https://pytorch.org/get-started)"
-    elif known and _major(known) < _major(cuda):  # within one number, drivers run programs of all versions
+    elif known and _major(known) < _major(cuda):  # a driver supports all minor versions of its major CUDA version
         yield (
             f"the driver knows CUDA up to {known}, and torch {torch} is built with CUDA {cuda}",
             f"install a newer driver, or a torch for CUDA {_major(known)}",
@@ -127,7 +133,7 @@ def _card_facts(number: int, card: Card) -> Finding:
 
 
 def _faults(number: int, card: Card) -> Iterator[Finding]:
-    """Name what is wrong with a card or costs time, the gravest first."""
+    """Yield the faults of a GPU and the settings that slow it down, most serious first."""
     wrong, slow = "numbers in it were wrong", "it costs time, and no bit"
 
     def warn(text: str, leads_to: str, remedy: str) -> Finding:
@@ -175,7 +181,7 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
 
 
 def _devices(found: Evidence) -> Iterator[Finding]:
-    """List the devices as torch numbers them, which may be another order and fewer, with their cards."""
+    """Yield the devices in torch's order, with their GPUs. torch may see fewer of them in a different order."""
     for number, device in enumerate(found.devices):
         own = [at for at, card in enumerate(found.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid]
         text = f"{device.name}, {device.memory_bytes / 2**30:.1f} GiB, compute capability {device.capability}"
@@ -186,7 +192,7 @@ def _devices(found: Evidence) -> Iterator[Finding]:
 
 
 def _variables(precision: str) -> Iterator[Finding]:
-    """Name the variables with which a run of this precision would differ from its recipe."""
+    """Yield the environment variables that make a run of this precision differ from its recipe."""
     checks: tuple[Callable[[], None], ...] = (fix_workspace, partial(check_switches, precision))
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""One result of the check-up, and how those of several ranks become one list."""
+"""A result of the check-up, and how to merge the results of several ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,11 @@ ORDER: Final[tuple[Level, ...]] = ("problem", "warning", "ok")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. `leads_to` and `remedy` are empty where it is ok; `ranks` are empty where all have it."""
+    """The result of a check.
+
+    `leads_to` (the consequence) and `remedy` are empty if the level is ok. `ranks` is empty if all ranks have the
+    finding.
+    """
 
     check: str
     level: Level
@@ -21,7 +25,7 @@ class Finding:
 
 
 def merge_ranks(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
-    """Return the findings of all ranks, those that are alike as one with their ranks."""
+    """Return the findings of all ranks. Identical findings are merged into one with their ranks."""
     ranks: dict[Finding, list[int]] = {}
     for rank, findings in by_rank.items():
         for finding in findings:
@@ -30,5 +34,5 @@ def merge_ranks(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """Return the gravest level of all; ok where there are none."""
+    """Return the most serious level, or ok if there are no findings."""
     return min((finding.level for finding in findings), key=ORDER.index, default="ok")

@@ -1,4 +1,4 @@
-"""Judges what one rank found of its host: a small function for each check, from facts to findings."""
+"""Findings about the host of a rank. Each check is a small function from facts to findings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -8,23 +8,23 @@ from lockstep.checkup.variables import of_variables
 from lockstep.device.interfaces import is_loopback
 
 Facts = Mapping[str, Any]
-Check = Callable[[Facts, bool], Iterator[Finding]]  # the second: whether there are several hosts
+Check = Callable[[Facts, bool], Iterator[Finding]]  # the bool tells whether there are several hosts
 
 
 def judge(checks: Sequence[tuple[str, Check]], facts: Facts, several_hosts: bool) -> list[Finding]:
-    """Return the findings of OF_RANK, or of OF_HOST."""
+    """Return the findings of these checks, which are OF_RANK or OF_HOST."""
     return [finding for section, check in checks if section in facts for finding in check(facts, several_hosts)]
 
 
 def timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Name what did not answer in time; the other checks leave it out."""
+    """Yield the queries that timed out. The other checks skip them."""
     for name, seconds in facts["timed_out"].items():
         text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "look into the system's log")
         yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
 def versions(facts: Facts, _: bool) -> Iterator[Finding]:
-    """List the versions of what is installed."""
+    """Yield the versions of the installed packages."""
     found = facts["versions"]
     names = ("python", "torch", "lockstep", "lockstep's source")
     extras = [f"{name} {version}" for name, version in found.items() if version and name not in names]
@@ -33,7 +33,7 @@ def versions(facts: Facts, _: bool) -> Iterator[Finding]:
 
 
 def cards(facts: Facts, _: bool) -> Iterator[Finding]:
-    """List the devices; a driver without one is a fault."""
+    """Yield the devices. A GPU driver without a device gives a warning."""
     found = facts["cards"]
     if problem := found.get("problem"):
         yield Finding("devices", "problem", problem, "lockstep train refuses to start", "lockstep doctor gpu says more")
@@ -47,7 +47,7 @@ def cards(facts: Facts, _: bool) -> Iterator[Finding]:
 
 
 def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
-    """Judge what the host's own name stands for: gloo listens there."""
+    """Check the address of the host name, because gloo listens on it."""
     network, host = facts["network"], facts["host"]
     known, chosen = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
     text = f"{host} stands for {', '.join(known)}" if known else f"{host} stands for no address"
@@ -66,12 +66,12 @@ def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
 
 
 def interface(facts: Facts, _: bool) -> Iterator[Finding]:
-    """List the interfaces, and find one that a variable names and that is not there."""
+    """Yield the network interfaces, and any interface that a variable names but that isn't up."""
     network, variables = facts["network"], facts["variables"]
     up = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         asked = variables.get(variable, "")
-        # NCCL takes beginnings of names, `=` before whole ones, and `^` before those to leave out.
+        # NCCL accepts prefixes, exact names after `=`, and names to exclude after `^`.
         wanted = [each for each in asked.removeprefix("=").split(",") if each and not asked.startswith("^")]
         if wanted and not any(each.startswith(tuple(wanted)) for each in up):
             leads_to = "the ranks cannot connect: no process group can be made"
@@ -82,8 +82,8 @@ def interface(facts: Facts, _: bool) -> Iterator[Finding]:
     yield Finding("interfaces", "ok", f"{', '.join(listed)}{would}")
 
 
-# Each with the section of the facts that it judges, which is missing where that did not answer in time.
-# OF_RANK is what each rank has for itself, OF_HOST what all ranks of a host share, and one of them has looked at.
+# The checks, each with the section of the facts that it needs. A section is missing if its query timed out.
+# OF_RANK checks run for each rank. OF_HOST checks run for one rank of each host.
 OF_RANK: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", timeouts),
     ("versions", versions),

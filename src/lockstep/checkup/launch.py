@@ -1,4 +1,7 @@
-"""Which launcher started this process, its rank and device, and where the ranks meet; without a GPU, without torch."""
+"""Checks how this process was launched: the launcher, the rank, the rendezvous address and the device.
+
+Without a GPU, torch isn't imported.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,9 +18,10 @@ from lockstep.launchers.slurm import resolve_master
 
 
 def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
-    """Return what each launcher makes of the environment, in the order in which they are asked, and what follows.
+    """Return what each launcher detects in the environment, in order of precedence, and findings about the rank.
 
-    Beside the findings, ready for JSON: the launcher that decides and the rank, None where there is none.
+    The second value is ready for JSON: the name of the launcher that decides, and the rank. Both are None if no
+    launcher started this process.
     """
     looks = detect_all(env)
     decides = next((each for each in looks if each.info or each.problem), None)
@@ -34,7 +38,7 @@ def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> Findin
 
 
 def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
-    """Yield the rank, where it meets the others and its device, or what is wrong."""
+    """Yield the rank, its rendezvous address and its device, or the problems with them."""
     try:
         info = detect(env)
     except UsageError as error:
@@ -62,7 +66,7 @@ def _place(info: RankInfo | None) -> str:
 
 
 def _meet(rendezvous: str, info: RankInfo) -> str:
-    """Return where the ranks meet, and on rank 0 whether it can listen there."""
+    """Return the rendezvous address. On rank 0, check that the rank can listen there."""
     from lockstep.device import ports
 
     if info.size == 1:

@@ -1,4 +1,4 @@
-"""Judges what was measured between the ranks: slow links and the interface that traffic takes."""
+"""Findings about the network between ranks: slow links, and the interfaces that carry the traffic."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +9,21 @@ from lockstep.checkup.finding import Finding
 from lockstep.comm.links import Link
 from lockstep.device.interfaces import is_loopback
 
-# A link is slow beside the upper quartile of its kind, not the median: with three hosts, one of which is badly
-# connected, two links of three are slow.
+# Links are compared with the upper quartile of their kind. The median doesn't work: if one of three hosts has a bad
+# connection, two of the three links are slow.
 _QUARTILE: Final = 0.75
 _SLOWER: Final = 3.0  # measured on busy machines, links of one kind differ by less
-_LATER_S: Final = 1e-3  # a rank that waits for a core is late by less, as the least of many tries
-_LEAST_MB_S: Final = 50.0  # of any link between hosts: half of what Ethernet of 1 Gbit/s carries
-_FEWEST: Final = 3  # links of a kind that can be compared
+_LATER_S: Final = 1e-3  # waiting for a core adds less to the minimum over many tries
+_LEAST_MB_S: Final = 50.0  # of any link between hosts, less than half of 1 Gbit/s Ethernet
+_FEWEST: Final = 3  # links of a kind that are enough for a comparison
 _SHOWN: Final = 6
 
 
 def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each host whose links are all slow, for each other slow link, and one for each good kind."""
+    """Yield a finding for each host whose links are all slow, and for each other slow link.
+
+    If all links of a kind are fast enough, yield one finding for the kind.
+    """
     for kind, across in (("links within a host", False), ("links between hosts", True)):
         own = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
         if not own:
@@ -35,7 +38,7 @@ def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
 
 
 def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
-    """Return in what way a link is slow; "" where it is not."""
+    """Return the reason why a link is slow, or "" if it isn't."""
     if count >= _FEWEST and link.mb_s * _SLOWER < usual:
         return f"{link.mb_s:,.1f} MB/s, where others have {usual:,.0f}"
     if across and link.mb_s < _LEAST_MB_S:
@@ -46,7 +49,7 @@ def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> st
 
 
 def _name_slow(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Name the hosts whose links to all others are slow where they are the odd ones, and else the links."""
+    """Yield the hosts whose links are all slow, if they are the exception, and then the remaining slow links."""
     leads_to = "every step waits for its slowest exchange"
     to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
     for host in sorted(to_blame):
@@ -81,12 +84,12 @@ def _upper(values: Sequence[float]) -> float:
 
 
 def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Name the ranks whose gloo takes another than the fastest interface of their host, where there are several."""
+    """Yield the ranks whose gloo uses a slower interface of the host than the fastest one."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     taken: dict[str, list[int]] = {}
     for rank, each in enumerate(facts if len(set(hosts)) > 1 else ()):
         found, own = each.get("network", {}).get("interfaces", {}), each.get("network", {}).get("gloo")
-        if own not in found or all(map(is_loopback, found[own]["addresses"])):  # which `connections` is about
+        if own not in found or all(map(is_loopback, found[own]["addresses"])):  # reported by `connections`
             continue
         taken.setdefault(own, []).append(rank)
         best = max(found, key=lambda name: int(found[name]["mbit_s"]))
@@ -103,13 +106,13 @@ def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> I
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks whose gloo would listen at loopback, though there are other hosts."""
+    """Return the ranks whose gloo would listen on the loopback interface although there are several hosts."""
     loops = [rank for rank, each in enumerate(facts) if each.get("network", {}).get("gloo") in ("lo", "lo0")]
     return loops if len(set(hosts)) > 1 else []
 
 
 def of_connecting(failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Name the ranks that could not connect to the others, or that nobody could connect to."""
+    """Yield the ranks that could not connect to the other ranks, or that can't be reached."""
     ranks = [rank for rank, reason in enumerate(failed) if reason]
     loops = unreachable(facts, hosts)
     leads_to = "no run of these ranks can start; nothing was measured between them"

@@ -1,7 +1,7 @@
-"""One rank's part of the check-up: it looks at its host, then measures with the others; rank 0 judges.
+"""The part of the check-up that each rank runs. It checks its host, then measures with the other ranks. Rank 0 judges.
 
-Whatever can hang does so in a thread of its own and for a stated time, or is an exchange in which the ranks that do not
-come are named (ranks/rendezvous.py, ranks/stall.py). So the check-up ends, and says who is missing.
+Local checks that could hang run in a separate thread with a timeout. If a rank doesn't join a collective, the error
+names it (ranks/rendezvous.py, ranks/stall.py). Therefore the check-up always ends and reports missing ranks.
 """
 
 import json
@@ -29,21 +29,21 @@ from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
-_STALL_S: Final = 8.0  # of one check, the slowest of which takes 2 s over a link of 1 Mbit/s
-_EXCHANGE_S: Final = 20.0  # more than the stall detector needs to ask all ranks, and to name the one that hangs
-_HOST_S: Final = 15.0  # the first look at a card takes seconds
+_STALL_S: Final = 8.0  # the limit for a check; the slowest check takes 2 s over a 1 Mbit/s link
+_EXCHANGE_S: Final = 20.0  # longer than the stall detector needs to ask all ranks and name the rank that hangs
+_HOST_S: Final = 15.0  # the first query of a GPU takes seconds
 _NETWORK_S: Final = 8.0
 
 
 @dataclass(frozen=True)
 class CheckupRequest:
-    """What to check: the device."""
+    """The device to check."""
 
     device: Literal["auto", "cpu", "cuda"]
 
 
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
-    """Take part in the check-up and return the report, on rank 0 alone. All ranks call it."""
+    """Run the check-up. Returns the report on rank 0 and None on all other ranks. All ranks must call it."""
     began = time.monotonic()
     steps = [0]
     rendezvous.status = lambda: RankStatus("checking", steps[0])
@@ -68,7 +68,7 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
 
 
 def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
-    """Return what ends all ranks, with the name and the stack of the one that the others wait for, where one hangs."""
+    """Return a detector that ends all ranks if a rank hangs, and reports the stack of that rank."""
 
     def end(report: str) -> None:
         info = rendezvous.info
@@ -78,7 +78,7 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
 
 
 def _facts() -> dict[str, Any]:
-    """Return what this rank finds of its host."""
+    """Return the facts about the host of this rank."""
     found: dict[str, Any] = {"timed_out": {}}
 
     def look(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
@@ -96,11 +96,11 @@ def _facts() -> dict[str, Any]:
 def _connect(
     request: CheckupRequest, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], World | None]:
-    """Connect to the other ranks; return what there is to report of that, and a world where all could.
+    """Connect to the other ranks. Returns what to report, and a world if all ranks could connect.
 
-    Rank 0 has the `facts` of all. Where they say that a host cannot be reached nobody tries.
+    Rank 0 has the `facts` of all ranks. If they show that a host can't be reached, no rank tries to connect.
     """
-    # Why it has not the device that was asked for, why it could not connect, and what is measured with the others.
+    # The reasons why it doesn't have the requested device and couldn't connect, and the measured links.
     found: dict[str, Any] = {"device": "", "failed": "", "links": []}
     try:
         device = choose_device(request.device, rendezvous.info)
@@ -116,7 +116,7 @@ def _connect(
     device = device if all(each["cuda"] for each in others) else torch.device("cpu")
     world = None
     try:
-        # It waits less long than a run: for who cannot be reached, and in each exchange.
+        # The timeout for connecting and for each collective is shorter than in a run.
         world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:
@@ -127,7 +127,7 @@ def _connect(
 
 
 def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what each rank gives, on every rank."""
+    """Return the value of each rank, on every rank."""
     return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
 
 

@@ -1,4 +1,4 @@
-"""What the check-up found, as JSON has it and as people read it."""
+"""The report of a check-up, as JSON and as text for the terminal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import ORDER, Finding, Level, worst
 from lockstep.common.text import printable_line
 
-if TYPE_CHECKING:  # it imports torch, and launchers are looked at without
+if TYPE_CHECKING:  # it imports torch, and the check of the launcher doesn't need torch
     from lockstep.comm.links import Link
 
 _STYLE: Final[dict[Level, str]] = {"problem": "bold red", "warning": "yellow", "ok": "green"}
-_MATRIX: Final = 12  # ranks: more columns no terminal has
-_ALIKE: Final = 2  # of ok findings of one check that differ from host to host: more are counted
+_MATRIX: Final = 12  # ranks; a terminal isn't wide enough for more columns
+_ALIKE: Final = 2  # ok findings of the same check that are shown; the rest is only counted
 
 
 @dataclass(frozen=True)
 class CheckupReport:
-    """All of it. `hosts` are by rank; `seconds` is how long it took; `title` is the first thing printed."""
+    """The whole result. `hosts` has the host of each rank, and `seconds` is the duration.
+
+    `title` is the first text that is printed.
+    """
 
     hosts: tuple[str, ...]
     seconds: float
@@ -35,16 +38,16 @@ class CheckupReport:
 
     @property
     def level(self) -> Level:
-        """The gravest of all findings."""
+        """The most serious level of all findings."""
         return worst(self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it, ready for JSON."""
+        """Return the report, ready for JSON."""
         return {"level": self.level, **asdict(self)}
 
 
 def tables(report: CheckupReport) -> Iterator[RenderableType]:
-    """Yield what to print, problems first."""
+    """Yield everything to print. Problems come first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
     yield Text(f"{report.title} of {where}, {report.seconds:.0f} s")
@@ -72,7 +75,7 @@ def _findings(report: CheckupReport) -> Table:
 
 
 def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings, the gravest first; of what is ok but differs from host to host a few stand for all."""
+    """Yield the findings, most serious first. Of several ok findings of the same check, only some are shown."""
     for level in ORDER:
         own = [finding for finding in findings if finding.level == level]
         for check in dict.fromkeys(finding.check for finding in own):

@@ -1,4 +1,4 @@
-"""Judges the variables of the environment that change numbers, hide failures, or make a run slow."""
+"""Findings about environment variables that change numbers, hide failures, or slow down a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _SLOW: Final = "exchanges take a slower way"
 
 @dataclass(frozen=True)
 class Rule:
-    """A variable that harms where `harmful` says so of its value: what it leads to, and what to do."""
+    """A variable that is harmful if `harmful` returns true for its value, with its consequence and remedy."""
 
     name: str
     harmful: Callable[[str], bool]
@@ -23,7 +23,7 @@ class Rule:
 
 
 def of_variables(found: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each variable that harms, and one that lists the others."""
+    """Yield a finding for each harmful variable, and one that lists the other variables."""
     harms = [rule for rule in RULES if rule.name in found and rule.harmful(found[rule.name])]
     for rule in harms:
         text = f"{rule.name}={found[rule.name]}"

@@ -1,1 +1,1 @@
-"""One recipe under several placements: planned, trained one after the other, and what came of it."""
+"""Compares placements of a recipe: plans and trains them one after the other, and shows the results."""

@@ -1,4 +1,4 @@
-"""Trains one recipe to its end under several placements, one after the other, and says what came of it."""
+"""Trains a recipe to its end under several placements, one after the other, and collects the results."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,17 @@ def compare(
     also: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     dir: str | Path | None = None,
 ) -> Comparison:
-    """Train a recipe, the name of a shipped one or a file, under each placement, as `lockstep compare` does.
+    """Train a recipe under each placement, as `lockstep compare` does.
 
-    `placements` are strategies, by name or as mappings of `name` and options, which run on each of `processes` above 1,
-    after one process alone. With each of `also`, an override, all are trained once more; `also` is a mapping of them,
-    or, for several values of one key, a list of mappings.
-    The runs are in `dir`, left out a new folder in runs/; runs that are finished there are only read.
+    - `recipe`: The name of a shipped recipe, or a recipe file.
+    - `placements`: Strategies, by name or as mappings of `name` and options.
+    - `processes`: The numbers of processes. A single process always runs first. Each strategy then runs on each number
+      above 1.
+    - `also`: Overrides to compare. For each of them, all placements are trained again with that override. Pass a
+      mapping, or a list of mappings for several values of the same key.
+    - `dir`: The folder for the runs. Defaults to a new folder in runs/. Runs in it that are finished are only read.
 
-    A run that fails becomes a row with the reason. UsageError, before any run starts, where one of them cannot run.
+    If a run fails, its row contains the reason. If a placement can't run, UsageError is raised before any run starts.
     """
     strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
     counts = processes_in(",".join(map(str, processes)))
@@ -56,9 +59,9 @@ def compare(
 
 
 def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
-    """Train each placement to its end, in subprocesses, and return the results; a finished run is only read.
+    """Train each placement to its end in subprocesses, and return the results. A finished run is only read.
 
-    `show` is called with all of it whenever something happened. A run that fails becomes a row that says so.
+    `show` is called with the comparison after each event. If a run fails, its row contains the reason.
     """
     comparison = Comparison(plans[0].loaded.name, tuple(_initial_row(plan) for plan in plans))
     for number, plan in enumerate(plans):
@@ -82,20 +85,20 @@ def _initial_row(plan: PlannedRun) -> ResultRow:
 
 
 def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
-    """Train a placement; `show` is called with its row as it is now."""
+    """Train a placement. `show` is called with its row after each event."""
     row = replace(plan.row, state="running")
     show(row)
     began, first = time.time(), 0
     reason = "it ended without a result"
     try:
-        # An interruption ends the processes at once.
+        # If the user interrupts the comparison, the processes end at once.
         with closing(train_in_background(plan.loaded, plan.body)) as events:
             for event in events:
                 if isinstance(event, Started):
                     began, first = time.time(), event.step
                     row = replace(row, step=event.step, steps=event.steps)
                 reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
-                if isinstance(event, Stepped) and event.step > first:  # the time left, if it goes on as it did
+                if isinstance(event, Stepped) and event.step > first:  # the remaining time at the speed so far
                     passed = time.time() - began
                     left = passed / (event.step - first) * (row.steps - event.step)
                     row = replace(row, step=event.step, left_s=left, history=History(seconds=passed))

@@ -1,4 +1,4 @@
-"""Where a comparison goes: the terminal while it runs, and then the table, JSON, the page and PNG files."""
+"""Output of a comparison: the display while it runs, and then the table, JSON, the page and PNG files."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,10 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.2
 
 @final
 class Display:
-    """What a person sees while runs go on: the table, on a terminal; else a line for each run that begins or ends."""
+    """Shows a comparison while it runs.
+
+    On a terminal, this is a live table. Otherwise, it is a line for each run that starts or ends.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._console = terminal_on(stream)
@@ -40,7 +43,7 @@ class Display:
             self._live.stop()
 
     def show(self, comparison: Comparison) -> None:
-        """Show the comparison as it is now."""
+        """Update the display with the current state of the comparison."""
         states = [row.state for row in comparison.rows]
         changed, self._states = states != self._states, states
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What came of one recipe under several placements, as the tables and charts of a page."""
+"""The results of a comparison as tables and charts of a page."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -21,14 +21,14 @@ _MEMORY: Final = "Of a GPU what was allocated there, else what was resident, lib
 
 
 def title(comparison: Comparison) -> str:
-    """Say what is compared in a few words: placements of a recipe, variants of it, or both."""
+    """Return a short title with the number of variants, placements, or both."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
     of = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
     return f"{of} under {len(placements)} placements" if len(placements) > 1 else f"{of}, {placements.pop()}"
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return what a page on the comparison shows: the table, plots over processes, and the curves."""
+    """Return the sections of the page: the table, charts over the number of processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     shown = columns(comparison)
     below = "Speed-up, efficiency and bits are beside one process of the same recipe." if "same bits" in shown else ""
@@ -43,7 +43,7 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
-    """Yield scaling plots over the number of processes, where there are several."""
+    """Yield charts over the number of processes, if there are several numbers."""
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
@@ -60,7 +60,7 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """Return a line for each strategy and recipe, which begins at the one process that they have in common."""
+    """Return a line for each strategy and recipe, starting at their common run on a single process."""
     done = comparison.done
     found: dict[str, list[tuple[float, float]]] = {}
     for row in done:
@@ -77,7 +77,7 @@ def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) 
 
 
 def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
-    """Yield where seconds and memory of each placement go."""
+    """Yield charts of the time and memory of each placement."""
     spent = [row for row in done if row.spent]
     parts = [each for each in _SPENT if any(each in row.spent for row in spent)]
     if parts:
@@ -92,7 +92,7 @@ def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
 
 
 def _curves(done: Sequence[ResultRow]) -> Iterator[Chart]:
-    """Yield the losses and the task's figures of all placements, one over the other."""
+    """Yield charts of the loss and of the task's figures, with the curves of all placements."""
     histories = {row.label: row.history for row in done}
     for figure in dict.fromkeys(("loss", *(each.monitor for each in histories.values()))):
         if (found := chart(figure, histories)).figure["data"]:

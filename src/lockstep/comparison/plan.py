@@ -1,4 +1,4 @@
-"""The placements under which a recipe is to be compared, each checked before any of them is started."""
+"""Plans a comparison. All placements are checked before any of them starts."""
 
 import hashlib
 import re
@@ -29,19 +29,19 @@ from lockstep.setup.prepare import check, open_unplaced
 from lockstep.setup.resume import check_recipe
 
 _SINGLE: Final = "single"
-_OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that are set here
+_OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that a comparison sets
 _USUAL: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is a benchmark now: python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
-_LONGEST: Final = 80  # characters of a part of a folder's name
+_LONGEST: Final = 80  # characters of a slug
 
-Strategy = Mapping[str, Any]  # its name, and its options beside it
+Strategy = Mapping[str, Any]  # `name` and options
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What is to be compared: a recipe with overrides, strategies, numbers of processes, and other recipes.
+    """A comparison to run: a recipe with overrides, strategies, numbers of processes, and variants.
 
-    Each of `variants` is an override by which the recipe is compared too, such as `recipe.batchnorm=sync`.
+    Each of `variants` is an override, such as `recipe.batchnorm=sync`, that defines another recipe to compare.
     """
 
     source: str
@@ -54,7 +54,7 @@ class ComparisonRequest:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A placement that can run, what it is called, and what trains it."""
+    """A placement that can run: its configuration, its row of the results, and the function that trains it."""
 
     loaded: Loaded
     row: ResultRow
@@ -62,7 +62,7 @@ class PlannedRun:
 
 
 def placements_in(text: str) -> tuple[Strategy, ...]:
-    """Return the strategies of a list such as `ddp,zero3,{name: hsdp, replicate: 2}`."""
+    """Return the strategies in a list such as `ddp,zero3,{name: hsdp, replicate: 2}`."""
     read = parse(f"[{text}]", "--placements")
     listed = read.values if isinstance(read.values, list) and not read.problems else []
     found = [{"name": each} if isinstance(each, str) else each for each in listed]
@@ -74,7 +74,7 @@ def placements_in(text: str) -> tuple[Strategy, ...]:
 
 
 def processes_in(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as `1,2,4`."""
+    """Return the numbers of processes in a list such as `1,2,4`."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) for number in numbers):
         raise UsageError(f"--processes {text}: expected whole numbers from 1, such as 1,2,4")
@@ -82,18 +82,18 @@ def processes_in(text: str) -> tuple[int, ...]:
 
 
 def folder_for(source: str) -> Path:
-    """Return a folder that is not there yet, for a comparison that begins now."""
+    """Return a new folder name for a comparison. The folder doesn't exist yet."""
     return fresh_folder(f"compare-{_slug(Path(source).stem)}")
 
 
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
-    """Return the placements to run: for each recipe first one process, to which the others are compared.
+    """Return the placements to run. For each recipe, a single process comes first, as the reference.
 
-    On one process all strategies are `single`, which runs once. What cannot run raises UsageError before anything does,
-    with all reasons together.
+    On a single process all strategies are the same, so it only runs once, with the strategy `single`. If any placement
+    can't run, UsageError is raised with all reasons.
     """
     _check_overrides((*request.overrides, *request.variants))
-    torch.set_num_threads(1)  # forked processes must not inherit a pool of threads
+    torch.set_num_threads(1)  # forked processes must not inherit a thread pool
     single: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
     pairs = [single, *((each, count) for each in request.placements for count in request.processes if count > 1)]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
@@ -117,7 +117,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 
 
 def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
-    """Return the recipes to compare with their overrides: first the one that was given, and no two that are alike."""
+    """Return the variants with their configurations, starting with the original recipe. Duplicates are dropped."""
     found: list[tuple[str, Loaded]] = []
     for variant in ("", *request.variants):
         loaded = load(request.source, [*_overrides(request, variant), *placement])
@@ -127,7 +127,10 @@ def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tupl
 
 
 def _given(loaded: Loaded, key: str) -> str:
-    """Return what a recipe has for a key, in the form of an override; of a section that a word stands for that word."""
+    """Return the value of a key in a recipe, in the form of an override.
+
+    If a section has a shorthand, its value is that word.
+    """
     path = tuple(key.split("."))
     found = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
     named = found.get(SHORTHAND[path]) if path in SHORTHAND and isinstance(found, dict) else found
@@ -139,7 +142,7 @@ def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
 
 
 def _ready(loaded: Loaded) -> Setup:
-    """Check what all placements of a recipe have in common, and return what the recipe is made of."""
+    """Run the checks that all placements of a recipe share, and return the opened recipe."""
     with with_places(loaded):
         check_sinks(loaded.config.run)
     return open_unplaced(loaded)
@@ -148,7 +151,10 @@ def _ready(loaded: Loaded) -> Setup:
 def _plan(
     request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, ready: Setup
 ) -> PlannedRun:
-    """Return the plan of a placement, or raise UsageError where it cannot run, or its folder has another recipe."""
+    """Return the plan of a placement.
+
+    Raises UsageError if it can't run, or if its folder contains a run of a different recipe.
+    """
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
     kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
     loaded = load(request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *kept])
@@ -164,13 +170,13 @@ def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:
 
 
 def _strategy_label(strategy: Strategy) -> str:
-    """Return a strategy's name, with its options if it has some."""
+    """Return the name of a strategy, followed by its options if there are any."""
     options = ", ".join(f"{key}={flow(value)}" for key, value in strategy.items() if key != "name")
     return f"{strategy['name']} ({options})" if options else str(strategy["name"])
 
 
 def _check_overrides(words: Sequence[str]) -> None:
-    """Raise UsageError for overrides of what a comparison sets itself."""
+    """Raise UsageError for overrides of keys that a comparison sets itself."""
     for word in words:
         key = word.partition("=")[0].strip()
         if any(key == each or key.startswith(f"{each}.") for each in _OURS):
@@ -181,6 +187,6 @@ def _check_overrides(words: Sequence[str]) -> None:
 
 
 def _slug(text: str) -> str:
-    """Return text as a part of a path; where it had to be changed, with a hash, so that no two are alike."""
+    """Return text as part of a path. If characters had to be replaced, a hash keeps it unique."""
     slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_LONGEST]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

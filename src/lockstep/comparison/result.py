@@ -1,4 +1,4 @@
-"""What came of one recipe under several placements: as a table for people, and as JSON."""
+"""The results of a comparison, as a table and as JSON."""
 
 import json
 import math
@@ -16,21 +16,21 @@ from lockstep.reporting.terminal import table
 
 State = Literal["waiting", "running", "done", "failed"]
 
-# The parts of the seconds of training that a table has, by what Done calls them; `training` is all of them, undivided.
+# The parts of the training time in the table, named as in Done. `training` is their total, if it isn't split.
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
-_NOTHING: Final = {"", "done", "1.00", "100%", "0%"}  # what says nothing where all of a column is one of these
+_NOTHING: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is dropped
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One placement of a recipe, and its run in `folder`; one of the `rows` of a `Comparison`.
+    """One placement of a recipe, with its run in `folder`. `Comparison.rows` contains these rows.
 
-    `variant` has the override by which its recipe differs from the one that was given, and of that one what it has for
-    those keys; `promises` what the strategy promises (bits, close or none), and `reason` why a run failed. `step`,
-    `steps` and `left_s` are of one under way.
+    `variant` is the override that makes its recipe differ from the original recipe. In rows of the original recipe, it
+    has the original values of the compared keys. `promises` is the promise of the strategy: `bits`, `close` or `none`.
+    If the run failed, `reason` explains why. `step`, `steps` and `left_s` describe a run that is in progress.
     """
 
     strategy: str
@@ -52,27 +52,33 @@ class ResultRow:
 
     @property
     def label(self) -> str:
-        """The placement in words, and what its recipe differs in."""
+        """The placement in words, followed by the variant."""
         return f"{self.placement}, {self.variant}" if self.variant else self.placement
 
     @property
     def seconds(self) -> float | None:
-        """From the first step to the end, evaluating and saving included; of a resumed run, all starts together."""
+        """The seconds from the first step to the end, including evaluations and saves.
+
+        If the run was resumed, this is the sum over all starts.
+        """
         return self.history.seconds if self.state == "done" else None
 
     @property
     def spent(self) -> dict[str, list[float]]:
-        """What the seconds of each rank went to in the last start."""
+        """The seconds that each rank spent on each part of the last start."""
         return by_rank(self.history.last)
 
     @property
     def peak_bytes(self) -> list[float]:
-        """The most memory that each rank had, in bytes."""
+        """The peak memory of each rank, in bytes."""
         return peaks(self.history.last)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples a second of training in the last start, without setting up, evaluating and saving."""
+        """The training throughput of the last start, in samples per second.
+
+        Setup, evaluations and saves are excluded.
+        """
         seconds = sum(self.spent[what][0] for what in _TRAINING if what in self.spent)
         end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
         if self.state != "done" or not seconds or end is None or begin is None or end <= begin:
@@ -80,53 +86,62 @@ class ResultRow:
         return (end - begin) / seconds
 
     def part(self, name: str) -> float | None:
-        """Return which fraction of the seconds of training, of all ranks, went to this; None where nobody knows."""
+        """Return the fraction of the training time of all ranks spent on this part, or None if it isn't known."""
         whole = sum(sum(self.spent.get(each, ())) for each in PARTS)
         return sum(self.spent.get(name, ())) / whole if whole else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`: a row for each placement, in the order in which they ran, and the machine in words."""
+    """The result of `compare`, with a row for each placement in the order in which they ran.
+
+    `machine` describes the machine in words.
+    """
 
     recipe: str
     rows: tuple[ResultRow, ...]
     machine: str = ""
 
     def reference(self, row: ResultRow) -> ResultRow | None:
-        """Return one process of the same recipe, with which a row is compared; None where that is not done."""
+        """Return the row of the same recipe on a single process, with which `row` is compared.
+
+        Returns None if that run isn't done.
+        """
         found = [each for each in self.rows if each.variant == row.variant and each.strategy == "single"]
         return found[0] if found and found[0].state == "done" else None
 
     def speed_up(self, row: ResultRow) -> float | None:
-        """Return how many times the throughput of one process a row has."""
+        """Return the throughput relative to a single process, or None if either of them isn't known."""
         reference = self.reference(row)
         ours, theirs = row.samples_per_s, reference.samples_per_s if reference else None
         return ours / theirs if ours and theirs else None
 
     def efficiency(self, row: ResultRow) -> float | None:
-        """Return the speed-up for each process."""
+        """Return the speed-up divided by the number of processes, or None if it isn't known."""
         speed_up = self.speed_up(row)
         return None if speed_up is None else speed_up / row.processes
 
     def same_bits(self, row: ResultRow) -> bool | None:
-        """Return whether the weights are those of one process; None where one of the two is missing."""
+        """Return whether the weights are identical to those of a single process.
+
+        Returns None if either of the hashes is missing.
+        """
         reference, own = self.reference(row), row.history.weights_sha256
         return own == reference.history.weights_sha256 if reference and own else None
 
     @property
     def broken(self) -> list[ResultRow]:
-        """The placements that promise the bits of one process, and have others."""
+        """The placements that promise the same bits as a single process, but have different weights."""
         return [row for row in self.rows if row.promises == "bits" and self.same_bits(row) is False]
 
     @property
     def done(self) -> list[ResultRow]:
-        """The placements that were trained to their end."""
+        """The placements that finished training."""
         return [row for row in self.rows if row.state == "done"]
 
     @property
     def figure(self) -> str:
-        """The figure by which runs of the recipe are judged."""
+        """The name of the figure by which runs of the recipe are judged."""
         return next((row.history.monitor for row in self.rows if row.history.started), "loss")
 
     @property
@@ -136,7 +151,11 @@ class Comparison:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left: of the run under way, and of those to come as much as the others took on average."""
+        """The remaining seconds of the comparison, or None if they can't be estimated.
+
+        The estimate is the remaining time of the current run. For each waiting run, it adds the average time of the
+        runs that are finished or in progress.
+        """
         taken = [row.seconds for row in self.rows if row.seconds is not None]
         running = [row for row in self.rows if row.state == "running"]
         if any(row.left_s is None for row in running):
@@ -149,11 +168,14 @@ class Comparison:
         return sum(row.left_s or 0 for row in running) + waiting * mean
 
 
-_Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and what stands below it
+_Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and a function that returns the cell of a row
 
 
 def columns(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the words of all rows by headings, the most important first; columns that say nothing are left out."""
+    """Return the cells of all rows by column heading, most important column first.
+
+    Columns without information are dropped.
+    """
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
     names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
     figures: list[_Column] = [(name, partial(_figure, name)) for name in names]
@@ -170,7 +192,7 @@ def drawing(comparison: Comparison, console: Console) -> RenderableType:
 
 
 def conclusion(comparison: Comparison) -> list[str]:
-    """Return the lines below the table: what failed, and what broke a promise."""
+    """Return the lines below the table: failures, and broken promises."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
         f"{row.label} has other weights than one process, and strategy {row.strategy} promises the same bits; "
@@ -180,7 +202,7 @@ def conclusion(comparison: Comparison) -> list[str]:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Write all figures of the rows as JSON; None stands for what is not known."""
+    """Return all figures of the rows as JSON. Unknown figures are null."""
     rows = [_plain(comparison, row) for row in comparison.rows]
     return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
 
@@ -210,7 +232,7 @@ def _plain(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
 
 
 def state(comparison: Comparison, row: ResultRow) -> str:
-    """Say how far a row is."""
+    """Return the state or progress of a row in words."""
     if row.state != "running":
         return row.state
     left = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"

@@ -1,1 +1,1 @@
-"""A saved run as files of other programs: each to_*.py writes a format, which is checked by loading it back."""
+"""Exports a saved run to file formats of other libraries. A to_*.py module per format; each export is loaded back."""

@@ -1,4 +1,4 @@
-"""The adapters of a run in peft's own files, to be loaded with peft."""
+"""Writes the adapters of a run as files of peft, so that you can load them with peft."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from lockstep.training.checkpoint import store
 
 
 def export_adapters(run: str | Path, folder: str | Path) -> None:
-    """Write the adapters of a run's newest checkpoint, or of a checkpoint, as PeftModel.from_pretrained reads them.
+    """Write the adapters of a checkpoint, or of a run's newest checkpoint, for `PeftModel.from_pretrained`.
 
-    `folder` gets adapter_model.safetensors and adapter_config.json. Modules that were trained beside the adapters
-    (`recipe.model.lora.train`) are in it as peft's modules_to_save. UsageError where the run has no adapters.
+    `folder` receives adapter_model.safetensors and adapter_config.json. Modules that were trained next to the adapters
+    (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises UsageError if the run has no adapters.
     """
     found = store.load(Path(run))
     lora = tuning_of(checkpoint_recipe(found.path, found.snapshot)).lora

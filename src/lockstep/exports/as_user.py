@@ -1,7 +1,7 @@
-"""A program of its own that loads an export as its user would, without Lockstep, and computes with it.
+"""Standalone program that loads an export without Lockstep, as its user would, and computes with it.
 
-`python as_user.py FORMAT PLACE JOB`: the folder JOB has inputs.safetensors, job.json and, afterwards,
-outputs.safetensors. A model whose function is Lockstep's, or the user's own, is built by that function.
+Run it as `python as_user.py FORMAT PLACE JOB`. The folder JOB contains inputs.safetensors and job.json, and receives
+outputs.safetensors. If Lockstep or user code defines the model, the program imports that code to build it.
 """
 
 import json
@@ -15,19 +15,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-# torch has no public door to its pytrees.
+# torch has no public API for its pytrees.
 from torch.utils import _pytree as pytree
 
 
 def main(name: str, place: str, where: str) -> None:
-    """Load what is at `place` by the function of its format, and write what it gives."""
-    sys.path[0] = os.getcwd()  # in place of this file's folder
+    """Load the export at `place` with the function of its format, and write the outputs."""
+    sys.path[0] = os.getcwd()  # replaces the folder of this file
     folder = Path(where)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     if not job["lockstep"]:
         sys.modules["lockstep"] = None  # type: ignore[assignment]  # an import of it raises
-    # Cloned, since kernels add in another order where a file's tensors begin within a cache line.
+    # Cloned, because kernels may add in a different order if a tensor isn't aligned to a cache line.
     tensors = {name: each.clone() for name, each in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]
     inputs = pytree.tree_unflatten(leaves, pytree.treespec_loads(job["inputs"]))
@@ -44,7 +44,7 @@ def main(name: str, place: str, where: str) -> None:
 
 
 def safetensors(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Build the model as the file says, and give it its weights."""
+    """Build the model from the metadata of the file, and load its weights."""
     with safe_open(place, "pt") as file:
         build = json.loads(file.metadata()["build"])
     if "config" in build:
@@ -62,7 +62,7 @@ def safetensors(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def program(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Load a program of torch.export, whose inputs are by position."""
+    """Load a torch.export program, which takes positional inputs."""
     module: Any = torch.export.load(place).module()
     by_position = list(inputs.values()) if isinstance(inputs, dict) else inputs
     outputs: torch.Tensor = module(*by_position)
@@ -70,7 +70,7 @@ def program(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def onnx(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Run a model by onnxruntime on the CPU."""
+    """Run the model with onnxruntime on the CPU."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = job["threads"]
@@ -81,7 +81,10 @@ def onnx(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def transformers(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Load a folder by the automatic classes; with a tokenizer, see that it gives the tokens that it should."""
+    """Load a folder with the automatic classes.
+
+    If there is a tokenizer, check its tokens. If there is an image processor, check its normalization.
+    """
     library = import_module("transformers")
     if job.get("text") is not None:
         found = library.AutoTokenizer.from_pretrained(place).encode(job["text"], add_special_tokens=False)
@@ -94,7 +97,7 @@ def transformers(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def timm(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Build the model by the folder alone, and see that its labels and its normalisation are the run's."""
+    """Build the model from the folder only, and check that labels and normalization are those of the run."""
     library = import_module("timm")
     model = library.create_model(f"local-dir:{place}", pretrained=True).eval()
     data = library.data.resolve_model_data_config(model)

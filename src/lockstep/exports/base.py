@@ -1,4 +1,4 @@
-"""What is exported, and what a format is to the rest."""
+"""The source of an export, and the interface of an export format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from lockstep.models.find import origin_of
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A saved run and its model: on the CPU, in evaluation, its adapters merged into the weights.
+    """A saved run and its model, on the CPU in evaluation mode, with adapters merged into the weights.
 
-    `inputs` are those that the export is checked with. `model_card` is what users need to know besides the
-    weights, ready for JSON.
+    The export is checked with `inputs`. `model_card` has everything that users need to know besides the weights, ready
+    for JSON.
     """
 
     saved: SavedModel
@@ -28,23 +28,26 @@ class ExportSource:
 
 
 class Format(Protocol):
-    """A module that writes a format: `write`, and what is true of what it writes.
+    """A module that writes an export format. Its constants describe the files that it writes.
 
-    exports/as_user.py has a function of the format's name, which loads it back.
+    exports/as_user.py has a function with the name of the format, which loads the export back.
     """
 
-    SUFFIX: str  # of the file; "" is a folder
-    SAME_KERNELS: bool  # whether whoever loads it computes with the kernels of the run's own model
+    SUFFIX: str  # of the file; an empty suffix means a folder
+    SAME_KERNELS: bool  # whether a loaded export uses the same kernels as the run's model
 
     def check(self, saved: SavedModel) -> None:
-        """Raise UsageError where a run cannot be written so; called before its model is built."""
+        """Raise UsageError if a run can't be exported to this format. Called before the model is built."""
 
     def write(self, subject: ExportSource, place: Path) -> str:
-        """Write it to `place`, which is not there; return what is to be said of it, such as which sizes it takes."""
+        """Write the export to `place`, which doesn't exist yet.
+
+        Return a remark for the user, such as the supported input sizes, or an empty string.
+        """
 
 
 def check_origin(saved: SavedModel, library: str) -> None:
-    """Raise UsageError where a run's model is not one of a library."""
+    """Raise UsageError if the model of a run is not a model of this library."""
     origin = origin_of(saved.recipe.model.name, saved.recipe.model.source)
     if origin != library:
         to = f"--to {origin}, " if origin in ("timm", "transformers") else ""

@@ -1,4 +1,4 @@
-"""Whether an export gives what the run's own model gives: computed in a process that has no Lockstep, and compared."""
+"""Checks an export: its outputs in a process without Lockstep are compared with those of the run's model."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-# torch has no public door to its pytrees.
+# torch has no public API for its pytrees.
 from torch.utils import _pytree as pytree
 
 from lockstep.common.text import printable
@@ -22,18 +22,18 @@ from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user
 
-_MOST_LINES: Final = 6  # of what the other process said
+_MOST_LINES: Final = 6  # of the other process's stderr in an error message
 
 
 class Deviation(NamedTuple):
-    """How far two outputs are from each other, as a part of the largest magnitude, and how far they may be."""
+    """The largest difference between two outputs and its limit, both relative to the largest magnitude."""
 
     difference: float
     tolerance: float
 
     @property
     def words(self) -> str:
-        """What a person reads."""
+        """The deviation in words."""
         if self.difference == 0:
             return "the outputs are equal, bit for bit"
         return f"the outputs differ by {self.difference:.2g} of the largest, and may by {self.tolerance:.2g}"
@@ -42,10 +42,11 @@ class Deviation(NamedTuple):
 def check_export(
     name: str, place: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
 ) -> Deviation:
-    """Let the format `name` compute `inputs` from what is at `place`, and compare with `outputs`.
+    """Compute `inputs` with the export at `place` in a separate process, and compare the result with `outputs`.
 
-    `job` is what else the other process receives. TrainingError where it cannot load it, or the outputs are further
-    from each other than they may be: not at all (`exact`), or by the roundings of two forward passes in fp32.
+    `job` has the other settings for that process. With `exact`, the outputs must be equal. Otherwise, they can differ
+    by the rounding errors of two forward passes in fp32. Raises TrainingError if the export can't be loaded, or if its
+    outputs differ by more than that.
     """
     found = _run_export(name, place, inputs, job)
     allowed = 0.0 if exact else _tolerance(model, inputs)
@@ -58,7 +59,7 @@ def check_export(
         return Deviation(0.0, allowed)
     scale = max(float(outputs.abs().max()), torch.finfo(torch.float32).tiny)
     difference = float((found.double() - outputs.double()).abs().max()) / scale
-    if not difference <= allowed:  # NaN is no difference that may be
+    if not difference <= allowed:  # also catches NaN
         raise TrainingError(
             f"export to {name}: loaded back, its outputs differ from those of the run's model by {difference:.2g} of "
             f"the largest, and may by {allowed:.2g}; nothing was written"
@@ -71,7 +72,7 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
         save_file(_named(inputs), Path(folder, "inputs.safetensors"))
         structure = pytree.treespec_dumps(pytree.tree_structure(_unnamed(inputs)))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
-        # No hub, whatever a config names: all that is needed is at the place.
+        # Offline, because the export must contain everything that is needed to load it.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         words = [sys.executable, as_user.__file__, name, str(place.absolute()), folder]
         done = subprocess.run(words, capture_output=True, text=True, env=environment)
@@ -82,13 +83,13 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
 
 
 def _unnamed(inputs: Inputs) -> Any:
-    """Return inputs with plain tuples in place of named ones, which another process does not know."""
+    """Return inputs with plain tuples instead of named tuples, whose classes the other process doesn't know."""
     named = pytree.is_namedtuple_instance
     return pytree.tree_map(lambda each: tuple(each) if named(each) else each, inputs, is_leaf=named)
 
 
 def _named(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the tensors of inputs by their numbers."""
+    """Return the tensors of the inputs by their position."""
     strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
     if strange:
         raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
@@ -96,7 +97,7 @@ def _named(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:
-    """Return how far two forward passes in fp32 may differ that add in other orders."""
+    """Return the relative tolerance for two forward passes in fp32 that add in different orders."""
     matrices = [each for each in model.parameters() if each.ndim > 1]
     positions = max((leaf.shape[1] for _, leaf in with_paths(inputs) if leaf.ndim > 1), default=1)
     length = max([positions, *(each.numel() // len(each) for each in matrices)])

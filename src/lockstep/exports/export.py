@@ -1,4 +1,7 @@
-"""A saved run written as another program's file, which is loaded back and compared before it gets its name."""
+"""Exports a saved run to a file of another library.
+
+The file is written under a temporary name, loaded back and compared, and then renamed.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,17 @@ from lockstep.setup.chunk_check import check_saved
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
-FOLDER: Final = "exports"  # in a run folder, where nothing else is asked for
+FOLDER: Final = "exports"  # in the run folder, if `out` isn't set
 
-_TEXT: Final = 200  # tokens that a tokenizer is tried with
+_TEXT: Final = 200  # tokens to check a tokenizer with
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, which inputs it takes (in words, "" where that says nothing), and what its check found."""
+    """The path of an export, the supported input sizes in words, and the result of its check.
+
+    `sizes` is empty if the format has no restriction to report.
+    """
 
     path: Path
     sizes: str
@@ -57,14 +63,17 @@ def export(
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> Exported:
-    """Export a run folder or a checkpoint as `lockstep export` does, in a background process, and check the result.
+    """Export a run folder or a checkpoint in a background process, and check the result.
 
-    What was written is loaded back in a process without Lockstep, and both models are run on the same input: where the
-    outputs differ, TrainingError is raised and nothing is left. `out` left out is in the run's folder `exports`; what
-    is there already raises UsageError, as does a format that the run does not fit.
+    This is `lockstep export` in Python. After the export is written, a process without Lockstep loads it and runs it on
+    the same input as the model of the run. If the outputs differ, TrainingError is raised and the export is deleted.
 
-    Of a run folder the newest checkpoint is taken, or the `best`. `weights` left out are averaged ones (ema) if the run
-    has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
+    `out` defaults to a name in the folder `exports` of the run. Raises UsageError if `out` already exists, or if the
+    run can't be exported to this format.
+
+    If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
+    `model` or `ema`. By default, averaged weights (ema) are used if the run has them. Code that the recipe names only
+    runs if `overrides` name it too, or if you pass `trust=True`.
     """
     asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
     place = None if out is None else Path(out)
@@ -73,10 +82,11 @@ def export(
 
 
 def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
-    """Write a saved run as `to`, one of FORMATS, and check it: load it back in a process without Lockstep, and compare.
+    """Export a saved run to the format `to`, which is in FORMATS, and check the result.
 
-    `out` left out is in the run's folder `exports`. UsageError where it is there already, or the run does not fit the
-    format; TrainingError where the check fails, and then nothing is left at `out`.
+    A process without Lockstep loads the export and compares its outputs. `out` defaults to a name in the folder
+    `exports` of the run. Raises UsageError if it already exists, or if the run can't be exported to the format. Raises
+    TrainingError if the check fails. In this case, nothing is left at `out`.
     """
     if to not in FORMATS:
         raise UsageError(f"--to {to}: no such format{choices(to, FORMATS)}")
@@ -88,15 +98,15 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     sample = sample_of(saved)
     model = saved.model()
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
-    outputs = _outputs(saved, model, sample.inputs)  # with adapters as they are
+    outputs = _outputs(saved, model, sample.inputs)  # adapters aren't merged yet
     has_adapters = merge_adapters(model)
     subject = ExportSource(saved, model, sample.inputs, model_card(saved))
-    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}{chosen.SUFFIX}")  # torch looks at how it ends
+    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}{chosen.SUFFIX}")  # torch checks the suffix
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
         with os_error_as(TrainingError, f"{place}: cannot be written", "; choose another --out"):
             place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.touch(exist_ok=False)  # what writes it may raise errors of another kind
+            temporary.touch(exist_ok=False)  # fail with an OSError here, since exporters may raise other exceptions
             temporary.unlink()
             sizes = chosen.write(subject, temporary)
             found = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
@@ -108,7 +118,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
 
 
 def model_card(saved: SavedModel) -> dict[str, Any]:
-    """Return what users of the weights need to know of them, ready for JSON."""
+    """Return everything that users of the weights need to know, ready for JSON."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
     found: Mapping[str, Any] = {
         "model": saved.recipe.model.name,
@@ -139,11 +149,11 @@ def _place(saved: SavedModel, suffix: str) -> Path:
 def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
     torch.set_num_threads(saved.recipe.threads)
     with torch.no_grad(), OwnCode(saved.name):
-        return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # aligned as those of the check
+        return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # cloned, as in the check
 
 
 def _job(subject: ExportSource) -> dict[str, Any]:
-    """Return what the checking process receives."""
+    """Return the settings for the process that checks the export."""
     saved, facts = subject.saved, subject.saved.facts
     job: dict[str, Any] = {
         "threads": saved.recipe.threads,

@@ -1,4 +1,4 @@
-"""A few samples to check an export with: of the run's validation data where they are here, else made ones."""
+"""Samples for checking an export: from the run's validation data if it is on this machine, or otherwise synthetic."""
 
 from typing import Any, Final, NamedTuple
 
@@ -10,21 +10,22 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import SavedModel
 from lockstep.setup.examples import transforms_of
 
-_SAMPLES: Final = 3  # another number than the 2 that a program is traced with
-_POSITIONS: Final = 16  # of a made sample whose length is not known
+_SAMPLES: Final = 3  # not 2, the number that programs are traced with
+_POSITIONS: Final = 16  # tokens of a synthetic sample if the context length isn't known
 
 
 class Sample(NamedTuple):
-    """Inputs of a model's forward, and where they come from, in words."""
+    """The inputs of a forward pass, and their origin in words."""
 
     inputs: Inputs
     origin: str
 
 
 def sample_of(saved: SavedModel) -> Sample:
-    """Return a few samples as evaluation sees them. UsageError where there are none, and nothing says how to make some.
+    """Return a few samples, preprocessed as in an evaluation. Nothing is downloaded.
 
-    Nothing is downloaded for it.
+    If there is no validation split, training samples are used. Raises UsageError if there is no data and the checkpoint
+    doesn't tell how to make synthetic samples.
     """
     try:
         data = saved.open_data()
@@ -47,7 +48,7 @@ def _synthesize(saved: SavedModel) -> Inputs | None:
     facts, generator = saved.facts, torch.Generator().manual_seed(0)
     if facts.vocabulary is not None:
         if facts.classes is not None:
-            return None  # a text's mapping is that of its own data set
+            return None  # the inputs of a text classifier depend on its dataset
         length = facts.context or _POSITIONS
         return (torch.randint(facts.vocabulary, (_SAMPLES, length), generator=generator),)
     if facts.columns is not None and saved.recipe.data.options.get("codes"):

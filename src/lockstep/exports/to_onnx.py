@@ -1,4 +1,4 @@
-"""A model in ONNX, by torch's exporter: for runtimes without Python."""
+"""Exports to ONNX with torch's exporter, for runtimes without Python."""
 
 import json
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ SUFFIX: Final = ".onnx"
 SAME_KERNELS: Final = False
 
 _NEEDED: Final = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST: Final = 1 << 31  # bytes of a file in protobuf
+_LARGEST: Final = 1 << 31  # bytes, the limit of protobuf
 
 
 def check(saved: SavedModel) -> None:
@@ -32,7 +32,7 @@ def check(saved: SavedModel) -> None:
 
 
 def write(subject: ExportSource, place: Path) -> str:
-    """See Format. The names of its metadata are those of the description, its values JSON."""
+    """See Format. The model card is stored as metadata, with JSON values."""
     program = trace_model(subject)
     made = torch.onnx.export(program, dynamo=True, verbose=False)
     assert made is not None

@@ -1,4 +1,7 @@
-"""A file of weights by the model's own names; how the model is built, and what its data is, stand in its metadata."""
+"""Exports to a safetensors file of weights, named as in the model.
+
+Its metadata contains the model card and the function that builds the model.
+"""
 
 import json
 from pathlib import Path
@@ -17,12 +20,12 @@ SAME_KERNELS: Final = True
 
 
 def check(saved: SavedModel) -> None:
-    """See Format: every run can be."""
+    """See Format. Every run can be exported."""
 
 
 def write(subject: ExportSource, place: Path) -> str:
     """See Format."""
-    # Cloned: tied weights are one tensor by two names, which a file cannot hold.
+    # Cloned, because tied weights share a tensor, which a safetensors file can't represent.
     tensors = {name: each.contiguous().clone() for name, each in subject.model.state_dict().items()}
     found = {**subject.model_card, "build": builder_of(subject.saved, subject.model)}
     metadata = {name: each if isinstance(each, str) else json.dumps(each) for name, each in found.items()}
@@ -31,7 +34,10 @@ def write(subject: ExportSource, place: Path) -> str:
 
 
 def builder_of(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
-    """Return which function builds a run's model and by which arguments, for transformers its config, as JSON."""
+    """Return the function that builds a run's model and its arguments, ready for JSON.
+
+    For a transformers model, return its class and config instead.
+    """
     if is_of_transformers(model):
         config = plainfile.parse_json(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         return {"class": type(model).__name__, "config": config}

@@ -1,4 +1,7 @@
-"""A folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` takes: weights, size, names, mean and std."""
+"""Exports to a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
+
+It contains the weights, the input size, the class names, and the mean and std of the data.
+"""
 
 from pathlib import Path
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""A program of torch.export: operations and weights, which torch alone loads and runs."""
+"""Exports to a torch.export program, which contains operations and weights and only needs torch to run."""
 
 import json
 from pathlib import Path
@@ -15,14 +15,14 @@ from lockstep.inference.saved import SavedModel
 from lockstep.tasks.batches import predictions
 
 SUFFIX: Final = ".pt2"
-SAME_KERNELS: Final = False  # torch may take operations apart that it has as one
+SAME_KERNELS: Final = False  # torch.export may decompose operations that have a fused kernel
 
-_TRACED: Final = 2  # samples: with one, torch would take it for the only number
-_FACTS: Final = "lockstep.json"  # the file in the program that has what is described
+_TRACED: Final = 2  # samples; with only 1, torch would specialize on it
+_FACTS: Final = "lockstep.json"  # the file in the program with the model card
 
 
 def check(saved: SavedModel) -> None:
-    """See Format: whether a model can be traced is seen as it is."""
+    """See Format. Whether a model can be traced only shows when it is traced."""
 
 
 def write(subject: ExportSource, place: Path) -> str:
@@ -34,20 +34,21 @@ def write(subject: ExportSource, place: Path) -> str:
 
 
 def trace_model(subject: ExportSource) -> torch.export.ExportedProgram:
-    """Return the model as a program of any number of samples and, of tokens, positions, where it allows that.
+    """Return the model as a program with dynamic shapes.
 
-    UsageError where it cannot be traced.
+    The number of samples is dynamic if the model allows it. For tokens, so is the number of positions. Raises
+    UsageError if the model can't be traced.
     """
     inputs = subject.inputs
     by_position = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
-    # Of the shapes of samples alone: a program keeps what it was traced with, and these may be anybody's.
+    # Traced with zeros, because a program can keep its example inputs, and samples may be private.
     zeros = map_tensors(lambda each: torch.zeros_like(each[:1]).expand(_TRACED, *each.shape[1:]).clone(), by_position)
     of_tokens = subject.saved.facts.vocabulary is not None
     shapes = map_tensors(lambda tensor: _dims(tensor, of_tokens), by_position)
     model = Single(subject.model, list(inputs) if isinstance(inputs, dict) else None).eval()
     try:
         return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
-    except Exception as error:  # whatever a model's code and torch's tracer raise
+    except Exception as error:  # model code and torch's tracer can raise any exception
         first = describe_error(error).splitlines()[0]
         raise UsageError(
             f"{subject.saved.name}: it cannot be traced by torch.export: {first}; export its weights, with --to "
@@ -56,7 +57,7 @@ def trace_model(subject: ExportSource) -> torch.export.ExportedProgram:
 
 
 def sizes_of(program: torch.export.ExportedProgram) -> str:
-    """Say which sizes a program takes, for each of its inputs: `[any, 3, 8, 8]`."""
+    """Return the supported input sizes of a program in words: `inputs of shape [any, 3, 8, 8]`."""
     names = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     shapes = [", ".join(str(size) if isinstance(size, int) else "any" for size in each.shape) for each in values]
@@ -70,7 +71,7 @@ def _dims(tensor: Tensor, of_tokens: bool) -> dict[int, Any]:
 
 @final
 class Single(nn.Module):
-    """A model whose inputs are by position, and whose output is one tensor, as a program of any kind takes them."""
+    """Wraps a model to take positional inputs and return a single tensor, as exported programs require."""
 
     def __init__(self, model: nn.Module, names: list[str] | None) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Single(nn.Module):
         self._names = names
 
     def forward(self, *inputs: Any) -> Tensor:
-        """Return the model's predictions."""
+        """Return the predictions of the model."""
         if self._names is None:
             return predictions(self.model(*inputs))
         return predictions(self.model(**dict(zip(self._names, inputs, strict=True))))

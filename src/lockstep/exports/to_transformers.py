@@ -1,4 +1,7 @@
-"""A folder that transformers' automatic classes take: config with names, weights, tokenizer or image processor."""
+"""Exports to a folder for the automatic classes of transformers.
+
+It contains the config with the class names, the weights, and the tokenizer or image processor.
+"""
 
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +20,7 @@ def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "transformers")
     if saved.tokenizer_by:
-        tokenizer_for(saved)  # its file is there, and the right one
+        tokenizer_for(saved)  # check that its file exists and matches the run
 
 
 def write(subject: ExportSource, place: Path) -> str:
@@ -25,7 +28,7 @@ def write(subject: ExportSource, place: Path) -> str:
     saved, model = subject.saved, subject.model
     config: Any = model.config
     if "use_cache" in config.to_dict():
-        config.use_cache = True  # training keeps no keys and values; whoever generates text wants them
+        config.use_cache = True  # off during training, but generating text needs the cache
     if saved.tokenizer_by in ("byte", "character"):
         without_special_tokens(model)
     import_module("transformers.utils.logging").disable_progress_bar()
@@ -41,7 +44,10 @@ def write(subject: ExportSource, place: Path) -> str:
 
 
 def image_processor(saved: SavedModel) -> dict[str, Any] | None:
-    """Return size, mean and std of the run's images, None where it has none of three channels and bytes."""
+    """Return the size, mean and std of the run's images.
+
+    Return None unless the images are square with three channels and have a mean and std.
+    """
     (mean, std), shape = saved.mean_and_std, saved.facts.shape or []
     if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
         return None
@@ -49,7 +55,7 @@ def image_processor(saved: SavedModel) -> dict[str, Any] | None:
 
 
 def automatic_class(saved: SavedModel) -> str:
-    """Return the name of the automatic class that loads a run's model."""
+    """Return the name of the automatic class that loads the model of a run."""
     return f"AutoModelFor{kind_of(saved.known)}"
 
 
@@ -61,6 +67,6 @@ def _processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
     common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
     if saved.cut is None:
         return ViTImageProcessor(size=square, **common)
-    from transformers import CLIPImageProcessor  # which cuts the centre out
+    from transformers import CLIPImageProcessor  # it crops the center
 
     return CLIPImageProcessor(size={"shortest_edge": saved.cut.resize}, crop_size=square, **common)

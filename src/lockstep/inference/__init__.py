@@ -1,1 +1,1 @@
-"""What a saved run computes of new samples: by the task, and from the checkpoint alone, without its data."""
+"""Inference with a saved run. Predictions only need the checkpoint. Evaluations also open the data of the run."""

@@ -1,4 +1,4 @@
-"""Which class was predicted for which: a matrix, or where there are many the pairs that are mistaken most often."""
+"""Confusion matrix of a classifier, or a table of the most frequent mistakes if there are too many classes."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,7 +11,7 @@ from lockstep.reporting import wording
 from lockstep.reporting.charts import matrix
 from lockstep.reporting.page import Section, Table, Words
 
-_MOST_CELLS: Final = 20  # classes of a matrix that can be read
+_MOST_CELLS: Final = 20  # classes of a matrix that is still readable
 _MOST_ROWS: Final = 20  # of a table
 
 _NOTE: Final = "Blue is right, orange is not, and the darker, the greater a cell's share of its row."
@@ -20,9 +20,10 @@ _NOTE: Final = "Blue is right, orange is not, and the darker, the greater a cell
 def confusions(
     run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, unit: str
 ) -> list[Section]:
-    """Return a matrix or a table of pairs, and a table of the classes; `unit` is what is counted, in the plural.
+    """Return a matrix or a table of class pairs, and a table of the classes.
 
-    `truths`, `guesses` and `times` have a row each: `times` so often the second was predicted for the first; int64.
+    `truths`, `guesses` and `times` are int64 of shape [rows]. In each row, the class in `guesses` was predicted that
+    many `times` for the class in `truths`. `unit` is the counted noun in the plural, such as `samples` or `pixels`.
     """
     of, taken, right = (torch.zeros(len(names), dtype=torch.int64) for _ in range(3))
     of.index_add_(0, truths, times)
@@ -59,7 +60,7 @@ def _pairs(
 def _classes(
     run: str, names: Sequence[str], of: Sequence[int], taken: Sequence[int], right: Sequence[int], unit: str
 ) -> Table:
-    """Return recall and precision of the classes, those first of which least is found."""
+    """Return a table with the recall and precision of the classes, lowest recall first."""
     there = [number for number in range(len(names)) if of[number] or taken[number]]
     order = sorted(there, key=lambda number: right[number] / of[number] if of[number] else 2.0)[:_MOST_ROWS]
     rows = [

@@ -1,4 +1,7 @@
-"""What saved runs do, for a page: each is evaluated in this process, and what its task lets one see is shown."""
+"""Shows on a page what saved runs have learned.
+
+Each run is evaluated in this process. Its task decides which examples the page shows.
+"""
 
 import math
 from collections import deque
@@ -37,14 +40,14 @@ Line = Sequence[tuple[float, float]]
 
 
 class Inspection(NamedTuple):
-    """Sections for a page, and why there are none of some of the runs."""
+    """The sections of a page, and a reason for each run that could not be evaluated."""
 
     sections: list[Section]
     problems: list[str]
 
 
 class _One(NamedTuple):
-    """Of one run: its row in the table of figures, its sections, and its loss by position."""
+    """The results of one run: a row of the table of figures, the sections, and the loss by position."""
 
     row: Mapping[str, str]
     sections: list[Section]
@@ -54,10 +57,10 @@ class _One(NamedTuple):
 def inspect_runs(
     found: Sequence[RunView], samples: int, opened: Callable[[str], SavedModel], tell: Callable[[str], None]
 ) -> Inspection:
-    """Evaluate the checkpoint that `opened` gives of each run on at most so many `samples`, and return what is seen.
+    """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the sections.
 
-    `tell` gets lines on each, and nothing is downloaded.
-    UsageError where no run can be evaluated; of single ones that cannot, a sentence gives the reason.
+    `opened` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
+    Raises UsageError if no run can be evaluated. If only some runs can't, the sections give the reason in a sentence.
     """
     done: dict[str, _One] = {}
     problems: dict[str, str] = {}
@@ -102,7 +105,10 @@ def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tel
 def _view(
     folder: str, saved: SavedModel, validation: Validation, batches: Iterator[EvaluatedBatch]
 ) -> tuple[list[Section], Line]:
-    """Return what its task lets one see of a run, and its loss by position where it has one; all batches are taken."""
+    """Return the sections that the task of a run supports, and the loss by position for language models.
+
+    All batches are consumed.
+    """
     match task := validation.task:
         case Classification():
             return mistakes(folder, task, validation, batches), []
@@ -120,7 +126,7 @@ def _view(
 
 
 def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:
-    """Return which classes were predicted for pixels of which."""
+    """Return the confusion matrix over pixels."""
     counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
     for evaluated in batches:
         counts += task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()
@@ -129,7 +135,10 @@ def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> 
 
 
 def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:
-    """Return how far the figures are from what the run logged after the same step; empty where it logged nothing."""
+    """Return the deviation of the figures from those that the run logged after the same step.
+
+    Returns an empty string if the run logged none of them.
+    """
     suffix = "" if saved.weights == "model" else f"/{saved.weights}"
     pairs = [
         (value, point.value)

@@ -24,15 +24,19 @@ from lockstep.training.checkpoint import saved_state, store
 def load(
     run: str | Path, *, model: nn.Module | Callable[[], nn.Module] | None = None, trust: bool = False
 ) -> nn.Module:
-    """Return the trained model of a run folder or a checkpoint in plain PyTorch: on the CPU, and in evaluation mode.
+    """Return the trained model of a run folder or a checkpoint in plain PyTorch, on the CPU and in evaluation mode.
 
-    Of a run folder the newest checkpoint is taken, with averaged weights (ema) if the run has them. `model`, a module
-    or a function that returns one, is given the weights; left out, the recipe builds it. A loop of your own has no
-    recipe, and needs `model`. Code that a recipe names runs only with `trust`: whoever wrote the folder could run
-    anything.
+    If `run` is a run folder, the newest checkpoint is loaded. If the run has averaged weights (ema), they are used.
 
-    UsageError where the weights do not fit the model, or a checkpoint is damaged. So it is if the recipe has chunks
-    (recipe.model.chunks) in which its model computes another function than whole; samples of its data show it.
+    By default, the recipe builds the model. To load the weights into your own model, pass `model`, which is a module or
+    a function that returns a module. A loop of your own has no recipe, so it needs `model`. Code that a recipe names
+    only runs if you pass `trust=True`, because the author of the folder could run anything on your machine.
+
+    If the recipe builds the model and the run was trained in chunks (recipe.model.chunks), samples of its data are used
+    to check that the whole model computes the same function. If this check isn't possible, you get a warning.
+
+    Raises UsageError if the weights don't fit the model, if the checkpoint is damaged, or if the whole model computes a
+    different function than its chunks.
     """
     found = store.load(Path(run))
     recipe: Recipe | None = None
@@ -46,14 +50,14 @@ def load(
     weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{found.path}: its weights do not fit {type(made).__name__}"):
         made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
-    made.eval()  # calls train(), which of the user's own may return nothing
+    made.eval()  # not chained: eval() calls train(), and a custom train() may not return the model
     if recipe is not None and recipe.model.chunks > 1:
         _check_chunks(found.path, made, recipe, trust)
     return made
 
 
 def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> None:
-    """Compare the model with its chunks on samples of the run's data, which is not downloaded.
+    """Compare the whole model with its chunks on samples of the run's data, which is not downloaded.
 
     To get samples, the code that the recipe names for data and task must run. Without `trust` it doesn't, and a warning
     says that the model wasn't compared.

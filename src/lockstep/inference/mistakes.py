@@ -1,4 +1,4 @@
-"""What a classifier gets wrong: the confusions of its classes, and its worst mistakes."""
+"""The mistakes of a classifier: the confusion of its classes, and the samples with the largest losses."""
 
 import io
 from base64 import b64encode
@@ -25,7 +25,7 @@ _SIDE: Final = 112  # pixels of a thumbnail, at most
 
 
 class Mistake(NamedTuple):
-    """A sample by its number, the numbers of its class and of the one that was predicted, and their probabilities."""
+    """The index of a sample, its class and the predicted class, and the probabilities of both."""
 
     number: int
     truth: int
@@ -37,9 +37,10 @@ class Mistake(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Guesses:
-    """The samples that count, a row each: their numbers, classes and first guesses (int64), and probabilities.
+    """The predictions for all samples that count, as tensors of shape [samples].
 
-    `losses` are the cross entropies of the softmax, in float64, whatever the loss of the run is.
+    `numbers` (sample indices), `truths` and `guesses` are int64. `chances` are the probabilities of the guesses, and
+    `losses` the cross entropies of the softmax, both in float64. They don't depend on the loss of the run.
     """
 
     numbers: Tensor
@@ -49,7 +50,7 @@ class Guesses:
     chances: Tensor
 
     def worst(self, most: int = _MOST) -> list[Mistake]:
-        """Return the mistakes of the largest loss, that one first."""
+        """Return at most `most` mistakes, largest loss first."""
         wrong = (self.truths != self.guesses).nonzero()[:, 0]
         order = wrong[self.losses[wrong].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:most]
         columns = (self.numbers, self.truths, self.guesses, (-self.losses).exp(), self.chances)
@@ -59,7 +60,10 @@ class Guesses:
 def mistakes(
     run: str, task: Classification, validation: Validation, batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return the confusions, and the worst mistakes with their pictures, or without where samples are none."""
+    """Return the confusion of the classes and the worst mistakes.
+
+    The mistakes are shown with their images, or as a table if the samples aren't images.
+    """
     found = guesses_of(task, batches)
     once = torch.ones_like(found.truths)
     shown = confusions(run, task.classes, found.truths, found.guesses, once, "samples")
@@ -67,7 +71,7 @@ def mistakes(
 
 
 def guesses_of(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
-    """Return what the model predicts for all samples."""
+    """Return the predictions for all samples."""
     rows = [_rows(task, each) for each in batches]
     return Guesses(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
@@ -97,7 +101,7 @@ def _worst(title: str, task: Classification, validation: Validation, found: Gues
 def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
     found = predictions(evaluated.outputs, task.model_name)
     truth, counted = truth_of(targets_of(evaluated.batch))
-    guess = found.argmax(1)  # as in the matrix of the run's last evaluation
+    guess = found.argmax(1)  # as in the confusion matrix of the run's last evaluation
     likely = found.double().log_softmax(1)
     losses = -likely.gather(1, truth.clamp(min=0)[:, None])[:, 0]
     chances = likely.gather(1, guess[:, None])[:, 0].exp()
@@ -111,14 +115,15 @@ def _chance(probability: float) -> str:
 
 
 def are_pictures(samples: Tensor) -> bool:
-    """Return whether samples are pictures: of shape [n, channels, height, width], with 1 channel or 3."""
+    """Return whether samples are images, of shape [n, channels, height, width] with 1 or 3 channels."""
     return samples.ndim == 4 and samples.shape[1] in _CHANNELS and min(samples.shape[2:]) > 1
 
 
 def thumbnails(samples: Tensor) -> list[str]:
-    """Return each picture as a data: URI; what is not uint8 is stretched, the darkest value black, the brightest white.
+    """Return each image as a data: URI.
 
-    Small ones are enlarged by a whole number, so each of their pixels can be seen.
+    Unless the images are uint8, each of them is stretched so that its darkest value is black and its brightest value is
+    white. Small images are enlarged by an integer factor, so that each pixel is visible.
     """
     return [_source(_bytes(sample)) for sample in samples]
 

@@ -1,4 +1,4 @@
-"""How well a language model predicts validation text: loss by position in the context, and samples of text."""
+"""How well a language model predicts validation text: the loss by position in the context, and samples of text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.language import Language
 
-_MOST_POINTS: Final = 256  # of a line over positions
+_MOST_POINTS: Final = 256  # of the line over positions
 _SAMPLES: Final = 3  # of text
-_GIVEN: Final = 32  # tokens of each, at most
+_GIVEN: Final = 32  # tokens of each prompt, at most
 _SAMPLING: Final = Sampling(tokens=120, temperature=0.8)
 
 _NOTE: Final = (
@@ -28,14 +28,15 @@ _NOTE: Final = (
 
 
 def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[tuple[float, float]]:
-    """Return (position, mean loss), from 1; of many positions the means of stretches, at the middle of each.
+    """Return pairs of position and mean loss.
 
-    Losses are added by the position of the token that the model is to give.
+    The position is that of the predicted token, counted from 1. Long contexts are split into stretches of positions.
+    Each stretch gives one pair, with its mean loss at its middle.
     """
     losses, tokens = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     for evaluated in batches:
         own, counted = task.losses(evaluated.outputs, evaluated.batch)
-        # The shorter of two rows ends in zeros.
+        # Padding fills the shorter of two rows with zeros.
         losses = pad_sequence([losses, own.double().sum(0).cpu()]).sum(1)
         tokens = pad_sequence([tokens, counted.sum(0).cpu()]).sum(1)
     stretch = max(-(-len(tokens) // _MOST_POINTS), 1)
@@ -49,7 +50,7 @@ def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[
 
 
 def samples_of_text(run: str, task: Language, validation: Validation, saved: SavedModel) -> list[Section]:
-    """Return how the model continues the beginnings of some samples."""
+    """Return how the model continues the beginnings of some validation samples."""
     title = f"{run}: samples of text"
     try:
         words = tokenizer_for(saved)
@@ -66,7 +67,7 @@ def samples_of_text(run: str, task: Language, validation: Validation, saved: Sav
 
 
 def _beginning(task: Language, batch: Any) -> list[int]:
-    """Return the first tokens of a batch's one sample, without its padding."""
+    """Return the first tokens of the only sample in a batch, without padding."""
     inputs = task.inputs(batch)
     named = inputs if isinstance(inputs, Mapping) else {}
     [ids] = named["input_ids"] if "input_ids" in named else tensors_of(inputs)[0]

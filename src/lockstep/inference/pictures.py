@@ -1,4 +1,4 @@
-"""Pictures that a run has not seen, as its evaluation would see them: decoded, cut or resized, and normalised."""
+"""Inference on new images. They are decoded, cropped or resized, and normalized as in an evaluation of the run."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,20 +21,20 @@ from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
 _SHAPES: Final = (1, 3)  # channels
-_MOST_MASKED: Final = 256  # classes, each a value of a byte
+_MOST_MASKED: Final = 256  # classes of a mask, since a pixel is a byte
 
 Row = dict[str, Any]  # ready for JSON
 
 
 class TopClasses(NamedTuple):
-    """The classes that are the likeliest, and how likely each is."""
+    """The likeliest classes and their probabilities, likeliest first."""
 
     numbers: list[int]
     probabilities: list[float]
 
 
 class Seen(NamedTuple):
-    """A picture: its file, the sample that it becomes, and its own height and width."""
+    """An image that could be read: its file, its sample, and its original height and width."""
 
     file: Path
     sample: Tensor
@@ -44,14 +44,21 @@ class Seen(NamedTuple):
 @final
 @dataclass(frozen=True)
 class ImagePreprocessing:
-    """How a picture becomes a sample of `shape`: what `cut` leaves of it, or without one all of it, resized."""
+    """Turns an image file into a sample of `shape` [channels, height, width].
+
+    The image is cropped as `cut` says. If `cut` is None, the whole image is resized. `exif` tells whether to apply the
+    EXIF orientation.
+    """
 
     shape: tuple[int, int, int]
     cut: CropSettings | None
     exif: bool
 
     def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
-        """Return uint8 of `shape`, and the picture's own height and width; UsageError where it cannot be read."""
+        """Return uint8 of `shape`, and the original height and width of the image.
+
+        Raises UsageError if the file can't be read.
+        """
         wrong = os_error_as(UsageError, f"{file}: cannot be read", "; give a picture, or a folder of them")
         with wrong, plainfile.reader(file, links=True) as stream:
             content = bytearray(stream.read())
@@ -62,7 +69,10 @@ class ImagePreprocessing:
 
 
 def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
-    """Return how this run's evaluation sees pictures. UsageError where its samples are none that are known here."""
+    """Return the preprocessing that an evaluation of this run uses.
+
+    Raises UsageError if its samples aren't images that Lockstep can preprocess.
+    """
     facts, data = saved.facts, saved.recipe.data
     shape = tuple(facts.shape or ())
     if len(shape) != 3 or shape[0] not in _SHAPES:
@@ -80,7 +90,11 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
 
 
 def files_of(inputs: Sequence[str]) -> list[Path]:
-    """Return the pictures among files and folders, those of a folder at any depth, in the order of their names."""
+    """Return the image files among `inputs`.
+
+    Each folder is searched at any depth, and gives its files in order of their names. Raises UsageError if a file
+    doesn't exist or a folder has no images.
+    """
     found: list[Path] = []
     for name in inputs:
         below = [Path(each) for each in pictures_below(name)] if os.path.isdir(name) else [Path(name)]
@@ -94,7 +108,7 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
 
 
 def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
-    """Yield for each picture its `top` likeliest classes, the likeliest first."""
+    """Yield the `top` likeliest classes of each image, likeliest first."""
     names = saved.facts.classes or []
 
     def row(outputs: Tensor, seen: Seen) -> Row:
@@ -106,14 +120,14 @@ def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top
 
 
 def regress(saved: SavedModel, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
-    """Yield for each picture the numbers that a regression gives."""
+    """Yield the values that a regression predicts for each image."""
     return _rows(saved, computing, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
 
 
 def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Write for each picture a mask of its size into `folder`; yield what of it each class has.
+    """Write a segmentation mask for each image into `folder`, and yield the share of each class.
 
-    A mask is a grey PNG of the picture's name, whose values are the numbers of the classes.
+    A mask is a grayscale PNG with the size and the name of the image. Its pixel values are class indices.
     """
     names = saved.facts.classes or []
     if len(names) > _MOST_MASKED:
@@ -141,7 +155,7 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
 
 
 def top_classes(outputs: Tensor, top: int) -> TopClasses:
-    """Return the `top` likeliest of scores, floats of shape [classes], by their softmax."""
+    """Return the `top` likeliest classes by the softmax of the logits, which are floats of shape [classes]."""
     probabilities = outputs.double().softmax(0)
     order = probabilities.argsort(descending=True, stable=True)[:top]
     return TopClasses(order.tolist(), probabilities[order].tolist())
@@ -150,8 +164,9 @@ def top_classes(outputs: Tensor, top: int) -> TopClasses:
 def _rows(
     saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
 ) -> Iterator[Row]:
-    """Yield for each picture what `row` makes of the model's outputs, on the CPU; what cannot be read is `skipped`,
-    with the reason.
+    """Yield the result of `row` for each image. It is called with the outputs of the model on the CPU.
+
+    An image that can't be read gets the key `skipped` with the reason.
     """
     view, files = preprocessing_of(saved), files_of(inputs)
     change = device_transforms(values(saved.recipe), saved.known, computing.device)

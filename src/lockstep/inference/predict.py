@@ -1,4 +1,4 @@
-"""What a saved run says of new pictures, of a table, or after a prompt, by what it was trained on."""
+"""Predictions of a saved run: classes, values or masks of images, columns of a table, or the text after a prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["pictures", "masks", "values", "table", "text"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may set besides the inputs; None is left out, and its default is in the command's help."""
+    """The options of a prediction besides its inputs. None stands for the default, which the command's help shows."""
 
     top: int | None = None
     out: Path | None = None
@@ -37,27 +37,27 @@ class Options:
 
 
 class Prediction(TypedDict, total=False):
-    """What a run predicts for a picture, a row of a table or a prompt: what `lockstep predict --json` prints for it.
+    """The prediction for an image, a table row or a prompt, as `lockstep predict --json` prints it.
 
-    Which keys it has follows from what the run was trained on. A table with several targets has a key `predicted NAME`
-    for each in place of `predicted`.
+    The task of the run decides which keys are present. If a table has several targets, each of them has a key
+    `predicted NAME` instead of `predicted`.
     """
 
-    input: str  # the file of a picture
-    classes: list[dict[str, Any]]  # the likeliest first, each with `class` and `probability`, of a mask `share`
-    values: list[float]  # of a regression on pictures
+    input: str  # the file of an image
+    classes: list[dict[str, Any]]  # likeliest first, with `class` and `probability`, or `share` for a mask
+    values: list[float]  # of a regression on images
     mask: str  # the file that was written
-    skipped: str  # why a picture that cannot be read was left out; with `input` alone
-    row: int  # of a table, from 0
-    predicted: Any  # of a row: the name of a class, a number, or a list of them
+    skipped: str  # the reason why an image can't be read; the only other key is `input`
+    row: int  # the index of the table row, from 0
+    predicted: Any  # for a table row: a class name, a number, or a list of numbers
     probability: float  # of that class
     prompt: str
-    text: str  # what follows the prompt
-    tokens: int  # of the prompt
+    text: str  # the continuation of the prompt
+    tokens: int  # in the prompt
     new_tokens: int
 
 
-_TAKEN: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # in words, and the options that go with it
+_TAKEN: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
     "pictures": ("pictures or folders of them, and gives classes", ("top",)),
     "masks": ("pictures or folders of them, and writes masks", ("out",)),
     "values": ("pictures or folders of them, and gives numbers", ()),
@@ -82,15 +82,25 @@ def predict(
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> list[Prediction]:
-    """Predict with a run folder or a checkpoint, as `lockstep predict` does, in a background process.
+    """Predict with a run folder or a checkpoint in a background process, as `lockstep predict` does.
 
-    `inputs` are pictures and folders of them, or one table (.csv, .parquet); a language model takes a `prompt` instead.
-    `top` is how many classes each picture gets, left out 5; `out` the folder for masks, or the file for a table with
-    its predictions. `tokens` (100), `temperature` (0, the likeliest token), `seed` (0) and `tokenizer`, a file, say how
-    a prompt goes on. What does not fit the run raises UsageError, which calls it as the command's option.
+    Which arguments you can pass depends on the task of the run:
 
-    Of a run folder the newest checkpoint is taken, or the `best`. `weights` left out are averaged ones (ema) if the run
-    has them. Code that its recipe names runs only if `overrides` name it too, or with `trust`.
+    - `inputs`: Images and folders of images, or a single table (.csv, .parquet). Not for language models.
+    - `prompt`: The text that a language model continues.
+    - `top`: The number of classes to return for each image. Defaults to 5.
+    - `out`: The folder to write masks into, or the file to write a table with its predictions to.
+    - `tokens`: The number of tokens to generate. Defaults to 100.
+    - `temperature`: The sampling temperature. Defaults to 0, which always picks the likeliest token.
+    - `seed`: The seed for sampling. Defaults to 0.
+    - `tokenizer`: A tokenizer file, if the run doesn't have its tokenizer.
+
+    If an argument doesn't fit the run, UsageError is raised. The message calls the argument by its name on the command
+    line.
+
+    If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
+    `model` or `ema`. By default, averaged weights (ema) are used if the run has them. Code that the recipe names only
+    runs if `overrides` name it too, or if you pass `trust=True`.
     """
     words = tuple(as_words(overrides))
     asked = EvalRequest(str(run), words, trust, best, "predict")
@@ -101,7 +111,10 @@ def predict(
 
 
 def kind_of(saved: SavedModel) -> Kind:
-    """Return what a run predicts from what. UsageError where that is known only to code of its user."""
+    """Return the kind of prediction that a run makes.
+
+    Raises UsageError if only the user's own code can tell.
+    """
     facts, task = saved.facts, saved.recipe.task.name
     if ":" in task:
         raise UsageError(f"{saved.path}: what task {task} makes of its model's outputs is known to its own code alone")
@@ -120,10 +133,10 @@ def kind_of(saved: SavedModel) -> Kind:
 
 
 def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
-    """Yield what a saved run predicts, a mapping ready for JSON for each picture, row or prompt, in their order.
+    """Yield a JSON-ready prediction for each image, row or prompt, in order of the inputs.
 
-    All that can be wrong with the request raises UsageError before the first one; a picture that cannot be read is
-    `skipped`.
+    Everything that can be wrong with the request raises UsageError before the first prediction. An image that can't be
+    read gets the key `skipped`.
     """
     kind = kind_of(saved)
     _check(saved, kind, inputs, options)
@@ -145,7 +158,7 @@ def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predictions as a table: a line for each of an input's classes, the input in the first."""
+    """Return predictions as a table, with a line for each class. The input is only shown in its first line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _lines(row)]
     for name in lines[0]:
@@ -157,7 +170,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
-    """Raise UsageError where the request does not fit the run."""
+    """Raise UsageError if the request doesn't fit the run."""
     words, fitting = _TAKEN[kind]
     wanted = f"{saved.path}: this run takes {words}"
     given = [each.name for each in fields(Options) if getattr(options, each.name) is not None]

@@ -1,4 +1,7 @@
-"""A page on runs: their curves, what differs, and what their models do, which alone needs torch."""
+"""Report pages about runs: their curves, their differences, and examples of what the models do.
+
+Only the examples need torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _SAMPLES: Final = 10_000  # of each run's validation data, at most
 
 @dataclass(frozen=True)
 class Report:
-    """What was written: the page, and with `png` its charts; `warnings` say what could not be read, or shown."""
+    """The files that `report` wrote. `warnings` describe everything that could not be read or shown."""
 
     page: Path
     charts: tuple[Path, ...]
@@ -27,7 +30,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Options:
-    """What a page is to show; the last four are of `examples`."""
+    """The options of a report. `samples`, `best`, `overrides` and `trust` are only for `examples`."""
 
     runs: Sequence[str]
     out: Path
@@ -50,12 +53,17 @@ def report(
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> Report:
-    """Draw run folders, or all runs in a folder, on one page, as `lockstep report` does, in a background process.
+    """Draw a page about run folders, or about all runs in a folder, in a background process.
 
-    A page that is at `out` is replaced; with `png` each chart becomes a file, too, in a folder beside it. With
-    `examples` the newest checkpoint of each run, or the `best`, is evaluated on at most so many `samples` of its
-    validation data, left out 10,000, and what its model does is shown; code that its recipe names runs only if
-    `overrides` name it too, or with `trust`. UsageError where no run can be drawn or shown.
+    This is `lockstep report` in Python. If there is a file at `out`, it is replaced. With `png=True`, each chart is
+    also written as a PNG file, into a folder next to the page.
+
+    With `examples=True`, the newest checkpoint of each run is evaluated on its validation data, and the page shows
+    examples of what the model does. To use the best checkpoint instead, pass `best=True`. `samples` is the maximum
+    number of validation samples for each run, and defaults to 10,000. Code that a recipe names only runs if `overrides`
+    name it too, or if you pass `trust=True`.
+
+    Raises UsageError if there is no run to draw, or if no run can be evaluated for `examples`.
     """
     from lockstep.run.background import as_names, as_words, in_background
 
@@ -65,7 +73,7 @@ def report(
 
 
 def write_report(options: Options, tell: Callable[[str], None]) -> Report:
-    """Write the page and the charts; `tell` gets a line on each checkpoint that is evaluated."""
+    """Write the page and the charts. `tell` is called with lines about each evaluated checkpoint."""
     out, samples = options.out, options.samples
     if not options.examples and (samples is not None or options.best or options.trust or options.overrides):
         raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")

@@ -1,4 +1,4 @@
-"""What a regression predicts against what is true, for each of its numbers, and the samples it is furthest off for."""
+"""Predicted and true values of a regression, and the samples with the largest errors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -11,7 +11,7 @@ from lockstep.reporting.charts import dots
 from lockstep.reporting.page import Section, Table
 from lockstep.tasks.regression import Regression, match_shapes
 
-_MOST_CHARTS: Final = 4  # numbers of a sample
+_MOST_CHARTS: Final = 4  # targets
 _MOST_DOTS: Final = 2_000  # samples in a chart
 _MOST_ROWS: Final = 10
 
@@ -19,9 +19,9 @@ _MOST_ROWS: Final = 10
 def residuals(
     run: str, task: Regression, validation: Validation, targets: Sequence[str], batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return a chart of each number, predicted over true, and a table of the samples with the largest errors.
+    """Return a chart of predicted over true values for each target, and a table of the largest errors.
 
-    `targets` are the names of the numbers, where the data knows them.
+    `targets` are the names of the targets, or empty if the data doesn't name them.
     """
     pairs = [match_shapes(task.model_name, each.outputs, each.batch, columns=True) for each in batches]
     found, true = (torch.cat([each.double().cpu().flatten(1) for each in side]) for side in zip(*pairs, strict=True))

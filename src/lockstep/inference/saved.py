@@ -1,4 +1,4 @@
-"""A saved run as a model: its weights, what it knows of its data, and the forward pass that an evaluation has."""
+"""A saved run as a model: its weights, the facts about its data, and the forward pass of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +37,14 @@ from lockstep.training.checkpoint import saved_state, store
 
 Weights = Literal["model", "ema"]
 
-_SHOWN: Final = 3  # wrong facts
+_SHOWN: Final = 3  # wrong facts in an error message
 
 
 class Facts(BaseModel):
-    """What a checkpoint says of its run's data, as far as it is read here; the folder may come from anybody."""
+    """The facts about the data of a run that a checkpoint holds.
+
+    Only the fields that inference needs are declared. They are validated, because a run folder can come from anyone.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -60,10 +63,10 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint after `step` updates, with the weights that `weights` says: the model's own, or their average.
+    """A checkpoint after `step` updates, with the model's own weights or their average, as `weights` says.
 
-    `known` has all that the checkpoint says of its data, and `facts` what of it is read here. `notes` and `problems`
-    are for the user.
+    `known` has all facts about the data that the checkpoint holds, and `facts` the validated fields that inference
+    needs. `notes` and `problems` are messages for the user.
     """
 
     path: Path
@@ -80,59 +83,68 @@ class SavedModel:
 
     @property
     def name(self) -> str:
-        """What errors call the model."""
+        """The name of the model in error messages."""
         return f"model {self.recipe.model.name}"
 
     @property
     def remarks(self) -> list[str]:
-        """Lines for the user: the notes and the problems."""
+        """The notes and problems as lines for the user."""
         return [*(f"note: {each}" for each in self.notes), *(f"warning: {each}" for each in self.problems)]
 
     @property
     def words(self) -> str:
-        """Which weights these are, in words."""
+        """The checkpoint and its weights in words."""
         averaged = ", averaged weights (ema)" if self.weights == "ema" else ""
         return f"{self.path}, after step {self.step}{averaged}"
 
     @property
     def mean_and_std(self) -> tuple[list[float] | None, list[float] | None]:
-        """What its samples are normalised by: the recipe's, or else the data's own; None where there is none."""
+        """The normalization of the samples: the values of the recipe, or otherwise those of the data.
+
+        Each of them is None if neither has it.
+        """
         mean, std = self.recipe.data.mean or self.facts.mean, self.recipe.data.std or self.facts.std
         return list(mean) if mean else None, list(std) if std else None
 
     @property
     def cut(self) -> CropSettings | None:
-        """What validation sees of images of any size; None where its samples are not cut from such."""
+        """The crop of an evaluation, or None if the samples aren't cropped from images of any size."""
         asked = request_of(values(self.recipe.data))
         return crop_settings(asked) if asked.cuts else None
 
     @property
     def tokenizer_by(self) -> str | None:
-        """What the tokens are of that its own tokenizer makes; None where it keeps none."""
+        """The unit of the run's own tokenizer: `byte`, `character`, or `tokenizer` for a tokenizer file.
+
+        None if the run doesn't have its tokenizer.
+        """
         by = (self.facts.tokenizer or {}).get("by")
         return by if by in ("byte", "character", "tokenizer") else None
 
     def open_data(self) -> DataSet:
-        """Open the data it was trained on; nothing is downloaded."""
+        """Open the data that the run was trained on. Nothing is downloaded."""
         data = self.recipe.data.model_copy(update={"download": False})
         return open_recipe_data(self.recipe.model_copy(update={"data": data}))
 
     def construction(self) -> Construction:
-        """Return which function builds its model, and by which arguments."""
+        """Return the function that builds the model, with its arguments."""
         model = self.recipe.model
         return construction(name=model.name, source=model.source, options=model.options, facts=self.known)
 
     def task(self, example: Batch = None) -> Task:
-        """Return what the model learned; `example` is a few samples, where the facts do not say it."""
+        """Return the task of the run.
+
+        `example` is a batch of a few samples, which is needed if the facts don't determine the task.
+        """
         return find_task(values(self.recipe), self.name, self.known, example).task
 
     def model(self) -> nn.Module:
-        """Build the model on the CPU, in evaluation and without chunks, with its trained weights.
+        """Build the model on the CPU in evaluation mode, without chunks, and load the trained weights.
 
-        UsageError where they are not those of the recipe's model.
+        Raises UsageError if the weights don't fit the model of the recipe.
         """
         recipe = self.recipe
-        # Without pretrained weights: the checkpoint has them all.
+        # Built without pretrained weights, since the checkpoint has all weights.
         plain = plain_model(recipe, self.known)
         model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
@@ -140,7 +152,10 @@ class SavedModel:
         return model.eval().requires_grad_(False)
 
     def computing(self) -> "Computing":
-        """Return the model on its device, computing as an evaluation of the run does, but for its chunks."""
+        """Return the model on its device, ready to compute as in an evaluation of the run.
+
+        Unlike in the run, the model isn't split into chunks.
+        """
         recipe = self.recipe
         device = prepare_device(self.placement, ALONE, recipe)
         return Computing(self.model(), recipe, device)
@@ -148,17 +163,17 @@ class SavedModel:
 
 @final
 class Computing:
-    """A model on its device, and the forward pass of an evaluation: its precision, dtypes and memory format."""
+    """A model on its device with the forward pass of an evaluation: precision, dtypes and memory format."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.device = device
-        self.batch = evaluation_batch(recipe)  # samples at a time
+        self.batch = evaluation_batch(recipe)  # samples per forward pass
         self._name = f"model {recipe.model.name}"
         self._numerics = Numerics(recipe)
         self._autocast = autocast(recipe.precision, device)
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
-        if self._numerics.stored is not None:  # its weights are of that dtype
+        if self._numerics.stored is not None:  # the weights are stored in that dtype
             widen_batchnorm(self._model)
             store_in(self._model, self._numerics.stored)
         else:
@@ -166,7 +181,7 @@ class Computing:
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
-        """Return what the model gives for inputs, which are brought to its device."""
+        """Move the inputs to the device and return the outputs of the model."""
         placed = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, OwnCode(self._name):
             outputs = call(self._model, self._numerics.prepare_inputs(placed))
@@ -174,10 +189,10 @@ class Computing:
 
 
 def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel:
-    """Open a checkpoint, as `eval` does: code that its recipe names runs only if the user says so.
+    """Open a checkpoint as `lockstep eval` does. Code that its recipe names only runs if the user allows it.
 
-    `weights` left out are those that an evaluation takes: averaged ones where the run has them. UsageError where it has
-    none and they are required.
+    `weights` default to those of an evaluation, which are averaged weights if the run has them. Raises UsageError if
+    averaged weights are required but the run has none.
     """
     if weights not in (None, "model", "ema"):
         raise UsageError(f"weights {weights!r}: use 'model' or 'ema'")

@@ -1,4 +1,7 @@
-"""A table that a run has not seen: its rows as the model takes them, by what the checkpoint keeps of the columns."""
+"""Predictions for a new table.
+
+Its rows become inputs of the model with the column statistics that the checkpoint holds.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,10 +22,10 @@ _WRITTEN: Final = (".csv", ".parquet")
 
 
 def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
-    """Yield for each row of a .csv or .parquet file what is predicted for it: a class, or the numbers of the targets.
+    """Yield the predicted class, or the predicted target values, for each row of a .csv or .parquet file.
 
-    With `out` the whole table is written there too, with these as additional columns. Columns that the run did not
-    learn from may be missing.
+    With `out`, the whole table is also written to that file, with the predictions as additional columns. The table may
+    lack columns that the run didn't learn from.
     """
     table = read(file)
     rows = _rows(saved, table)

@@ -1,4 +1,7 @@
-"""A prompt continued by a language model, a token at a time: the likeliest one, or one drawn by its probability."""
+"""Continues a prompt with a language model, token by token.
+
+Each token is the likeliest token, or is drawn by its probability.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +19,11 @@ from lockstep.tasks.batches import predictions
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a text goes on: by how many `tokens`, the likeliest ones at a `temperature` of 0, else drawn by `seed`."""
+    """How to continue a text.
+
+    `tokens` is the number of new tokens. With a `temperature` of 0, each token is the likeliest token. Otherwise,
+    tokens are drawn with `seed`.
+    """
 
     tokens: int = 100
     temperature: float = 0.0
@@ -26,9 +33,10 @@ class Sampling:
 def continue_prompt(
     saved: SavedModel, computing: Computing, prompt: str, sampling: Sampling, tokenizer: str | None = None
 ) -> Iterator[Row]:
-    """Yield the prompt, the text that follows it, and how many tokens were given and made.
+    """Yield the prompt, the text that follows it, and the numbers of prompt tokens and new tokens.
 
-    `tokenizer` is a file of the library tokenizers, for a run that keeps none, or whose own has moved.
+    `tokenizer` is a file of the tokenizers library. It is needed if the run doesn't have a tokenizer, or if the file of
+    the run's tokenizer was moved.
     """
     words = tokenizer_for(saved, tokenizer)
     given = words.encode(prompt).astype(np.int64).tolist()
@@ -41,14 +49,14 @@ def continue_prompt(
 def continue_tokens(
     saved: SavedModel, computing: Computing, words: Tokenizer, given: list[int], sampling: Sampling
 ) -> tuple[str, str, int]:
-    """Return the text of the tokens given, the text that follows it, and how many tokens that has."""
+    """Return the text of the given tokens, the text that follows it, and the number of new tokens."""
 
     def scores(ids: list[int]) -> Tensor:
         outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
-        return outputs[0, -1, : words.vocabulary]  # a model may know more than its tokenizer
+        return outputs[0, -1, : words.vocabulary]  # a model can have more tokens than its tokenizer
 
     made = generate_tokens(scores, given, sampling, saved.facts.context)
-    # Of a tokenizer by bytes the last token given may be half a character, so the whole is decoded at once.
+    # With a byte tokenizer, the prompt can end within a character, so the prompt and new tokens are decoded together.
     known, text = (words.decode(np.array(ids)) for ids in (given, given + made))
     return known, text.removeprefix(known), len(made)
 
@@ -56,9 +64,9 @@ def continue_tokens(
 def generate_tokens(
     scores: Callable[[list[int]], Tensor], given: list[int], sampling: Sampling, context: int | None
 ) -> list[int]:
-    """Return the tokens that follow those `given`; the model sees the last `context` of what there is.
+    """Return the tokens that follow those in `given`. The model sees at most the last `context` tokens.
 
-    `scores` gives the next token's logits, floats of shape [vocabulary]. They are drawn from in float64 on the CPU.
+    `scores` returns the logits of the next token, floats of shape [vocabulary]. Tokens are drawn on the CPU in float64.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(given)
@@ -73,7 +81,10 @@ def generate_tokens(
 
 
 def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a run, or that of a file. UsageError where neither is known, or it is another one."""
+    """Return the tokenizer of a run, or the tokenizer in `file`.
+
+    Raises UsageError if the run needs a file and there is none, or if the tokenizer doesn't match the run.
+    """
     by = saved.tokenizer_by
     place = file or saved.recipe.data.options.get("tokenizer")
     if by is None and file is None:

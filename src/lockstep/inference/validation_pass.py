@@ -1,4 +1,4 @@
-"""A saved run's validation data through its model, as an evaluation of the run does it, in this process alone."""
+"""Runs the validation data of a saved run through its model as in an evaluation of the run, in a single process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from lockstep.training.evaluate import batch_sums, figures_of
 
 
 class EvaluatedBatch(NamedTuple):
-    """Samples by their `numbers`, as the model saw them, and what it gave for them; both are on its device."""
+    """The sample indices, the batch that the model saw, and its outputs. Batch and outputs are on the device."""
 
     numbers: NDArray[np.int64]
     batch: Batch
@@ -32,7 +32,7 @@ class EvaluatedBatch(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Validation:
-    """The samples that are looked at, `numbers` of those of `split`: all, or some at equal distances."""
+    """The validation samples to evaluate. `numbers` are their indices in `split`, either all or evenly spaced."""
 
     data: DataSet
     split: Split
@@ -42,7 +42,10 @@ class Validation:
     transforms: DeviceTransforms
 
     def batches(self, added: NamedSums) -> Iterator[EvaluatedBatch]:
-        """Compute each sample once, in the batches of an evaluation where all are looked at, whose sums are `added`."""
+        """Compute each sample once, and add the sums of each batch to `added`.
+
+        If all samples are evaluated, the batches are those of an evaluation of the run.
+        """
         for number, first in enumerate(self._firsts):
             numbers = self.numbers[first : first + self.computing.batch]
             arrived = map_tensors(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
@@ -52,7 +55,7 @@ class Validation:
             yield EvaluatedBatch(numbers, batch, outputs)
 
     def figures(self, added: NamedSums) -> dict[str, float]:
-        """Return the loss and the task's figures of all batches, by the names that an evaluation writes."""
+        """Return the loss and the task's figures over all batches, by their names in the event log."""
         return figures_of(self.task, added.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
 
     @property
@@ -60,16 +63,16 @@ class Validation:
         return range(0, len(self.numbers), self.computing.batch)
 
     def name(self, number: int) -> str:
-        """Return what a sample is called: its number, and its file where it has one."""
+        """Return the name of a sample, which consists of its index and its file if it has one."""
         file = f" {self.data.files[1](number)}" if self.data.files else ""
         return f"sample {number}{file}"
 
 
 def open_validation(saved: SavedModel, most: int) -> Validation:
-    """Open the validation data of a saved run, and choose at most so many of its samples.
+    """Open the validation data of a saved run, and choose at most `most` of its samples.
 
-    Nothing is downloaded. UsageError where the data is not here, is not what the run learned from, or has no
-    validation part.
+    Nothing is downloaded. Raises UsageError if the data isn't on this machine, differs from the data that the run was
+    trained on, or has no validation split.
     """
     recipe, data = saved.recipe, saved.open_data()
     check_facts(data.facts, saved.known, saved.path)

@@ -1,1 +1,1 @@
-"""Jobs from outside: started by a launcher, given to Slurm's queue, and what their run folders hold."""
+"""Starts jobs with a launcher, submits them to a cluster, and reads their run folders."""

@@ -1,4 +1,4 @@
-"""Starts a job by a launcher: by becoming it, or by a command for each host."""
+"""Starts a job with a launcher, by replacing this process with it or by running a command for each host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.ranks.secret import job_secret, new_secret
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
-_UP_S: Final = 600.0  # for the first of several nodes to be there
+_UP_S: Final = 600.0  # the longest wait for the name of the first node
 
 
 def starters() -> dict[str, Launcher]:
@@ -34,9 +34,9 @@ def starters() -> dict[str, Launcher]:
 
 
 def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
-    """Start a job by a launcher and return its exit code, or only print its lines; UsageError for what cannot be.
+    """Start a job with a launcher and return its exit code. With `dry_run`, only print the command lines.
 
-    `port` and `node_rank` are None where they were left out.
+    `port` and `node_rank` are None if the user didn't set them. Raises UsageError if the job can't be started.
     """
     launcher = starters()[name]
     job = _with_id(launcher, _check_launcher(launcher, job, port))
@@ -46,9 +46,9 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
             "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
             "would begin a run of its own; name one, such as run.dir=runs/a"
         )
-    if dry_run or name not in ("local", "node"):  # the ranks here would see it at once
+    if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it at once
         _check_work(job)
-    # The user's own secret, else a new one where this command starts all ranks: others would not have it.
+    # The user's secret. Otherwise a new one, but only if this command starts all ranks, so that all of them get it.
     own = os.fsdecode(job_secret(os.environ))
     secret = own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
     signed = replace(job, signed=bool(secret))
@@ -72,7 +72,10 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
 
 
 def read_hosts(file: Path) -> tuple[str, ...]:
-    """Return the names in a file: one on each line, # begins a remark, and what follows the name is not for us."""
+    """Return the host names in a file, which has one name per line.
+
+    Lines that begin with # are comments. Anything after the name is ignored.
+    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -86,7 +89,7 @@ def read_hosts(file: Path) -> tuple[str, ...]:
 
 
 def number_of_hosts(text: str) -> tuple[int | None, int]:
-    """Return the fewest hosts that will do, or None where all are needed, and the most."""
+    """Return the minimum number of hosts, or None if all are required, and the maximum."""
     numbers = text.split(":")
     if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
         raise UsageError(f"--nodes: expected a number such as 2, or MIN:MAX such as 1:3, got {text}")
@@ -94,7 +97,7 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
-    """Return the job, or raise UsageError where it asks for what this launcher does not do."""
+    """Return the job. Raise UsageError if it needs something that the launcher doesn't support."""
     on, asked = f"not with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
         *able, last = [each.name for each in starters().values() if each.elastic]
@@ -109,12 +112,12 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
 
 
 def _with_id(launcher: Launcher, job: Job) -> Job:
-    """Return the job with a name for its rendezvous, where it wants one and this command knows all hosts."""
+    """Return the job with a rendezvous id, if it needs one and this command starts all hosts."""
     if job.id or job.meets_by == "static":
         return job
     if launcher.starts_all(job):
         return replace(job, id=uuid.uuid4().hex[:12])
-    if job.rendezvous == "etcd-v2":  # what etcd keeps of a rendezvous that has ended refuses another of its name
+    if job.rendezvous == "etcd-v2":  # etcd keeps a closed rendezvous and rejects its id
         raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; give it in --id")
     return job
 
@@ -134,7 +137,7 @@ def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> Non
 
 
 def _check_work(job: Job) -> None:
-    """Raise UsageError where the ranks of a training would refuse so many of them."""
+    """Raise UsageError if `lockstep train` would reject this number of ranks."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
     from lockstep.setup.strategy import check_strategy, find_strategy  # torch takes seconds
@@ -145,14 +148,17 @@ def _check_work(job: Job) -> None:
 
 
 def _loaded(job: Job) -> Loaded:
-    """Return the configuration of a training; ConfigError where its words are wrong."""
+    """Return the configuration of a training job. Raises ConfigError if its arguments are invalid."""
     from lockstep.config.load import load, split
 
     return load(*split(job.words[1:]))
 
 
 def _become(line: list[str], launcher: Launcher, secret: str) -> None:
-    """Become the launcher, so that signals go where they should. What it starts has the secret in its environment."""
+    """Replace this process with the launcher, so that the launcher receives all signals.
+
+    The environment of the processes that it starts contains the secret.
+    """
     env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
     if shutil.which(line[0]) is None:
         raise UsageError(f"{line[0]} is not found; install it or load its module, or choose another --on")
@@ -163,18 +169,18 @@ def _become(line: list[str], launcher: Launcher, secret: str) -> None:
 
 
 def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
-    """Run the lines and return the exit code: of the first one that failed, or the run's, where it says more.
+    """Run the command lines and return an exit code, by default that of the first line that failed.
 
-    That the run is saved, or would fail again, torchrun makes 1 of; it is found in the run folder, where this host sees
-    it too.
+    torchrun exits with 1 even if the run was saved, or if it would fail again. In these cases, the exit code comes from
+    the run folder, if this host can read it.
     """
     from lockstep.launchers.hosts import run_on_hosts
 
-    program = next(iter(lines.values()))[0]  # the same on all of them
+    program = next(iter(lines.values()))[0]  # the same on all hosts
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not found; install it, or choose another --on")
     before = _result(job) if launcher.elastic else {}
-    # Without torchrun's agents they are ranks of this host, whose own codes these are.
+    # Without torchrun's agents, the lines are ranks on this host, and the exit codes are those of the ranks.
     ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret, here=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:
@@ -185,7 +191,10 @@ def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secr
 
 
 def _wait_for(host: str) -> None:
-    """Wait until the name of the first node has an address: a platform gives it one when that node is up."""
+    """Wait until the name of the first node resolves.
+
+    Platforms only register the name once that node is up.
+    """
     if host_problem(host):
         _report(f"waiting for an address of {host}, at most {_UP_S / 60:.0f} minutes")
         if problem := host_problem(host, _UP_S):
@@ -193,17 +202,20 @@ def _wait_for(host: str) -> None:
 
 
 def _report(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone: SIGHUP follows
+    with suppress(OSError):  # the terminal may be closed; SIGHUP follows
         print(text, file=sys.stderr, flush=True)
 
 
 def _result(job: Job) -> dict[str, Any]:
-    """Return what a training left in its run folder; empty where it has not ended, or none is named or found."""
+    """Return the result that a training job wrote to its run folder.
+
+    Returns an empty mapping if it hasn't ended, or if there is no run folder.
+    """
     from lockstep.runs.runs import RESULT, json_in
 
     if job.words[0] != "train":
         return {}
-    with suppress(LockstepError):  # the ranks tell what is wrong with their words
+    with suppress(LockstepError):  # the ranks report invalid arguments
         folder = _loaded(job).config.run.dir
         return json_in(Path(folder, RESULT)) if folder else {}
     return {}

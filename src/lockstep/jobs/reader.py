@@ -1,4 +1,7 @@
-"""What run folders and Slurm's queue hold, for `jobs`, `watch` and `report`. Nothing is written or run. No torch."""
+"""Reads run folders and Slurm's queue for `jobs`, `watch` and `report`.
+
+Nothing is written or executed, and torch isn't imported.
+"""
 
 import time
 from collections import deque
@@ -17,20 +20,20 @@ from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
 from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, run_folders
 
-_AT_ONCE: Final = 20_000  # events, half a second: a log of millions does not keep Ctrl-C waiting
-_NOTICES: Final = 50  # of a run, the last ones
-_ASK_S: Final = 30.0  # between two questions to Slurm
-_LOOK_S: Final = 3.0  # between two looks for new runs in a folder of some
+_AT_ONCE: Final = 20_000  # events, about half a second, so that Ctrl-C works while a log of millions is read
+_NOTICES: Final = 50  # the last notices of a run that are kept
+_ASK_S: Final = 30.0  # between two queries to Slurm
+_LOOK_S: Final = 3.0  # between two searches for new runs
 
-Queue = Mapping[int, tuple[str, str]] | None  # Slurm's states of jobs and the reasons; None where nobody could be asked
+Queue = Mapping[int, tuple[str, str]] | None  # states and reasons by job; None if Slurm isn't available
 
 
 @final
 class RunReader:
-    """A run folder; each `refresh` reads what was added to it, and `view` is what was read so far.
+    """Reads a run folder. Each `refresh` reads new events, and `view` returns the run by all events so far.
 
-    A line that is no event of this version is left out with a notice; where the reader is `strict`, it is the `problem`
-    for which the run cannot be read.
+    A line that isn't an event of this version is skipped with a notice. If the reader is `strict`, it makes the run
+    unreadable, and `problem` describes it.
     """
 
     def __init__(self, folder: Path, *, strict: bool = False) -> None:
@@ -43,21 +46,25 @@ class RunReader:
 
     @property
     def time(self) -> float:
-        """When something last happened to it, in seconds since 1970."""
+        """The time of the last event or submission, in seconds since 1970."""
         submitted = self._submitted.time if self._submitted else 0
         return max(self._log.status().time or 0, submitted) or self.folder.stat().st_mtime
 
     @property
     def job(self) -> int | None:
-        """The number of its last job."""
+        """The number of the last job in Slurm."""
         return self._submitted.job if self._submitted else None
 
     def refresh(self) -> None:
-        """Read what was added. Unless strict, of a long log a part: `is_whole` is false until the rest was read too."""
+        """Read new events.
+
+        Unless the reader is strict, each call reads a limited number of events. `is_whole` is false until the rest is
+        read.
+        """
         at_most = None if self._strict else _AT_ONCE
         if self._tail.is_replaced():
             self._begin()
-        self._held = is_held(self.folder)  # first: what a run that has ended since wrote last is in what is read below
+        self._held = is_held(self.folder)  # before reading: if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
             self._submitted = job_of(self.folder)
@@ -76,7 +83,7 @@ class RunReader:
             self._configuration = read_recorded_config(self.folder / CONFIG)
 
     def view(self, queue: Queue) -> RunView:
-        """Return the run by what was read so far; `queue` has the state of its job and the reason."""
+        """Return the run by all events so far. `queue` contains the state of its job, with the reason."""
         history = History() if self.problem and self._strict else self._log.history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
@@ -101,7 +108,7 @@ class RunReader:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)
         self._log = RunLog()
         self._notices: deque[Notice] = deque(maxlen=_NOTICES)
-        self._noticed = 0  # notices so far, those that are no longer kept included
+        self._noticed = 0  # all notices so far, including those that were dropped
         self.is_whole = False
         self._held = True
 
@@ -115,7 +122,7 @@ class RunReader:
             self._warn(f"an event of no known form is left out ({error!r})")
             return
         if event.get("event") == "started":
-            self._configuration = RecordedConfig({}, {})  # read anew: this start may have another placement
+            self._configuration = RecordedConfig({}, {})  # read again, since the placement may have changed
         if (found := notice(event, self._log.fractions)) is not None:
             self._note(found)
 
@@ -128,7 +135,7 @@ class RunReader:
 
 
 def _ran_on(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
-    """Return a known placement with what the last start made of `auto` and `fastest`."""
+    """Return the placement with the strategy and number of processes that the last start chose."""
     if not placement or not starts:
         return placement
     found = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
@@ -136,7 +143,7 @@ def _ran_on(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, each once, those that something happened to last first, and warnings."""
+    """Return the runs in the folders without duplicates, most recently active first, and warnings."""
     readers = [RunReader(run, strict=True) for run in run_folders(*folders)]
     for reader in readers:
         reader.refresh()
@@ -147,9 +154,9 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
 
 
 def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, in the order of their names, and warnings; no run at all is an error.
+    """Return the runs in the folders, sorted by name, and warnings. Raises UsageError if there are none.
 
-    Which folders hold runs is decided as for `lockstep jobs`. Nothing of a run is executed, nothing is unpickled.
+    Folders are searched as in `lockstep jobs`. No code of a run is executed, and nothing is unpickled.
     """
     runs, warnings = read_runs(folders)
     if not runs:
@@ -159,10 +166,10 @@ def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
 
 @final
 class Watch:
-    """The runs in some folders, as they are each time that they are asked for.
+    """The runs in some folders, as they change.
 
-    A run folder is watched in whatever state it is; of a folder of runs those that are going on, and those that begin
-    later. With `wait` none of them need be there yet.
+    A run folder that you name is always watched. In a folder of runs, only runs that are in progress or start later are
+    watched. With `wait`, the folders don't have to exist yet.
     """
 
     def __init__(self, folders: Sequence[Path], wait: bool) -> None:
@@ -171,12 +178,12 @@ class Watch:
         self._readers: dict[Path, RunReader] = {}
         self._queue: Queue = None
         self._asked = self._looked = -float("inf")
-        self.warning = ""  # that Slurm did not answer
+        self.warning = ""  # set if Slurm didn't answer
 
     def refresh(self) -> list[RunView]:
-        """Read what is new, and return the runs in the order in which they were found.
+        """Read new events, and return the runs in the order in which they were found.
 
-        UsageError, without `wait` and the first time alone, where a folder is not there or no run is going on.
+        On the first call without `wait`, UsageError is raised if a folder doesn't exist or if no run is in progress.
         """
         now = time.monotonic()
         if now - self._looked >= _LOOK_S:
@@ -187,7 +194,7 @@ class Watch:
         return [each.view(self._queue) for each in self._readers.values()]
 
     def _look(self, first: bool) -> None:
-        """Find runs that are not followed yet."""
+        """Find new runs to watch."""
         runs = [each for folder in self._folders for each in self._runs(folder, first and not self._wait)]
         new = {run: is_named for run, is_named in runs if run not in self._readers}
         jobs = {run: job for run in (*new, *self._readers) if (job := _job(run))}
@@ -202,7 +209,7 @@ class Watch:
             )
 
     def _runs(self, folder: Path, must_be_there: bool) -> Iterator[tuple[Path, bool]]:
-        """Yield the runs in a folder, and for each whether it is the folder itself."""
+        """Yield the runs in a folder, each with whether it is the folder itself."""
         try:
             for run in run_folders(folder):
                 yield run, run == folder
@@ -220,6 +227,6 @@ class Watch:
 def _job(run: Path) -> int | None:
     try:
         found = job_of(run)
-    except UsageError:  # shown where the run is read
+    except UsageError:  # reported when the run is read
         return None
     return found.job if found else None

@@ -1,4 +1,7 @@
-"""`lockstep submit` below its options: what `lockstep train` would refuse, what a cluster is given, its submission."""
+"""Implements `lockstep submit` below its options.
+
+Checks the training, builds the batch script or manifest, and submits it.
+"""
 
 import re
 import shlex
@@ -19,16 +22,16 @@ from lockstep.training.checkpoint import durable
 
 
 def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> tuple[Path, str]:
-    """Return the run folder of a training and its batch script; UsageError for what cannot be.
+    """Return the run folder of a training and its batch script. Raises UsageError if it can't run.
 
-    `name` is the job's, left out the recipe's; `limit` and `warn_before_s` are the `time` and `warn_before_s` of a
-    batch.
+    `name` is the name of the job and defaults to that of the recipe. `limit` and `warn_before_s` are the fields `time`
+    and `warn_before_s` of Batch.
     """
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder
 
     run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.fresh(loaded)
-    # Nothing may change from one start to the next.
+    # Fix everything that could change between two starts.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
     again = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
@@ -38,20 +41,20 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
 
 
 def submit(run: Path, script: str) -> int:
-    """Write the batch script into the run folder, submit it and return the number of the job, which is recorded."""
+    """Write the batch script into the run folder, submit it, record the job number and return it."""
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch is not found: submit from a host of the cluster, or load Slurm's module")
     made = [each for each in (run, run / "logs") if not each.exists()]
     file = run / JOB_SCRIPT
     with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; choose another run.dir"):
-        (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and would run a job without a log
+        (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm doesn't create it, and runs the job without a log
         durable.replace(file, script.encode())
         file.chmod(0o755)
     submitted = time.time()
     try:
         job = batch.submit(file)
     except LockstepError:
-        if run in made:  # nothing is lost: --dry-run shows the script
+        if run in made:  # nothing is lost, since --dry-run shows the script
             file.unlink()
         for folder in reversed(made):
             with suppress(OSError):
@@ -62,9 +65,9 @@ def submit(run: Path, script: str) -> int:
 
 
 def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
-    """Return the objects of a training for Kubernetes, as YAML; UsageError for what cannot be.
+    """Return the Kubernetes objects of a training as YAML. Raises UsageError if it can't run.
 
-    They have a new secret, and without a name the recipe's, or the script's.
+    A new secret is created for the objects. Their name defaults to that of the recipe or script.
     """
     if job.is_script:
         name, run = Path(job.words[1]).stem, None
@@ -82,7 +85,7 @@ def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
 
 
 def create(objects: str, namespace: str) -> list[str]:
-    """Create the objects of a manifest, all or none, and return their names."""
+    """Create all objects of a manifest and return their names. If one of them fails, none are left."""
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not found: install it, or give what --dry-run prints to a host that has it")
     place = ["--namespace", namespace] if namespace else []
@@ -97,7 +100,11 @@ def create(objects: str, namespace: str) -> list[str]:
 
 
 def _check_training(job: Job) -> Loaded:
-    """Return the configuration, if `lockstep train` with so many processes would refuse nothing but the data."""
+    """Return the configuration of a training.
+
+    Raises UsageError for everything that `lockstep train` would reject with this number of processes, except for the
+    data.
+    """
     if not job.words or job.words[0] != "train":
         raise UsageError(
             f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; a script of "
@@ -106,12 +113,12 @@ def _check_training(job: Job) -> Loaded:
     loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
-    # Only now: torch takes seconds.
+    # Imported late, because torch takes seconds.
     from lockstep.setup import recipe_folder
     from lockstep.setup.prepare import check
 
     check(loaded, job.processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
-        recipe_folder.claim(loaded).lock.release()  # refused here where it would be refused there
+        recipe_folder.claim(loaded).lock.release()  # rejects a folder that the job would reject
     return loaded

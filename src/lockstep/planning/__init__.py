@@ -1,1 +1,1 @@
-"""What placements of a recipe would take: memory, time and traffic of a rank, measured before any of them runs."""
+"""Measures the memory, time and traffic that a rank needs under each placement of a recipe, before it runs."""

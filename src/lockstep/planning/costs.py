@@ -1,4 +1,4 @@
-"""What a placement costs by what was measured: money for its devices, and the time that saves and failures take."""
+"""Costs of a placement from its measured step time: money for the devices, and time lost to saves and failures."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,11 @@ _HOUR: Final = 3600.0
 
 @dataclass(frozen=True)
 class Terms:
-    """The `price` of a device and hour, `mtbf_s` seconds between two failures of the run, and `save_s` of a save."""
+    """The terms of a cost estimate.
+
+    `price` is the price of a device per hour. `mtbf_s` is the mean time between failures of the run, and `save_s` the
+    time of a save, both in seconds.
+    """
 
     price: float | None = None
     mtbf_s: float | None = None
@@ -20,10 +24,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a placement; None is what was not asked for.
+    """The estimated costs of a placement. A field is None if it wasn't requested.
 
-    An `epoch` and the whole `run` cost what their steps do. With a save after every `save_every` steps the share `kept`
-    of the time goes to steps that count; a restart is taken to be over at once.
+    `epoch` and `run` are the prices of the training steps in an epoch and in the whole run. With a save after every
+    `save_every` steps, `kept` is the fraction of the time that is spent on steps that aren't lost. Restarts are assumed
+    to take no time.
     """
 
     epoch: float | None = None
@@ -33,7 +38,7 @@ class Costs:
 
 
 def costs(step_s: float, processes: int, steps: Steps, terms: Terms) -> Costs:
-    """Return what a placement costs whose step takes so many seconds, with a device for each process."""
+    """Return the costs of a placement with a step time of `step_s` seconds and a device for each process."""
     epoch = run = every = share = None
     if terms.price is not None:
         step = step_s * processes * terms.price / _HOUR
@@ -45,10 +50,10 @@ def costs(step_s: float, processes: int, steps: Steps, terms: Terms) -> Costs:
 
 
 def interval(save_s: float, mtbf_s: float) -> float:
-    """Return the seconds of training between two saves that lose the least time.
+    """Return the training time between two saves that minimizes the lost time, in seconds.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
-    Systems 22 (2006), equation 37; its first term is J. W. Young's (Communications of the ACM 17, 1974).
+    Systems 22 (2006), equation 37. Its first term is due to J. W. Young (Communications of the ACM 17, 1974).
     """
     ratio = save_s / (2 * mtbf_s)
     if ratio >= 1:
@@ -57,9 +62,9 @@ def interval(save_s: float, mtbf_s: float) -> float:
 
 
 def kept(interval_s: float, save_s: float, mtbf_s: float) -> float:
-    """Return the share of the time that goes to steps that count, where failures are as likely at any time.
+    """Return the fraction of the time that is spent on steps that aren't lost, with a constant failure rate.
 
-    Daly's complete cost function, with restarts of no time.
+    Daly's complete cost function, with restarts that take no time.
     """
     lost = (interval_s + save_s) / mtbf_s
     return interval_s / mtbf_s * math.exp(-lost) / -math.expm1(-lost)

@@ -1,4 +1,4 @@
-"""`placement.strategy: fastest`: the strategy whose step takes the least time here, measured before the run starts."""
+"""`placement.strategy: fastest` picks the strategy with the shortest step on this machine, measured before the run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,10 +23,10 @@ _LARGEST: Final = 1 << 18  # bytes of a config.yaml
 
 
 def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, str]:
-    """Return the configuration under the fastest strategy, with what it is predicted to take, and words on the choice.
+    """Return the configuration with the fastest strategy and its prediction, and a message about the choice.
 
-    A run that goes on keeps the one that was measured for so many processes. UsageError where nothing fits. `tell` is
-    called with what is measured.
+    A resumed run keeps the strategy that was measured before, if it was measured for the same number of processes.
+    `tell` is called with each placement that is measured. Raises UsageError if no strategy fits into memory.
     """
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
@@ -53,22 +53,25 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
 
 
 def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
-    """Return what was measured for the run that this start goes on with, if it was for so many processes."""
+    """Return the prediction of the run that this start resumes.
+
+    Returns None if there is none, or if it was made for a different number of processes.
+    """
     file = _recorded_config(loaded.config.run)
     if file is None:
         return None
     try:
         values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
         predicted = PredictedConfig.model_validate(mapping_at(mapping_at(values, "run"), "predicted"))
-    except (OSError, ValueError):  # which cannot be read, or has none
+    except (OSError, ValueError):  # unreadable, or without a prediction
         return None
     return predicted if predicted.processes == count else None
 
 
 def _recorded_config(run: RunConfig) -> Path | None:
-    """Return the configuration of the run that goes on, None where none does.
+    """Return the configuration file of the run to resume, or None if a new run starts.
 
-    The run may be named, or one of its checkpoints.
+    `run.resume` can name the run folder or a checkpoint in it.
     """
     files: tuple[Path, ...] = ()
     if run.resume == "auto":

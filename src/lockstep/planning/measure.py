@@ -34,18 +34,20 @@ from lockstep.training.loop import take_step
 from lockstep.training.progress import Progress
 from lockstep.training.turn import Turn
 
-TIMED: Final = 5  # steps, of whose times the median is taken
-# Steps whose memory is looked at, of which the most counts: where peers are pretended, how long the exchanges of each
-# take, in steps. In a run they end at another time in each step, and what waits for them is held.
+TIMED: Final = 5  # steps; the median of their times counts
+# The steps whose memory is measured. The highest peak counts. With simulated peers, each number is the duration of the
+# communication relative to a step. In a real run it ends at a different time in each step, and buffers are held until
+# then.
 _LATE: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a rank: the bytes that are `held` between two steps, and at most in one.
+    """The figures of a rank. `held` is the memory between two steps and `peak` the maximum during a step, in bytes.
 
-    `seconds` is the time of a step, input not included. Where peers are pretended it is that of a link of the given
-    speed and of cores of its own, and `sent` bytes in so many `messages` are what a step sends.
+    `seconds` is the time of a step without loading the input. `sent` is the number of bytes that a step sends, in
+    `messages` messages. With simulated peers, the time is that of a link with the given speed, if each rank has cores
+    for itself.
     """
 
     held: int
@@ -56,11 +58,12 @@ class Figures:
 
 
 def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """Be a rank, and write its figures to the folder; `rendezvous` is of one process where peers are pretended.
+    """Run a rank, and write its figures to `folder`.
 
-    One that was spawned has the recipe to make real.
+    With simulated peers, `rendezvous` has a single process. A spawned process gets no `ready` and opens the recipe
+    itself.
     """
-    gc.freeze()  # collections, before each look at memory, leave out what is there by now: 0.25 s each
+    gc.freeze()  # the collections before each measurement skip existing objects, which saves 0.25 s each
     with ExitStack() as held:
         session = held.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
         traffic = None
@@ -74,16 +77,19 @@ def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, ren
 
 
 def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figures:
-    """Let this rank do steps with the recipe's first batch: its memory is counted from before the model is built on."""
+    """Take steps with the first batch of the recipe, and return the figures of this rank.
+
+    Memory is counted from before the model is built.
+    """
     memory = _Memory(world.device)
     engine, do = _started(prepared, world)
     digested = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
     digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if digested else None
     with traffic or nullcontext():
-        do()  # which makes the optimizer's state
+        do()  # creates the optimizer state
         held = memory.now()
         before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
-        do(digests)  # which makes their keys
+        do(digests)  # creates the keys of the digests
         after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
         sent, messages = after[0] - before[0], after[1] - before[1]
         seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
@@ -97,11 +103,11 @@ def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figure
 
 
 def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
-    """As `work`, be the one rank, and write how many seconds training waits for a save to the folder."""
+    """Like `work`, but write the seconds that training waits for a save. There is only one rank."""
     found = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         engine, do = _started(_prepared(resolved, ready), world)
-        do()  # which makes the optimizer's state
+        do()  # creates the optimizer state
         checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
         for _ in range(TIMED):
             began = time.perf_counter()
@@ -115,12 +121,12 @@ def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvou
 
 
 def _prepared(resolved: Resolved, ready: Setup | None) -> Prepared:
-    """Return what is to be started; a spawned process, without `ready`, opens the recipe itself."""
+    """Return the recipe with its placement. A spawned process has no `ready`, so it opens the recipe itself."""
     return Prepared(resolved, ready or open_unplaced(resolved.loaded))
 
 
 def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
-    """Start the engine of this rank; return it, and what lets it do a step with the recipe's first batch."""
+    """Start the engine of this rank. Return it, and a function that takes a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
 
@@ -131,7 +137,7 @@ def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., No
 
 
 class _Memory:
-    """The bytes of a device that are in use beside what was before: by torch's allocator, or the C library."""
+    """The memory in use on a device, in bytes: from torch's CUDA allocator, or from the C library on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

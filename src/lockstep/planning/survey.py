@@ -1,4 +1,4 @@
-"""Which placements of a recipe are legal, and what a rank of each takes."""
+"""Finds the legal placements of a recipe and measures a rank of each."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -30,17 +30,17 @@ from lockstep.setup.resolved import Resolved
 from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import names
 
-LINK: Final = 1e9  # bytes a second
-REAL: Final = 8  # ranks that are run on a CPU at once, or as many as it has cores
-Tell = Callable[[str], None]  # takes a line on what is measured now
-_SINGLE, _MESH = "single", "mesh"  # which without options is ddp
+LINK: Final = 1e9  # bytes per second
+REAL: Final = 8  # ranks that a CPU can run at once; with more cores, one per core
+Tell = Callable[[str], None]  # called with a line about the current measurement
+_SINGLE, _MESH = "single", "mesh"  # mesh without options is the same as ddp
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the placements are for: the `memory` of a rank, in bytes, and its `link`, in bytes that it sends a second.
+    """The machine to plan for: the `memory` of a rank in bytes, and the speed of its `link` in bytes sent per second.
 
-    None is what was not said: without a link the ranks are to run on this machine, and share its cores.
+    Both can be None. Without a link, the ranks run on this machine and share its cores.
     """
 
     memory: int | None = None
@@ -49,14 +49,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement, and the figures of its largest rank; without them `reason` says why there are none.
+    """A placement with the figures of its largest rank, or with the reason why it has no figures.
 
-    They are of a rank whose peers were `pretended`, or of all ranks.
+    `pretended` tells whether the peers of the measured rank were simulated. Otherwise, all ranks ran.
     """
 
     strategy: str
     processes: int
-    words: str = ""  # that choose it
+    words: str = ""  # the overrides that select this placement
     figures: Figures | None = None
     pretended: bool = False
     reason: str = ""
@@ -64,14 +64,14 @@ class Placed:
     costs: Costs = field(default_factory=Costs)
 
     def fits(self, machine: Machine) -> bool | None:
-        """Whether a rank has room; None where that is not known."""
+        """Return whether a rank has enough memory, or None if that isn't known."""
         if self.figures is None or machine.memory is None:
             return None
         return self.figures.peak <= machine.memory
 
 
 def as_predicted(row: Placed) -> PredictedConfig:
-    """Return what a run on a measured placement is compared with at its end."""
+    """Return the prediction with which a run on a measured placement is compared at its end."""
     assert row.figures is not None
     strategy = parse(row.strategy, "").values
     return PredictedConfig(
@@ -90,21 +90,22 @@ def survey(
     machine: Machine,
     tell: Tell,
 ) -> list[Placed]:
-    """Measure each of the strategies on each number of processes; none given are all that promise the same bits.
+    """Measure each strategy on each number of processes.
 
-    Of these one that unpickles what it receives is left out: nobody asked for it. `ready` is what
-    `made_ready` returned. `tell` is called with what is measured.
+    If `strategies` is empty, all strategies that promise the same bits are measured, except for strategies that
+    unpickle received data. `ready` is the result of `made_ready`. `tell` is called with each placement that is
+    measured.
     """
     pairs = _pairs(loaded, strategies, counts)
     return [_placed(each, processes, loaded, ready, machine, tell) for each, processes in pairs]
 
 
 def made_ready(loaded: Loaded) -> Setup:
-    """Check what all placements have in common, and make it real for the processes that are forked from this one.
+    """Run the checks that all placements share, and open the recipe for the processes that are forked from this one.
 
     A mistake in the recipe raises UsageError.
     """
-    torch.set_num_threads(1)  # forked workers must not inherit a pool of threads
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     ready = open_unplaced(loaded)
     import_for_all()
     return ready
@@ -113,7 +114,7 @@ def made_ready(loaded: Loaded) -> Setup:
 def _pairs(
     loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int]
 ) -> Iterator[tuple[StrategyConfig, int]]:
-    """Yield what is to be measured. On one process all strategies are `single`."""
+    """Yield the placements to measure. On one process, all strategies are the same, so only `single` is measured."""
     given = [*strategies]
     if not given:
         exact = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
@@ -124,18 +125,18 @@ def _pairs(
 
 
 def _is_exact(placement: Placement) -> bool:
-    """Return whether a strategy promises the same bits, and unpickles nothing."""
+    """Return whether a strategy promises the same bits and doesn't unpickle received data."""
     _, strategy = find_strategy(placement, 2)
     return strategy.traits.exactness == "bits" and not strategy.traits.unpickles
 
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
-    """Return a configuration under another strategy, on so many processes, without audits and loader processes."""
+    """Return a configuration with this strategy and number of processes, without audits and loader workers."""
     return with_strategy(loaded, strategy, processes).changed("placement", {"audit_every": None, "workers": 0})
 
 
 def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
-    """Return a configuration under another strategy, on so many processes."""
+    """Return a configuration with this strategy and number of processes."""
     return loaded.changed("placement", {"strategy": strategy, "processes": processes})
 
 
@@ -162,13 +163,13 @@ def _placed(
 
 
 def _measured(resolved: Resolved, ready: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
-    """Return the figures of the largest rank, whether its peers were pretended, and why there are none.
+    """Return the figures of the largest rank, whether its peers were simulated, and the reason if there are none.
 
-    One rank alone comes first: all of them may be more than this machine has room for.
+    First a single rank runs with simulated peers, because this machine may not have enough memory for all ranks.
     """
     processes, most, alone = resolved.processes, _at_once(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
-    if not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync":  # which compares layers
+    if not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync":  # sync compares ranks' layers
         tell(name)
         alone, reason = largest(resolved, ready, machine.link or LINK)
         few = alone is not None and 1 < processes <= most and alone.peak <= room(resolved.placement, processes)
@@ -184,7 +185,7 @@ def _measured(resolved: Resolved, ready: Setup, machine: Machine, tell: Tell) ->
 
 
 def _at_once(placement: Placement) -> int:
-    """Return how many ranks are run on this machine: one on each card, unless they exchange by gloo."""
+    """Return the number of ranks that can run on this machine: one per GPU, unless the ranks communicate with gloo."""
     cards = _cards(placement)
     return cards if cards and placement.backend != "gloo" else max(REAL, usable_cores())
 
@@ -194,19 +195,19 @@ def _cards(placement: Placement) -> int:
 
 
 def room(placement: Placement, processes: int) -> int:
-    """Return the bytes that each of so many ranks may have here: of its card, else an equal part of what is free."""
+    """Return the bytes of memory for each rank on this machine: of its GPU, or an equal share of the free memory."""
     if cards := _cards(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
-        return int(least) // -(-processes // cards)  # ranks may share a card
+        return int(least) // -(-processes // cards)  # ranks may share a GPU
     found = host.memory()
     free, limit = found["free"] or 0, found["limit"]
     return min(free, free if limit is None else limit) // processes
 
 
 def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figures | None, str]:
-    """Let a rank of a placement work whose peers are pretended, behind a `link`, or all of them where that is None.
+    """Measure one rank with simulated peers behind a `link`, or all ranks if `link` is None.
 
-    Return the largest figures of any, or why there are none.
+    Return the largest of each figure over the ranks, or the reason why there are none.
     """
     ranks = 1 if link else resolved.processes
     found, reason = _results(partial(work, resolved, link or LINK), ready, resolved, ranks)
@@ -216,9 +217,9 @@ def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figur
 
 
 def save_seconds(loaded: Loaded, ready: Setup) -> float:
-    """Return how long training waits for a save on the disk of the run folder, by one process: the files are the same.
+    """Return the seconds that training waits for a save to the disk of the run folder.
 
-    UsageError where one process cannot.
+    A single process is measured, because it writes the same files. Raises UsageError if it can't run.
     """
     resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     place = Path(resolved.run.dir or ".").absolute()
@@ -236,7 +237,10 @@ def _results(
     ranks: int,
     disk: Path | None = None,
 ) -> tuple[list[Any], str]:
-    """Return what ranks wrote into a folder, on a `disk`, that `body` is given; nothing, and why, after a failure."""
+    """Return the JSON values that the ranks wrote to a temporary folder, which is passed to `body`.
+
+    The folder is on `disk` if it is set. After a failure, the list is empty and the text gives the reason.
+    """
     with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
         folder = Path(name)
         code, text = in_workers_silently(partial(body, folder), ready, resolved.placement, ranks)

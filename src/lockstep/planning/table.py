@@ -1,4 +1,4 @@
-"""A survey as a table, and the best of it."""
+"""A survey as a table, and its best placement."""
 
 import json
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save ever
 
 
 def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
-    """Return the rows, the best first: those that are not known not to fit, by what a step takes."""
+    """Return the rows sorted by step time. Rows that don't fit, and then rows without figures, come last."""
     return sorted(rows, key=lambda row: (row.figures is None, row.fits(machine) is False, row.seconds or 0.0))
 
 
 def draw(rows: Sequence[Placed], machine: Machine) -> Table:
-    """Return the measured rows as a table."""
+    """Return a table of the measured rows."""
     table = Table(box=None, pad_edge=False, header_style="")
     measured = [row for row in rows if row.figures is not None]
     asked = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured)]
@@ -34,7 +34,10 @@ def draw(rows: Sequence[Placed], machine: Machine) -> Table:
 
 
 def refused(rows: Sequence[Placed]) -> list[str]:
-    """Return a line for each strategy without figures on some numbers of processes: on which, and why on the first."""
+    """Return a line for each strategy that couldn't be measured on some numbers of processes.
+
+    It has these numbers, and the reason for the first of them.
+    """
     without: dict[str, list[Placed]] = {}
     for row in rows:
         if row.figures is None:
@@ -47,12 +50,12 @@ def refused(rows: Sequence[Placed]) -> list[str]:
 
 
 def best(rows: Sequence[Placed], machine: Machine) -> Placed | None:
-    """Return the first row that is not known not to fit."""
+    """Return the first row that isn't known not to fit."""
     return next((row for row in rows if row.figures is not None and row.fits(machine) is not False), None)
 
 
 def to_json(rows: Sequence[Placed], machine: Machine) -> str:
-    """Return all that was found."""
+    """Return the whole survey as JSON."""
     content = [{**asdict(row), "fits": row.fits(machine)} for row in rows]
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
 
@@ -70,7 +73,7 @@ def _cost(key: str, value: float) -> str:
 def _cells(row: Placed, machine: Machine) -> list[str]:
     figures = row.figures
     assert figures is not None
-    counted = figures.messages or row.processes == 1  # where peers were pretended, if only at first
+    counted = figures.messages or row.processes == 1  # messages are only counted with simulated peers
     sends = f"{size(figures.sent)}, {figures.messages}" if counted else ""
     fits = {None: "", True: "yes", False: f"no, by {size(figures.peak - (machine.memory or 0))}"}[row.fits(machine)]
     step = f"{row.seconds:.3g} s"

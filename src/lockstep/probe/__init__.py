@@ -1,1 +1,1 @@
-"""What of the user's code would make the numbers depend on the placement."""
+"""Checks whether anything in the user's code makes the numbers depend on the placement."""

@@ -1,4 +1,4 @@
-"""From facts about the user's own code to what is wrong with it, in words: nothing here runs anything."""
+"""Turns facts about the user's code into findings in words. Nothing in this module runs the code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,17 +28,20 @@ MEAN_LOSS: Final = "a loss that is a mean"
 NO_SUM: Final = "a loss that is no sum over samples"
 UNUSED: Final = "unused parameters"
 
-# What makes a forward pass differ from one process to another, the most certain first.
+# Reasons for a forward pass to differ between processes, most certain first.
 OF_FORWARD: Final = (
     *(RANKED, GLOBALS, UNREPEATABLE, FOREIGN_RANDOMNESS),
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
-_CLOSE: Final = 1e-3  # sums of a loss over a micro-batch agree much better, and a mean is off by its whole size
+_CLOSE: Final = 1e-3  # relative; two sums of the same losses are much closer, and a mean is much further away
 
 
 class RandomSample(NamedTuple):
-    """A sample that was not the same when fetched again, or `by_rank` as another rank; `what` of it, in words."""
+    """A sample that differs when it is fetched again, or as a different rank if `by_rank` is set.
+
+    `what` names the part of the sample that differs.
+    """
 
     part: str
     number: int
@@ -47,7 +50,7 @@ class RandomSample(NamedTuple):
 
 
 class LossFact(NamedTuple):
-    """The loss of so many samples together, and the sum of the losses of each alone."""
+    """The loss of several samples computed together, and the sum of their losses computed one by one."""
 
     samples: int
     together: float
@@ -56,42 +59,43 @@ class LossFact(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What probes on one process saw of data, model and loss. Names are those of a single process."""
+    """Everything that the probes observed about the data, model and loss, in a single process."""
 
     buffers: Sequence[str] = ()
-    # Buffers that forward changes though they are no torch BatchNorm's, with the class of their module; and those of
-    # them that end as something else if fewer micro-batches have gone by.
+    # Buffers outside torch's BatchNorm that forward changes, with the class of their module. `counting_buffers` has the
+    # buffers among them whose final value differs without the first micro-batch.
     changed_buffers: Mapping[str, str] = field(default_factory=dict)
     counting_buffers: Sequence[str] = ()
-    changed_weights: Sequence[str] = ()  # parameters that forward changes; looked for only where nothing else explains
-    attributes: Mapping[str, str] = field(default_factory=dict)  # those that forward changes, and how
+    changed_weights: Sequence[str] = ()  # parameters that forward changes, checked only if nothing else explains it
+    attributes: Mapping[str, str] = field(default_factory=dict)  # attributes that forward changes, and how
     variables: Mapping[str, str] = field(default_factory=dict)  # globals that forward changes, and how
     streams: Sequence[str] = ()  # generators that forward draws from: Python's, NumPy's
     unused: Sequence[str] = ()  # parameters that got no gradient
     random_samples: Sequence[RandomSample] = ()
     loss: LossFact | None = None
-    repeated: str = ""  # what is another when the same is computed again from the same beginning
-    alone: str = ""  # what is another when a micro-batch is computed without the one before it
-    by_rank: str = ""  # what is another when this process is another rank
-    reads: Mapping[str, str] = field(default_factory=dict)  # what else is read (_probe_witness.py), and in which line
-    evaluation: str = ""  # what of a batch's evaluation depends on the batch before it
-    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # as `reads`, in evaluation
-    traits: Sequence[str] = ()  # what may depend on the strategy (traits.py); looked for by verify alone
+    repeated: str = ""  # what differs when the same micro-batch is computed again from the same state
+    alone: str = ""  # what differs when a micro-batch is computed without the previous micro-batch
+    by_rank: str = ""  # what differs when this process poses as a different rank
+    reads: Mapping[str, str] = field(default_factory=dict)  # other inputs of the code (witness.py), with the line
+    evaluation: str = ""  # the part of an evaluation that depends on the previous batch
+    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # like `reads`, but in evaluation
+    traits: Sequence[str] = ()  # properties that may depend on the strategy (traits.py), checked only by verify
     refused: str = ""  # torch's message about an operation without a deterministic kernel
-    # Lines of the user's code, by what stands there: model, loss, data, training, validation (what fetches a sample),
-    # kernel (the operation refused), names of buffers, attributes and variables.
+    # Lines of the user's code. The keys are model, loss, data, training and validation (the code that fetches samples),
+    # kernel (the operation without a deterministic kernel), and the names of buffers, attributes and variables.
     places: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, *names: str) -> str:
-        """Return where the first of these that has a place stands: ` (net.py:12)`."""
+        """Return the first known code location among these names, as in ` (net.py:12)`, or an empty string."""
         found = [self.places[name] for name in names if self.places.get(name)]
         return f" ({found[0]})" if found else ""
 
 
 def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
-    """Return what is wrong, or worth knowing, with the user's own code; `departed` in training, on some placement.
+    """Return the faults and remarks about the user's code.
 
-    That makes a fault of what was drawn from generators that nobody seeds, seldom as it may matter.
+    `departed` tells whether training gave different numbers on some placement. If it did and no other fault explains
+    it, draws from generators that Lockstep doesn't seed count as a fault too.
     """
     found = _all_findings(probed)
     unexplained = departed and not any(each.fault for each in found)
@@ -144,7 +148,7 @@ def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{probed.refused}; use another one"
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
-    # What a global counts makes each call another one; without a clock in sight there is nothing else to explain.
+    # A counter in a global variable changes each call. Unless the code reads a clock, it explains the difference.
     elif probed.repeated and not (probed.variables and not _clocks(probed)):
         text = (
             f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
@@ -179,10 +183,11 @@ def _read(probed: ProbeResult, names: Sequence[str]) -> str:
 
 
 def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
-    """Whatever a forward pass leaves behind is a fault once the next one depends on it."""
+    """State that a forward pass leaves behind is a fault if the result of the next forward pass depends on it."""
     depends = bool(probed.alone)
     if probed.streams:
-        caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]  # drawn once, seen no more
+        # A cached function draws only in its first call, which the witness didn't see.
+        caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]
         places = [(name, probed.reads.get(name)) for name in probed.streams]
         drawn = [f"{name} random generator{f' ({place})' if place else probed.at(*caches)}" for name, place in places]
         text = (
@@ -223,7 +228,7 @@ def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
-    """List what was changed, how and where: `forwards (0 -> 2, net.py:12)`."""
+    """List the changes with their values and code locations: `forwards (0 -> 2, net.py:12)`."""
     found = []
     for name, change in changed.items():
         place = probed.places.get(name)
@@ -266,7 +271,7 @@ def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
-    """Whether one of the buffers depends on how many micro-batches, or which, have gone by: caches do not."""
+    """Return whether the final value of one of the buffers depends on earlier micro-batches. For caches it doesn't."""
     return any(name in probed.counting_buffers for name in names)
 
 
@@ -304,7 +309,7 @@ def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"with reduction='sum', or one value for each sample, as with reduction='none'"
         )
         yield CodeFinding(MEAN_LOSS, True, text)
-    elif not probed.repeated:  # else it is another at each call, whatever the samples
+    elif not probed.repeated:  # a loss that differs in each call can't be judged
         text = (
             f"{figures}: it is no sum over samples, so which samples share a micro-batch decides the result; that is "
             f"the recipe's, and so the same on every placement, but microbatches=1 computes something else"

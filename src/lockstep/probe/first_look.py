@@ -1,7 +1,7 @@
-"""A look at the user's own code beside the start of a run: warns of what would make its numbers depend on placement.
+"""Checks the user's code while the run starts, and warns if its numbers would depend on the placement.
 
-It is the probe of `lockstep verify` (probe/probe.py) on a few samples, in a process of its own: it advances
-generators, globals and the state of models and data, of which the run must see nothing.
+This is the probe of `lockstep verify` (probe/probe.py) with a few samples. It changes generators, global variables and
+the state of models and datasets, so it runs in a separate process and leaves the run untouched.
 """
 
 import fcntl
@@ -35,8 +35,8 @@ from lockstep.setup.user_code import import_paths
 
 NOT_LOOKED: Final = "not looked at"
 
-_PATIENCE_S: Final = 10.0  # of a run that could train already
-_PARAMETERS: Final = 250_000_000  # of a model of which this host has memory for some copies beside the run
+_PATIENCE_S: Final = 10.0  # the time that a run waits for the check before it trains
+_PARAMETERS: Final = 250_000_000  # of the largest model that is checked; a check needs memory for several copies
 _PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
 _PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
 
@@ -45,10 +45,10 @@ Look = Callable[[], list[CodeFinding]]
 
 @contextmanager
 def first_look(ready: Setup) -> Iterator[Look]:
-    """Begin to look at model, loss and data while the block runs; what is yielded returns the faults once found.
+    """Start to check model, loss and data in the background, and yield a function that returns the faults.
 
-    Models and data of Lockstep are known to be clean, and models of timm and torchvision that consist of plain layers.
-    The process is forked here, so there is no process group yet.
+    Models and data of Lockstep aren't checked. Nor are models that consist of plain layers of known libraries, such as
+    timm and torchvision. The process is forked here, so enter this context before there is a process group.
     """
     if is_known(ready):
         yield list
@@ -71,16 +71,17 @@ def first_look(ready: Setup) -> Iterator[Look]:
 
 
 def is_known(ready: Setup) -> bool:
-    """Return whether model, loss and data are all Lockstep's own."""
+    """Return whether the model, loss and data are all part of Lockstep."""
     model = ready.recipe.model
     return not import_paths(ready.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return whether a model is made of plain layers: of libraries known to be clean, without hooks or running state.
+    """Return whether a model consists of plain layers: from known libraries, without hooks or running state.
 
-    Buffers of BatchNorm and InstanceNorm are Lockstep's to keep; others of these libraries are tables, unless they are
-    saved floats. spectral_norm comes as a hook or as a parametrization.
+    Lockstep takes care of the buffers of BatchNorm and InstanceNorm. Other buffers of these libraries are constant
+    tables, unless they are floating-point and saved in the state dict. spectral_norm is recognized by its hook or its
+    parametrization.
     """
     return all(
         type(module).__module__.partition(".")[0] in _PLAIN
@@ -117,20 +118,20 @@ def _not_looked(reason: str) -> CodeFinding:
 
 
 def _look(ready: Setup, sending: Connection) -> None:
-    """Be the process that looks."""
+    """Run the check in the forked process."""
     die_with_parent()
-    for number in stopping():  # sent to the whole group; the run decides
+    for number in stopping():  # signals go to the whole process group, and the run handles them
         signal.signal(number, signal.SIG_IGN)
     _fall_silent()
     _open_files_anew()
-    torch.set_num_threads(1)  # the threads of a pool did not come along
+    torch.set_num_threads(1)  # a fork doesn't copy the threads of a pool
     not_a_rank()
     answer: dict[str, Any]
     try:
         answer = {"found": [(each.culprit, each.text) for each in _faults(ready)]}
-    except LockstepError:  # the run will report it
+    except LockstepError:  # the run reports the error
         answer = {"found": []}
-    except Exception as error:  # a stranger's code may raise anything
+    except Exception as error:  # user code can raise any exception
         answer = {"failed": f"{type(error).__name__}: {error}"}
     sending.send_bytes(json.dumps(answer).encode())
 
@@ -139,12 +140,12 @@ def _faults(ready: Setup) -> list[CodeFinding]:
     paths = import_paths(ready.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(on_meta(ready.blank))
     found = findings(quick_facts_of(ready, samples="data" in paths, forward=forward))
-    # torch itself refuses what has no deterministic kernel, on the device that the run is on.
+    # torch raises an error for an operation without a deterministic kernel, on the device of the run.
     return [each for each in found if each.fault and each.culprit != NOT_DETERMINISTIC]
 
 
 def _fall_silent() -> None:
-    """Print nothing: the run reports all of it again."""
+    """Redirect stdout and stderr to /dev/null. The run prints the same messages itself."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(nowhere, number)
@@ -152,8 +153,8 @@ def _fall_silent() -> None:
 
 
 def _open_files_anew() -> None:
-    """Give this process offsets of its own in the files that it reads: the run's data set may have them open too."""
-    with suppress(FileNotFoundError):  # no Linux
+    """Reopen regular files that are open for reading, since a fork shares file offsets with the run."""
+    with suppress(FileNotFoundError):  # not on Linux
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 _open_anew(int(name))

@@ -1,9 +1,11 @@
-"""Looks at the user's data, model and loss in one process, before any placement runs.
+"""Checks the user's data, model and loss in a single process, before any placement runs.
 
-A micro-batch must give the same whatever was computed before it and whoever computes it. So two micro-batches are
-computed by a fresh copy of the model, the second of them alone by another, the first by a third which believes to be
-another rank; what forward left behind is looked for in attributes, buffers, generators and globals. It advances all of
-these, so it wants a process of its own.
+A micro-batch must give the same result on every rank, regardless of the micro-batches that were computed before it. To
+check this, the probe computes two micro-batches with a fresh copy of the model. A second copy computes only the second
+micro-batch, and a third copy computes the first micro-batch while the process poses as a different rank. The probe also
+compares the attributes, buffers, generators and global variables before and after the forward passes.
+
+The probe changes all of this state, so run it in a separate process.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,20 +46,20 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint.tensorfile import digest
 
-_SAMPLES: Final = 8  # fetched twice, of each part
-_FEW: Final = 4  # the same, and of a micro-batch, for a quick look
-_LARGE: Final = 1 << 14  # numbers in a sample, of which fewer are computed
-_LOSS_SAMPLES: Final = 32  # whose loss is taken one by one
+_SAMPLES: Final = 8  # to fetch twice, from each split
+_FEW: Final = 4  # the same for a quick check, and the samples of its micro-batches
+_LARGE: Final = 1 << 14  # elements of a sample; a quick check computes fewer samples above this size
+_LOSS_SAMPLES: Final = 32  # samples whose loss is computed one by one
 _DRAWN: Final = "random draws"
 _NO_KERNEL: Final = "does not have a deterministic implementation"
 
 T = TypeVar("T")
-Computed = Mapping[str, str]  # digests: of the loss, and of gradients by parameter
+Computed = Mapping[str, str]  # digests of the gradients by parameter name, and of the loss under ""
 
 
 @dataclass(frozen=True)
 class _Look:
-    """How to look: what builds the model, what it computes and how."""
+    """The settings of a probe: how to build the model, the micro-batches to compute, and the precision."""
 
     build: Callable[[], nn.Module]
     given: Sequence[MicroBatch]
@@ -66,7 +68,7 @@ class _Look:
 
 
 def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
-    """Look at data, model and loss of a recipe, as its run will compute them."""
+    """Check the data, model and loss of a recipe with the device and precision of its run."""
     samples = random_samples(ready, _SAMPLES)
     traits = ModelTraits()
     build = traits.watching(ready.problem.build_model)
@@ -77,15 +79,15 @@ def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
 
 
 def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
-    """Look at `samples` of the data and at the `forward` pass of model and loss: at a few, in float32 on the CPU.
+    """Check a few `samples` of the data and the `forward` pass of model and loss, in float32 on the CPU.
 
-    What only the backward pass or another device would show it does not see.
+    Problems that only show up in the backward pass or on a different device are not found.
     """
     found = random_samples(ready, _FEW) if samples else []
     if not forward:
         return ProbeResult(random_samples=found, places=_places(ready))
     recipe, device = ready.recipe, torch.device("cpu")
-    numbers = sum(tensor[0].numel() for tensor in tensors_of(ready.problem.example))  # of a sample
+    numbers = sum(tensor[0].numel() for tensor in tensors_of(ready.problem.example))  # in a sample
     few_samples = 2 if numbers > _LARGE else _FEW
     batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
     few = replace(
@@ -96,7 +98,7 @@ def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
 
 
 def random_samples(ready: Setup, count: int) -> list[RandomSample]:
-    """Fetch some samples of both parts twice, and once as another rank, and return those that differ."""
+    """Fetch some samples of both splits twice, and once as a different rank. Return the samples that differ."""
     seed = ready.recipe.seed
     length = len(ready.data.train)
     order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
@@ -110,10 +112,13 @@ def random_samples(ready: Setup, count: int) -> list[RandomSample]:
 
 
 def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
-    """Fetch the first and the last item of a loop's dataset twice; return how its method `fetching` is at fault."""
+    """Fetch the first and last item of a loop's dataset twice, and return the findings if they change.
+
+    `fetching` is the method that fetches an item. The findings name its location.
+    """
     try:
         changing = [*_random("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
-    except TrainingError:  # a file that cannot be read: training says so, if it ever comes to it
+    except TrainingError:  # an unreadable file; training reports it once it reads the item
         return []
     return findings(ProbeResult(random_samples=changing, places={"data": user_code.place_of(fetching)}))
 
@@ -121,7 +126,7 @@ def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
 def _random(
     part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
 ) -> Iterator[RandomSample]:
-    _digests_of(split, indices[:1], draw)  # what a dataset builds for its first item may draw
+    _digests_of(split, indices[:1], draw)  # a dataset may draw random numbers when it fetches its first item
     first = _digests_of(split, indices, draw)
     again = _digests_of(split, indices[::-1], draw)[::-1]
     by_rank = among_ranks and first == again
@@ -132,14 +137,14 @@ def _random(
 
 
 def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
-    """Return what `compute` returns as rank 1 of 2, or `otherwise`, which says nothing, where it raises an error.
+    """Return the result of `compute` as rank 1 of 2, or `otherwise` if it raises an exception.
 
-    What waits for other ranks would find none; that it fails for want of them is no wrong result.
+    Code that waits for other ranks fails, since there are none. This doesn't mean that its result is wrong.
     """
     try:
         with as_rank(1, 2):
             return compute()
-    except Exception:  # a stranger's code may raise anything
+    except Exception:  # user code can raise any exception
         return otherwise
 
 
@@ -164,7 +169,7 @@ def _run_probe(ready: Setup, device: torch.device, look: _Look, samples: Sequenc
 
 @final
 class _Probe:
-    """Fresh copies of a model, and micro-batches for them."""
+    """Builds fresh copies of the model and computes micro-batches with them."""
 
     def __init__(self, ready: Setup, device: torch.device, look: _Look) -> None:
         self._ready = ready
@@ -175,7 +180,7 @@ class _Probe:
         self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
-        """Compute, and say what was seen."""
+        """Compute the micro-batches and return the observations."""
         model, first, second = self._fresh(), self._look.given[0], self._look.given[-1]
         kinds = {type(module) for module in model.modules()}
         before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
@@ -196,22 +201,22 @@ class _Probe:
         counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
         depends = _first_difference(two, alone) if second is not first else ""
         explained = attributes or variables or drawn or counting or repeated
-        # A cache is state only where something else than the inputs went into it, or comes of it.
+        # A cache is only state if it depends on more than the inputs, or if results depend on it.
         if not (depends or drawn or repeated):
             variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
         norms = before.norm_changes(after) if depends and not explained else []
         changed, counting = [*changed, *norms], [*counting, *norms]
         moved = self._weight_changes() if depends and not (explained or norms) else []
-        evaluated = self._look.backward and not (depends or repeated)  # else training explains it
+        evaluated = self._look.backward and not (depends or repeated)  # otherwise the training pass explains it
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
         own = [kind for kind in kinds if kind.__module__ in self._modules]
-        if len(own) == 1:  # nearer than the function that builds the model
+        if len(own) == 1:  # more precise than the function that builds the model
             places["model"] = user_code.place_of(own[0])
         by_rank = "" if repeated else _first_difference(one, elsewhere)
         read: dict[str, str] = {}
         reads = _as_another_rank(lambda: self._reads(first), read) if drawn or elsewhere != one else read
-        if by_rank and RANK not in reads and CLOCK in reads:  # it had not moved on between the first two
+        if by_rank and RANK not in reads and CLOCK in reads:  # the clock hadn't advanced between the first two passes
             repeated, by_rank = by_rank, ""
         return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
@@ -240,7 +245,10 @@ class _Probe:
         return [name for name, digest in weights(model).items() if digest != before[name]]
 
     def _evaluation(self) -> tuple[str, dict[str, str]]:
-        """Return what of a batch's evaluation depends on the batch before it, and what the code reads meanwhile."""
+        """Return the part of an evaluation that depends on the previous batch, and the reads that explain it.
+
+        Both are empty if the outputs for the second batch are the same with and without the first batch.
+        """
         first, second = self._look.given[0], self._look.given[-1]
         if self._evaluation_digest(self._fresh(), first, second) == self._evaluation_digest(self._fresh(), second):
             return "", {}
@@ -251,18 +259,18 @@ class _Probe:
 
     @torch.no_grad()
     def _evaluation_digest(self, model: nn.Module, *batches: MicroBatch) -> str:
-        """Evaluate batches one after the other; return the digest of the last one's outputs."""
+        """Evaluate the batches one after the other, and return the digest of the outputs for the last batch."""
         model.eval()
         torch.manual_seed(self._ready.recipe.seed)
         with autocast(self._look.precision, self._world.device):
             return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _fresh(self) -> nn.Module:
-        """Build the model; Python's and NumPy's generators are then in one state too."""
+        """Build the model. This also puts the generators of Python and NumPy in a fixed state."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._look.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
         computing = computing_in(model, self._numerics.dtype)
-        computing.train()  # of the user's own it may return nothing
+        computing.train()  # a custom train() may not return the model
         return computing
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
@@ -286,7 +294,7 @@ class _Probe:
 
     @torch.no_grad()
     def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:
-        """Take the loss of some samples together and one by one, of the same outputs."""
+        """Compute the loss of some samples together and one by one, from the same outputs."""
         outputs = self._outputs(model, microbatch)
         samples = min(microbatch.samples, _LOSS_SAMPLES)
 
@@ -298,14 +306,14 @@ class _Probe:
         return LossFact(samples, loss(slice(samples)), one_by_one)
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
-        """Return what building and computing read beside their inputs, and the line of the user's code that does."""
+        """Return everything that the code reads besides its inputs while it builds and computes, with the line."""
         with record_reads() as found:
             self._compute(self._fresh(), microbatch)
         return dict(found)
 
 
 def _places(ready: Setup) -> dict[str, str]:
-    """Return where the model's function, the loss and what fetches a sample of each part begin, as far as known."""
+    """Return the known code locations of the model, the loss, and the code that fetches samples of each split."""
     recipe = ready.recipe
     paths = user_code.import_paths(recipe)
     named = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
@@ -317,14 +325,14 @@ def _places(ready: Setup) -> dict[str, str]:
 
 
 def _fetching(split: Split) -> object:
-    """Return what gives the samples of a split of the user's own."""
+    """Return the function that fetches the samples of a custom split."""
     if isinstance(split, ImportedSplit):
         return type(split.dataset).__getitem__
     return type(split.split if isinstance(split, OwnSplit) else split).fetch
 
 
 def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return where the user's code changes attributes and buffers of a model, by their names."""
+    """Return the code locations that change these attributes and buffers of a model, by name."""
     found = {}
     for name in names:
         path, _, own = name.rpartition(".")
@@ -336,26 +344,29 @@ def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
-    """Return a digest of each tensor of these samples, by where it stands in one, and of what fetching it drew."""
+    """Return a mapping for each sample: digests of its tensors by path, and a digest of its random draws.
+
+    The random draws are only recorded for datasets whose items Lockstep seeds one by one.
+    """
     found = []
     for index in indices:
         leaves = with_paths(split.fetch(np.array([index]), draw))
         found.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
-        if isinstance(split, Items | ImportedSplit):  # for which generators are seeded, item by item
-            # An item that a dataset keeps once it is augmented has the values of the first time, but draws no more.
+        if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the generators for each item
+            # If a dataset caches an augmented item, the values stay the same, but fetching it draws nothing any more.
             found[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
     return found
 
 
 def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return what differs first of two samples, in words."""
+    """Return the first difference between two samples in words, or an empty string."""
     of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(one.keys() - {_DRAWN}) <= 2 else {}
     paths = [path for path in (*one, *other) if one.get(path) != other.get(path)]
     return {_DRAWN: _DRAWN, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _first_difference(one: Computed, other: Computed) -> str:
-    """Return what differs first, in words: the loss, or the gradient of a parameter."""
+    """Return the first difference in words, which is the loss or the gradient of a parameter."""
     for name in one.keys() | other.keys() if one.keys() != other.keys() else one:
         if one.get(name) != other.get(name):
             return f"gradient of {name}" if name else "loss"

@@ -1,4 +1,7 @@
-"""What a forward pass may leave behind, as texts that differ where it does: in a model, in generators, in globals."""
+"""State that a forward pass can leave behind in a model, in generators and in global variables.
+
+Each value is represented as a text that changes when the value changes.
+"""
 
 import random as python_random
 from collections import deque
@@ -17,27 +20,27 @@ from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
 from lockstep.training.checkpoint.tensorfile import digest
 
-CACHE: Final = "cache of"  # what a cached function is shown as
-SPECTRAL_NORM: Final = "spectral_norm"  # in place of the class of a module whose buffers are those of torch's
+CACHE: Final = "cache of"  # the text of a cached function begins with it
+SPECTRAL_NORM: Final = "spectral_norm"  # stands for the class of a module with torch's spectral_norm
 
-_DEPTH: Final = 4  # of containers and objects in attributes
-_BRIEF: Final = 24  # characters of a value that is shown
-_ITEMS: Final = 1_000  # of a container that are looked at; its length always is
-_BYTES: Final = 16 << 20  # of a tensor or an array in a global; a larger one is a data set
+_DEPTH: Final = 4  # nesting levels of containers and objects
+_BRIEF: Final = 24  # characters of the longest values that are shown in full
+_ITEMS: Final = 1_000  # of a container that are compared; its length always is
+_BYTES: Final = 16 << 20  # of a tensor or array; of a larger one, probably a dataset, only the shape is compared
 
 
 @final
 class ModelState:
-    """Digests of what a forward pass may leave behind in a model, other than in torch's BatchNorm layers."""
+    """Digests of the state that a forward pass can leave in a model, outside torch's BatchNorm layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
-        self.norms: dict[str, str] = {}  # of types that come from torch's BatchNorm: theirs may move them otherwise
+        self.norms: dict[str, str] = {}  # of subclasses of torch's BatchNorm, which may update them differently
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
-            norm = isinstance(module, nn.modules.batchnorm._NormBase)  # InstanceNorm is one too
+            norm = isinstance(module, nn.modules.batchnorm._NormBase)  # includes InstanceNorm
             if not (norm and type(module).__module__.startswith("torch.")):
                 kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
                 for name, buffer in module.named_buffers(recurse=False):
@@ -47,20 +50,20 @@ class ModelState:
                 self.attributes[prefix + name] = _format_value(value, _DEPTH)
 
     def buffer_changes(self, after: Self) -> list[str]:
-        """Return the names of the buffers that have another value in `after`."""
+        """Return the names of the buffers whose value differs in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def norm_changes(self, after: Self) -> list[str]:
-        """Return the same of those of types that come from torch's BatchNorm."""
+        """Like `buffer_changes`, for layers of a class that inherits from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def attribute_changes(self, after: Self) -> dict[str, str]:
-        """Return how attributes changed, by name: `0 -> 2`, or `a tensor`."""
+        """Return the changes of attributes by name: `0 -> 2`, or `a tensor`."""
         return _changes(self.attributes, after.attributes)
 
 
 class _Owner(NamedTuple):
-    """Who has a variable: a module, or a class of one; and where the variable's changes stand."""
+    """A variable of a module or class: its full name, its value, and a function that locates its changes."""
 
     name: str
     value: Any
@@ -69,9 +72,10 @@ class _Owner(NamedTuple):
 
 @final
 class Globals:
-    """What the modules of the user's own code keep in global variables, class attributes, functions and closures.
+    """The values of global variables and class attributes in the user's modules, and the state of their functions.
 
-    And in `scopes`: local variables by their names, and the function that has them.
+    The state of a function consists of its attributes, defaults and closure. `scopes` adds local variables: pairs of a
+    mapping of variables by name and the code of their function.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Globals:
         self._places = {each.name: each.place for each in found}
 
     def changes(self, after: Self) -> dict[str, str]:
-        """Return how they changed, by name."""
+        """Return the changes by name."""
         return _changes(self._values, after._values)
 
     @property
@@ -100,7 +104,7 @@ class Globals:
         return self._values
 
     def place(self, name: str) -> str:
-        """Return where in the user's code what bears this name is changed."""
+        """Return the code location that changes this variable, or an empty string."""
         return self._places[name]() if name in self._places else ""
 
 
@@ -126,8 +130,8 @@ def _class_attributes(kind: type) -> Iterator[_Owner]:
 
 
 def streams() -> dict[str, str]:
-    """Return the states of the usual generators that are not torch's, by their names."""
-    # NumPy's legacy generator, which np.random.rand and its kin draw from.
+    """Return the states of the default generators of Python and NumPy, by name."""
+    # NumPy's legacy generator, which np.random.rand and similar functions use.
     return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
 
 
@@ -137,13 +141,13 @@ def weights(model: nn.Module) -> dict[str, str]:
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
-    """Return whether the buffers of a module are those of torch's spectral_norm, either of the two."""
+    """Return whether a module has the buffers of torch's spectral_norm, in either implementation."""
     by_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
     return by_hook or isinstance(module, parametrizations._SpectralNorm)
 
 
 def change_of(before: str, after: str) -> str:
-    """Return how a value changed, from the texts of both: `0 -> 2`, or `a tensor`."""
+    """Return how a value changed, from its texts before and after: `0 -> 2`, or `a tensor`."""
     kind, other = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _BRIEF:
         return f"{before} -> {after}"
@@ -157,10 +161,10 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module's own code has set on it; torch's bookkeeping is in names that begin so."""
-    # Lockstep and other libraries wrap the forward on the instance.
+    """Yield the attributes that a module's own code has set, without the bookkeeping of torch."""
+    # Lockstep and other libraries wrap forward on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
-    # A weight that a hook of torch makes anew before each forward follows from its parameters and buffers.
+    # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward.
     made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
         torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
@@ -169,13 +173,13 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _lists_parameters(value: Any) -> bool:
-    """Return whether a value holds parameters, such as the `_flat_weights` of an RNN: the optimizer changes those."""
+    """Return whether a value holds parameters, such as `_flat_weights` of an RNN. The optimizer changes them."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(each, nn.Parameter) for each in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
-    """Write what a global holds; of an object of another's class, such as a logger, its type alone."""
+    """Return the text of a global variable. For an object of a foreign class, such as a logger, it is only the type."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
@@ -192,12 +196,12 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
 def _cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return None
 
 
 def _format_value(value: Any, depth: int) -> str:
-    """Write a value so that another state gives another text; what is unknown is its type alone."""
+    """Return a text that differs if the value differs. Beyond the depth limit it is only the type."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""What a model has that strategies which cut weights may compute in another way: strides, hooks, writes and calls."""
+"""Model properties that sharded strategies may compute differently: strides, hooks, in-place writes and calls."""
 
 import sys
 from collections import Counter
@@ -10,26 +10,26 @@ from typing import Any, Final, Self, final
 from torch import nn
 
 _CHECKPOINT: Final = "/torch/utils/checkpoint.py"
-_ACCUMULATING: Final = ("AccumulateGrad", "next_functions")  # how code comes to nodes that accumulate gradients
+_ACCUMULATING: Final = ("AccumulateGrad", "next_functions")  # code uses these names to get gradient accumulators
 _HOOKING: Final = ("register_hook", "register_prehook")
 
 
 @final
 class ModelTraits:
-    """Watches the forwards of models, and tells what in them may depend on the strategy.
+    """Watches the forward passes of models and reports properties that may depend on the strategy.
 
-    It changes no number: it adds hooks that only look.
+    Its hooks only observe, so the numbers stay the same.
     """
 
     def __init__(self) -> None:
         self._static: list[str] = []
         self._written: dict[str, None] = {}
         self._recomputed: dict[str, None] = {}
-        self._forwards: list[Counter[str]] = []  # calls of each module with parameters, by forward
+        self._forwards: list[Counter[str]] = []  # for each forward, the number of calls of each module with parameters
         self._versions: dict[str, tuple[int, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # hooks of a copied model report here too
+        return self  # the hooks of a copied model report to the same object
 
     def watching(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """Return a function that builds a model and watches it."""
@@ -42,7 +42,7 @@ class ModelTraits:
         return built
 
     def watch(self, model: nn.Module) -> None:
-        """Watch the forwards of this model from now on."""
+        """Watch all further forward passes of this model."""
         self._static = [*_static(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
@@ -51,7 +51,7 @@ class ModelTraits:
         model.register_forward_hook(self._end)
 
     def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
-        """Return what was found, the likeliest culprit first; `modules` are those of the user's code, by name."""
+        """Return the observations, likeliest cause first. `modules` are the user's modules, by name."""
         found = [
             f"{name} is written in the forward, and under a strategy that cuts weights the write is lost; leave "
             f"weights to the optimizer"
@@ -121,7 +121,7 @@ def _static(model: nn.Module) -> Iterator[str]:
 
 
 def _in_backward() -> bool:
-    """Return whether a checkpoint recomputes: the backward of its graph is under way."""
+    """Return whether a checkpoint is recomputing because its backward pass is running."""
     return any(name == "backward" or name == "unpack_hook" for name in _checkpoint_frames())
 
 
@@ -130,7 +130,7 @@ def _in_reentrant_checkpoint() -> bool:
 
 
 def _checkpoint_frames() -> list[str]:
-    """Return the names of the functions of torch's checkpoints that are running."""
+    """Return the names of the functions of torch's checkpointing that are on the call stack."""
     found, frame = [], sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):

@@ -1,7 +1,7 @@
-"""Sees where code reads what differs from one process or call to another: the clock, the rank, random generators.
+"""Records which lines read values that differ between processes or calls: clocks, ranks, random generators.
 
-Python reports each call to a profiler, and to a tracer each line of code that is no library's; that makes a forward
-pass several times slower, so they are asked only once there is something to explain.
+A Python profiler sees each call, and a tracer sees each line of code outside of libraries. Together they make a forward
+pass several times slower, so they only run if there is a difference to explain.
 """
 
 import datetime
@@ -26,21 +26,21 @@ SYSTEM: Final = "the system's randomness"
 PROCESS: Final = "the number of the process"
 HOST: Final = "the name of the host"
 RANK: Final = "the rank or the number of ranks"
-PYTHON: Final = "Python's"  # and the next two: random generators
+PYTHON: Final = "Python's"  # this and the next two are random generators
 NUMPY: Final = "NumPy's"
 TORCH: Final = "torch's"
 
 _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_RUN: Final = ("rank", "size")  # of a run that was joined
-_ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # of torch.distributed
+_OF_RUN: Final = ("rank", "size")  # attributes of lockstep's Run
+_ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # functions of torch.distributed
 
 
 @contextmanager
 def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
-    """While the block runs, note what is read, and the line that does, in the mapping that is yielded.
+    """Record reads and draws in the yielded mapping, with the line of code, while the block runs.
 
-    What is read while it `counts` not, which is 0, is left out, but for the rank. So is what has changed of generators
-    from one number of `counts` to another: they were seeded in between.
+    While `counts` returns 0, only reads of the rank are recorded. If the value of `counts` changes, the generators were
+    seeded in between, so changes of their state across it are ignored.
     """
     found: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
@@ -55,7 +55,7 @@ def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str,
 
 @final
 class _Calls:
-    """A profiler that notes calls of functions which tell a process or a moment from another."""
+    """A profiler that records calls of functions whose result depends on the process or the time."""
 
     def __init__(self, found: dict[str, str], counts: Callable[[], int]) -> None:
         self._found = found
@@ -81,18 +81,18 @@ class _Calls:
 
 @final
 class _Draws:
-    """A tracer that notes the lines which advance a generator: NumPy's draws are calls that no profiler sees."""
+    """A tracer that records the lines that advance a generator. The profiler doesn't see the draws of NumPy."""
 
     def __init__(self, found: dict[str, str], counts: Callable[[], int]) -> None:
         self._found = found
         self._counts = counts
-        self._frames: list[tuple[FrameType, int]] = []  # those of no library that run, and the line that each is at
-        self._counted = counts()  # at the last look
-        self._states: dict[str, Any] = self._now() if self._counted else {}  # the same
+        self._frames: list[tuple[FrameType, int]] = []  # running frames outside of libraries, with their current lines
+        self._counted = counts()  # the value at the last check
+        self._states: dict[str, Any] = self._now() if self._counted else {}  # generator states at the last check
 
     def begin(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # such as an import
+        if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # e.g. an import
             return None
         self._look()
         self._frames.append((frame, frame.f_lineno))
@@ -108,7 +108,10 @@ class _Draws:
         return self._go_on
 
     def _look(self) -> None:
-        """Blame what changed since the last look on the line that was begun then; what a library did, on none."""
+        """Attribute changes since the last check to the line that was running then.
+
+        Changes made while no traced code was running aren't attributed.
+        """
         before, self._counted = self._counted, self._counts()
         if self._counted != before:
             self._states = {}

@@ -1,1 +1,1 @@
-"""Sinks for events: console, JSON lines, TensorBoard."""
+"""Reports what happens in runs: event sinks such as the console and TensorBoard, and views, pages and tables."""

@@ -1,4 +1,4 @@
-"""Plots as plotly's figures in plain values, without the colours of a page."""
+"""Charts as plotly figures in plain values, without the colors of a page."""
 
 import html
 import math
@@ -8,27 +8,27 @@ from typing import Any, Final
 
 from lockstep.reporting.thinning import Point
 
-# Okabe and Ito's colours, which people tell apart who see fewer of them, but for black; on white and on black.
+# The colorblind-safe palette of Okabe and Ito without black, for white and black backgrounds.
 _COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
 _GREY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
-_HEIGHT: Final = 340  # without the legend, which on a phone has a line for each trace
+_HEIGHT: Final = 340  # without the legend, which has a line for each trace on a phone
 _KEY_HEIGHT: Final = 19
 _BAR_HEIGHT: Final = 40
 _CELL_HEIGHT: Final = 26
-_LONGEST_TICK: Final = 16  # characters of a name beside an axis
+_LONGEST_TICK: Final = 16  # characters of a tick's text
 _MOST_TICKS: Final = 16
-# From few to many, on the diagonal and beside it: light, so that one colour of text stands out from all.
+# From low to high, on the diagonal and outside of it. All are light, so that the same text color is readable on them.
 _SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
 _ON_SHADES: Final = "#1b1f24"
-_MARKED: Final = 60  # points of a line of so few are marked
+_MARKED: Final = 60  # lines with fewer points than this have markers
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its heading; `figure` is plotly's, with `data` and `layout`.
+    """A chart with its heading. `figure` is a plotly figure with `data` and `layout`.
 
-    Where `axes` are given, its x axis can be any of them: by its title, the name that each trace's `meta` has it under.
+    If `axes` is set, the reader can choose the x axis. Each trace's `meta` has its x values by the name of the axis.
     """
 
     title: str
@@ -46,10 +46,10 @@ def curves(
     percent: bool = False,
     noisy: bool = False,
 ) -> Chart:
-    """Return curves by name, over samples, or over seconds.
+    """Return curves by name, over samples or over seconds.
 
-    Those of `training` are drawn beside the ones of the same names, which then are of validation: thin, in one colour.
-    They can be smoothed, and so can all where they are `noisy`.
+    `training` has training curves, which are drawn as thin lines. If it is set, curves with the same name are
+    validation curves and have the same color. Training curves can be smoothed. With `noisy`, all curves can.
     """
     data = []
     beside = training or {}
@@ -78,7 +78,7 @@ def lines(
     ideal: str = "",
     from_zero: bool = True,
 ) -> Chart:
-    """Return lines over a whole number, such as that of processes; `ideal` is dashed and grey."""
+    """Return lines over an integer, such as the number of processes. The line named `ideal` is dotted and gray."""
     data = []
     for number, (name, points) in enumerate(series.items()):
         line = _GREY if name == ideal else _line(number)
@@ -95,9 +95,9 @@ def lines(
 def bars(
     title: str, x: str, parts: Mapping[str, Sequence[float]], of: Sequence[str], *, stacked: bool = True, note: str = ""
 ) -> Chart:
-    """Return horizontal bars, one for each of `of`, the first on top; `parts` are their lengths, by name.
+    """Return horizontal bars, one for each name in `of`, starting at the top. `parts` has their lengths, by part.
 
-    With `stacked` the parts make one bar, else they are stacked below each other.
+    If `stacked` is true, the parts form a single bar. Otherwise, they are grouped below each other.
     """
     data = [
         {
@@ -120,9 +120,10 @@ def bars(
 def matrix(
     title: str, x: str, y: str, names: Sequence[str], counts: Sequence[Sequence[int]], *, note: str = ""
 ) -> Chart:
-    """Return a square of `counts`, a row for each y; a cell is the darker, the more of its row's it has.
+    """Return a square matrix of `counts` with a row for each y value.
 
-    The diagonal has a colour of its own, and cells of nothing have none, so that few among many can be seen.
+    The shade of a cell is its share of the row. The diagonal has its own color, and empty cells have none, so that
+    small counts are visible.
     """
     places = list(range(len(names)))
     shares = [[count / max(sum(row), 1) for count in row] for row in counts]
@@ -165,7 +166,7 @@ def matrix(
 
 
 def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, note: str = "") -> Chart:
-    """Return a dot for each point, and a dotted line where x and y are equal."""
+    """Return a dot for each point, and a dotted line where x equals y."""
     finite = [point for point in points if all(map(math.isfinite, point))]
     xs, ys = [point[0] for point in finite], [point[1] for point in finite]
     ends = [min(xs), max(xs)] if finite else []
@@ -178,12 +179,12 @@ def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, n
 
 
 def plain(text: str) -> str:
-    """Return text that plotly draws literally: it interprets some of HTML's tags."""
+    """Return text that plotly draws literally. Without escaping, plotly interprets some HTML tags."""
     return html.escape(text, quote=False)
 
 
 def _short(count: int) -> str:
-    """Return a count that has room in a cell."""
+    """Return a count that fits into a cell."""
     sizes = ((999_500_000, 1e9, "G"), (999_500, 1e6, "M"), (9_999, 1e3, "k"))
     return next((f"{count / unit:.3g}{sign}" for least, unit, sign in sizes if count > least), str(count))
 
@@ -220,10 +221,10 @@ def _curve(name: str, points: Sequence[Point], line: Mapping[str, Any], *, noisy
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Return the style of the line of this number; no two of the first 32 are alike."""
+    """Return the style of a line. The first 32 styles are distinct."""
     return {"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
 
 
 def _finite(value: float) -> float | None:
-    """Return a value that JSON has; a line has a gap in the place of others."""
+    """Return a finite value or None. JSON has no other numbers, and the line has a gap at None."""
     return value if math.isfinite(value) else None

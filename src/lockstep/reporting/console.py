@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: moving lines on a terminal, one line for each event in a pipe."""
+"""Console output of a run: live progress on a terminal, and a line for each event otherwise."""
 
 from typing import Final, TextIO, final
 
@@ -17,11 +17,11 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes to `stream`; `terminal` says whether it is one; by default the stream decides.
+    """Writes events to `stream`. `terminal` tells whether it is a terminal, which is detected by default.
 
-    `run_dir` None is a run that keeps nothing.
-    `rate_rule` is the line that says where the learning rate comes from. What is printed stays; on a terminal
-    the steps are drawn over one another instead, and `close` clears that drawing, after an error too.
+    `run_dir` is None if the run doesn't save anything. `rate_rule` is a line that explains the learning rate. Lines
+    that were printed stay. On a terminal, steps update a live drawing instead, and `close` clears it. Call it after an
+    error too.
     """
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
@@ -31,8 +31,8 @@ class Console:
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._longer = False  # whether that is another length of a run that was described
-        self._live: Live | None = None  # where the run is and its figures
+        self._longer = False  # whether this start continues a run that was already described, with a different length
+        self._live: Live | None = None  # the progress and figures of the run
         self._began = 0.0
         self._drawn = -float("inf")
         self._evaluated = ""  # the figures of the last evaluation
@@ -69,7 +69,10 @@ class Console:
             self._live = None
 
     def _start(self, event: Started, time: float) -> None:
-        """Describe the run, or only its new length if a loop of the user's own makes it longer (epochs=epoch + 1)."""
+        """Describe the run, unless it was described before.
+
+        A loop of your own can extend its run (epochs=epoch + 1), which starts it again.
+        """
         self.close()
         self._longer = self._run is not None
         self._run = event
@@ -81,7 +84,7 @@ class Console:
             self._live = live_on(self._rich)
 
     def _step(self, event: Stepped, time: float) -> None:
-        """Say where the run is and its figures; on a terminal at most ten times a second."""
+        """Print the progress and figures of a step. On a terminal, they are drawn at most ten times per second."""
         run = self._run
         if run is None:
             return
@@ -96,7 +99,7 @@ class Console:
             self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
 
     def _left(self, event: Stepped, run: Started, time: float) -> str:
-        """Give the time left, if the run continues as it did: evaluation and saving are in."""
+        """Return the remaining time at the average speed of this start, including evaluations and saves."""
         a_step = (time - self._began) / max(event.step - run.step, 1)
         return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
@@ -112,7 +115,7 @@ class Console:
 
     def _line(self, text: str) -> None:
         if self._moving:
-            # soft_wrap: the terminal folds a long line, so that a path or a hash can still be copied whole.
+            # With soft_wrap, the terminal wraps long lines, so that you can copy a whole path or hash.
             self._rich.print(Text(text), soft_wrap=True)
         else:
             self._stream.write(text + "\n")

@@ -1,4 +1,4 @@
-"""Which figures of an event are plotted against the step, under one name in every sink."""
+"""The figures of an event that are plotted against the step, under the same name in every sink."""
 
 from typing import Final
 
@@ -10,10 +10,10 @@ _IN_THE_LOG_ALONE: Final = ("peak_bytes",)
 
 
 def curves(event: Event) -> dict[str, float]:
-    """Return the figures of a report or an evaluation by the names that a reader of its log gives them."""
+    """Return the figures of a step report or an evaluation by the names of their curves."""
     return {name: value for name, value in figures(jsonl.figures(event, 0.0)) if name not in _IN_THE_LOG_ALONE}
 
 
 def tracked(event: Event) -> dict[str, float]:
-    """Return the figures that wandb and MLflow keep: the curves, and the number of processes of each start."""
+    """Return the figures for wandb and MLflow: the curves, and the number of processes of each start."""
     return {"processes": event.processes} if isinstance(event, Started) else curves(event)

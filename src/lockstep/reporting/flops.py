@@ -1,4 +1,4 @@
-"""How much of what the devices could do a run does: its FLOP/s, worked out from what it reports anyway."""
+"""The FLOP/s of a run, and their share of the devices' peak."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ from lockstep.training.events import Started, Stepped
 
 
 def with_flops(event: Stepped, run: Started) -> Stepped:
-    """Return a report with the model's FLOP/s since the last one and, where the peak is known, the part it is of that.
+    """Return a report with the model's FLOP/s since the last report, and with the MFU if the peak is known.
 
-    Only what the recipe asks for counts, so what is computed again to save memory lowers it.
+    Only the operations that the recipe requires are counted. Therefore, recomputation to save memory lowers both
+    figures.
     """
     if run.flops_per_sample is None:
         return event

@@ -1,4 +1,4 @@
-"""Several runs at a glance: a line for each, in what their recipes differ, and why some failed; as JSON too."""
+"""Overview of several runs, with the differences between recipes and the reasons for failures. Also as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,18 @@ from lockstep.reporting.run_view import STYLES, RunView, differing, endings, los
 from lockstep.reporting.terminal import print_unfolded, table, terminal_on
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
-_BEST_AT: Final = 3  # of these, of which the most important stand first
-_KEYS_AT: Final = 6  # keys in which recipes differ
+_BEST_AT: Final = 3  # the column of these headings before which `best` is inserted
+_KEYS_AT: Final = 6  # the column before which the differing keys are inserted
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
-_MOST_KEYS: Final = 5  # in which recipes differ, as columns; the others are named below the table
-_WIDEST: Final = 24  # of such a column
+_MOST_KEYS: Final = 5  # differing keys that get a column; a line below the table lists the rest
+_WIDEST: Final = 24  # characters in these columns
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
-    """Write a table of the runs, in their order; `now` is in seconds since 1970. Without `terminal` the stream decides.
+    """Write a table of the runs in the given order. `now` is in seconds since 1970.
 
-    Columns in which nothing stands are left out; so are some, and it is said, where a terminal is too narrow.
+    `terminal` tells whether `stream` is a terminal, which is detected by default. Empty columns are dropped. If a
+    terminal is too narrow, the last columns are dropped too, and a line says which.
     """
     console = terminal_on(stream, terminal)
     rows = [cells(run, now) for run in runs]
@@ -56,7 +57,7 @@ def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
 
 
 def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the keys and values of each run's recipe and placement, and the keys in which they differ."""
+    """Return the settings of each run's recipe and placement by key, and the keys that differ."""
     recipes = [dict(run.recipe) for run in runs]
     placements = [{f"placement.{key}": value for key, value in run.placement.items()} for run in runs]
     merged = [placement | recipe for placement, recipe in zip(placements, recipes, strict=True)]
@@ -64,18 +65,18 @@ def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]
 
 
 def _figures(status: RunStatus) -> dict[str, Any]:
-    """Return what an event log holds, the figure of the last evaluation by its name."""
+    """Return the status of a run as a mapping, with the figure of the last evaluation under its name."""
     figures = asdict(status)
     del figures["figure"]
     if status.figure is not None:
         figures[status.figure.name] = status.figure.value
     if status.loss is not None and not math.isfinite(status.loss):
-        figures["loss"] = str(status.loss)  # as in the log: JSON has no NaN and no infinity
+        figures["loss"] = str(status.loss)  # as in the log, because JSON has no NaN or infinity
     return figures
 
 
 def cells(run: RunView, now: float) -> tuple[str, ...]:
-    """Return the words for one run, in the order of the headings."""
+    """Return the cells of a run in the order of the headings."""
     status, figure = run.status, run.status.figure
     ended = run.state in ("done", "unreadable")
     return (
@@ -93,7 +94,7 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
 
 
 def ago(seconds: float) -> str:
-    """Say how long ago something was; clocks of hosts that differ make it no less than now."""
+    """Return how long ago something happened. A negative time, from a host with a different clock, counts as 0."""
     for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name} ago"
@@ -101,7 +102,7 @@ def ago(seconds: float) -> str:
 
 
 def _headings(keys: Sequence[str]) -> dict[str, str]:
-    """Return short names of keys: `lr` of optimizer.lr.value; the whole key where two would be alike."""
+    """Return short names of the keys, such as `lr` for optimizer.lr.value, or whole keys if names would clash."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
     taken = [*_HEADINGS, *short.values()]
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}

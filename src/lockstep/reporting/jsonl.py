@@ -1,7 +1,7 @@
-"""events.jsonl: one event, one line of strict JSON; the source of truth of a run.
+"""events.jsonl: one event per line, as strict JSON. It is the source of truth about a run.
 
-A resumed run appends: after a kill, steps that were done since the last checkpoint appear twice,
-and the `started` line between them marks where the run resumed.
+A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. The
+`started` line between them marks the point where the run resumed.
 """
 
 import json
@@ -20,13 +20,13 @@ from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
 _END_BYTES: Final = 65_536
-_HEAD: Final = 256  # bytes by which a log is known: of its first event, which has its time
-_LONGEST: Final = 1 << 20  # bytes of a line; an event has some hundreds
+_HEAD: Final = 256  # bytes of the first event, whose time identifies a log
+_LONGEST: Final = 1 << 20  # bytes of a line; an event has a few hundred
 
 
 @final
 class JsonLines:
-    """Appends to the file `path`, made if missing; a line is with the kernel when `write` returns."""
+    """Appends to the file `path`, which is created if needed. When `write` returns, the kernel has the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class JsonLines:
             done = "replaced" if os.path.lexists(self._path) else "removed"
             raise HostError(f"{self._path}: was {done} while the run writes to it; start again")
         with os_error_as(HostError, f"{self._path}: event not written"):
-            self._append(text.encode(errors="backslashreplace"))  # the name of a file may hold what is no UTF-8
+            self._append(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -50,25 +50,26 @@ class JsonLines:
             os.close(descriptor)
 
     def _is_in_place(self) -> bool:
-        """Return whether the path still names the open file."""
+        """Return whether the path still refers to the open file."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
         except OSError:
             return False
 
     def _append(self, line: bytes) -> None:
-        # One write for a line, so that a kill leaves it whole or absent. A disk that fills up takes a part of
-        # it; the second write then raises what is wrong.
+        # A single write per line, so that a kill leaves the whole line or nothing. If the disk fills up, only a part of
+        # the line is written, and the second write raises the error.
         written = os.write(self._descriptor, line)
         while written < len(line):
             written += os.write(self._descriptor, line[written:])
 
 
 def figures(event: Event, time: float) -> dict[str, Any]:
-    """Return the event as a flat mapping that is strict JSON; `started` carries schema and units.
+    """Return the event as a flat mapping that is strict JSON. `started` also has the schema and the units.
 
-    Each of `figures` becomes a field of its own name, and each of `best` one of best_<name>. JSON has no NaN and no
-    infinity: they become the strings "NaN", "Infinity" and "-Infinity", which Python's float() reads.
+    Each entry of `figures` becomes a field with its name, and each entry of `best` a field with the prefix `best_`.
+    JSON has no NaN or infinity, so they become the strings "NaN", "Infinity" and "-Infinity", which Python's float()
+    can parse.
     """
     flat: dict[str, Any] = {"event": event.name, "time": time}
     for field in fields(event):
@@ -80,7 +81,7 @@ def figures(event: Event, time: float) -> dict[str, Any]:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log, which may be growing still: an unfinished last line is left out."""
+    """Yield the events of a log. An unfinished last line is skipped, because the log may still be growing."""
     if not os.path.lexists(path):
         raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder")
     yield from Tail(path, strict=True).new()
@@ -88,22 +89,22 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 @final
 class Tail:
-    """Follows a log that grows: each `new` yields what was added since the last one, and reads no more than that.
+    """Follows a growing log. Each call of `new` only reads and yields the events since the last call.
 
-    A line that is no event raises UsageError where it is `strict`, else it is left out and noted in `problems`, of
-    which the last 20 are kept; a last line without its end is not there yet.
+    If the tail is `strict`, a line that isn't an event raises UsageError. Otherwise, the line is skipped and recorded
+    in `problems`, which keeps the last 20. An unfinished last line is read once it is complete.
     """
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
         self._path = path
         self._strict = strict
-        self._offset = 0  # of the first byte that was not read
-        self._line = 1  # in which it is
-        self._head = b""  # how the log begins
+        self._offset = 0  # of the first unread byte
+        self._line = 1  # the line number at the offset
+        self._head = b""  # the first bytes of the log
         self.problems: deque[str] = deque(maxlen=20)
 
     def is_replaced(self) -> bool:
-        """Return whether what was read is no longer there: then a new Tail is needed."""
+        """Return whether the file was replaced or truncated. In this case, create a new Tail."""
         try:
             with plainfile.reader(self._path) as file:
                 return os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head
@@ -111,11 +112,11 @@ class Tail:
             return self._offset > 0
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that were added; none where there is no log. UsageError where it cannot be read."""
+        """Yield the new events, if the log exists. Raises UsageError if it can't be read."""
         wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
         with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
             file.seek(self._offset)
-            # Of a line that is too long a part is taken for a line, which is none.
+            # A line that is too long is read in parts, none of which are events.
             while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
                 number = self._line
                 self._head = self._head or line[:_HEAD]
@@ -125,7 +126,7 @@ class Tail:
                     yield event
 
     def _event(self, line: bytes, number: int) -> dict[str, Any] | None:
-        """Return the event of a line, as one of this schema; UsageError where it is of a newer one."""
+        """Return the event of a line, or None if it isn't an event. Raises UsageError for a newer schema."""
         event, place = _json(line), f"{self._path}:{number}"
         if isinstance(event, dict):
             if "schema" in event:
@@ -141,24 +142,24 @@ class Tail:
 
 
 def last_step(path: Path) -> int:
-    """Return the step that the last event of a log is of, 0 where there is none."""
+    """Return the step of the last event in a log, or 0 if there is none."""
     step = last(path).get("step")
     return step if isinstance(step, int) else 0
 
 
 def last(path: Path) -> dict[str, Any]:
-    """Return the last event of a log, empty where there is none; only the end of the log is read."""
+    """Return the last event of a log, or an empty mapping. Only the end of the file is read."""
     lines: list[bytes] = []
     with suppress(FileNotFoundError), plainfile.reader(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
         lines = file.read(_END_BYTES).splitlines()
-    found = (_json(line) for line in reversed(lines))  # None: half a line, at either end
+    found = (_json(line) for line in reversed(lines))  # None for a partial line at either end
     return next((event for event in found if isinstance(event, dict)), {})
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
     prefix = {"figures": "", "best": "best_"}.get(name)
-    if prefix is None or not isinstance(value, dict):  # `best` of a checkpoint is true or false
+    if prefix is None or not isinstance(value, dict):  # `best` of a checkpoint is a bool
         return {name: value}
     return {prefix + key: figure for key, figure in value.items()}
 
@@ -170,7 +171,7 @@ def _finite(value: Any) -> Any:
 
 
 def _json(line: bytes) -> Any:
-    """Return what a line holds, None where it is not JSON, or nested so deeply that Python gives up."""
+    """Return the JSON value of a line, or None if it isn't JSON or is nested too deeply for Python."""
     try:
         return plainfile.parse_json(line)
     except ValueError:
@@ -178,8 +179,8 @@ def _json(line: bytes) -> Any:
 
 
 def _repair(descriptor: int) -> None:
-    # A machine that went down, or a full disk, may leave a last line without its end. Half an event says
-    # nothing and would spoil the next line, so it is cut off; an event that lacks only the line end gets it.
+    # After a crash of the machine or on a full disk, the last line can be incomplete. A partial event would corrupt the
+    # next line, so it is removed. If only the newline is missing, it is added.
     size = os.fstat(descriptor).st_size
     tail = _tail(descriptor, size)
     if not tail:
@@ -191,7 +192,7 @@ def _repair(descriptor: int) -> None:
 
 
 def _tail(descriptor: int, size: int) -> bytes:
-    """Return what follows the last line end of a file of `size` bytes."""
+    """Return the bytes after the last newline of a file of `size` bytes."""
     tail = b""
     while size > 0 and b"\n" not in tail:
         block = min(size, 65536)

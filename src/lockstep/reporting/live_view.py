@@ -1,4 +1,4 @@
-"""What a person sees who watches runs in a terminal: a view that is drawn anew each second; in a pipe, lines."""
+"""The view of `lockstep watch`: redrawn every second on a terminal, and printed as lines otherwise."""
 
 import math
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from lockstep.reporting.text_curve import text_curve
 
 _KINDS: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
 _CURVE: Final = "loss/train"
-_HEIGHT: Final = 6  # lines of the curve of a run that is watched alone; among several each has one line
+_HEIGHT: Final = 6  # lines of the curve of a single run; with several runs, each curve has one line
 _NOTICES: Final = 8
 _WAITING: Final = "waiting for a run to begin"
-_LINE_S: Final = 10.0  # between two lines on the progress of a run, in a pipe
-_BEFORE: Final = 5  # notices of a run that were there when the watch began, in a pipe
+_LINE_S: Final = 10.0  # between two progress lines of a run, if not on a terminal
+_BEFORE: Final = 5  # earlier notices of a run to print at first, if not on a terminal
 
 
 @final
 class LiveView:
-    """Shows runs on `stream`; `terminal` says whether it is one; by default the stream decides.
+    """Shows runs on `stream`. `terminal` tells whether it is a terminal, which is detected by default.
 
-    `show` draws the view, in a terminal in the place of the one before, and in a pipe writes lines on what is new;
-    `close` clears the drawing.
+    On a terminal, `show` redraws the view in place, and `close` clears it. Otherwise, `show` prints lines about new
+    events.
     """
 
     def __init__(self, stream: TextIO, terminal: bool | None = None) -> None:
@@ -35,11 +35,11 @@ class LiveView:
         self._stream = stream
         self._live = live_on(self._console) if is_moving(self._console) else None
         self._waits = False
-        self._seen: dict[str, int] = {}  # notices of a run that were written
-        self._lines: dict[str, tuple[float, str]] = {}  # of a run: when the last line was written, and which it was
+        self._seen: dict[str, int] = {}  # the number of notices that were printed, by run
+        self._lines: dict[str, tuple[float, str]] = {}  # the time and text of the last progress line, by run
 
     def show(self, runs: Sequence[RunView], now: float) -> None:
-        """Show the runs as they are at `now`, in seconds since 1970."""
+        """Show the runs at the time `now`, in seconds since 1970."""
         if self._live is not None:
             plain = self._console.options.ascii_only
             size = (self._console.width, self._console.height)
@@ -53,17 +53,17 @@ class LiveView:
         self._stream.flush()
 
     def close(self) -> None:
-        """Clear the drawing; the second time does nothing."""
+        """Clear the view. Calling it again has no effect."""
         if self._live is not None:
             self._live.stop()
 
     def _new(self, run: RunView, now: float) -> list[str]:
-        """Return lines on what is new of a run."""
+        """Return lines about the news of a run."""
         if not run.is_whole:
             return []
         seen = self._seen.get(run.name)
         self._seen[run.name] = run.noticed
-        first = seen is None or run.noticed < seen  # the second where another run began in its folder
+        first = seen is None or run.noticed < seen  # fewer notices mean that a new run started in the folder
         fresh = _BEFORE if first else run.noticed - (seen or 0)
         found = [headline(run)] if first else []
         found += [join(run.name, clock(each.time), each.words) for each in run.notices[-fresh:] if fresh]
@@ -76,7 +76,7 @@ class LiveView:
 
 
 def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
-    """Return the view of some runs for a terminal of this size; without `curves` it has no character but ASCII's."""
+    """Return the view of the runs for a terminal of this size. Without `curves`, it only contains ASCII characters."""
     parts: list[RenderableType] = [] if runs else [Text(_WAITING)]
     alone = len(runs) == 1
     for run in runs:
@@ -112,5 +112,5 @@ def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> lis
 
 
 def _fitting(words: str, width: int) -> str:
-    """Return so much of the words as one line has room for."""
+    """Return the words, truncated to the width of a line."""
     return set_cell_size(words, width).rstrip()

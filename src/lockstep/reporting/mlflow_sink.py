@@ -1,7 +1,7 @@
-"""MLflow: a run there for a run here, and the same one again after a resume.
+"""MLflow sink. Each run has a run in MLflow, which is continued after a resume.
 
-Without a tracking server, named by `uri` or MLFLOW_TRACKING_URI, it is a database in the run folder:
-`mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
+If neither `uri` nor MLFLOW_TRACKING_URI names a tracking server, the run is stored in a database in the run folder. To
+view it, run `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
 """
 
 import math
@@ -16,23 +16,24 @@ from lockstep.training.events import Done, Event, Stopped
 
 OPTIONS = ("uri", "experiment", "name")
 _LONGEST: Final = 500  # characters of a parameter
-_MOST: Final = 100  # parameters at once
-# For a server that does not answer. Training waits for each request, and mlflow's own settings retry for 20 minutes:
-# longer than the other ranks wait for this one (placement.timeout_s).
+_MOST: Final = 100  # parameters per request
+# For a server that doesn't answer. Training waits for each request. By default, mlflow retries for 20 minutes, which is
+# longer than the other ranks wait (placement.timeout_s).
 _REQUESTS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 @final
 class Mlflow:
-    """A run of a tracking store: the one that `folder` keeps the id of, or a new one with the `recipe`.
+    """A run in a tracking store.
 
-    Figures that are not finite are left out: not every store takes them.
+    If `folder` contains the id of a run, it is continued. Otherwise, a new run is created with the `recipe` as
+    parameters. Values that are not finite are dropped, because not every store supports them.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
         for name, value in _REQUESTS.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # here: it takes seconds, and only rank 0 needs it
+        from mlflow import MlflowClient  # imported late, because it takes seconds and only rank 0 needs it
 
         local = folder.absolute() / "mlflow"
         uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
@@ -40,7 +41,7 @@ class Mlflow:
             local.mkdir(exist_ok=True)
             uri = f"sqlite:///{local / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=uri)
-        self._end = "FAILED"  # of a run that ends without saying so
+        self._end = "FAILED"  # the status of a run that ends without an event
         self._run = read_id(folder, "mlflow")
         if self._run:
             self._client.update_run(self._run, status="RUNNING")

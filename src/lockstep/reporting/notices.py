@@ -1,4 +1,4 @@
-"""What a person who watches a run sees besides its figures: starts, evaluations, checkpoints, warnings, the end."""
+"""Notices about a run that is watched: starts, evaluations, checkpoints, warnings and the end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,15 @@ from lockstep.reporting.run_log import count, figures, text
 Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 
 _LONGEST: Final = 500  # characters
-_LATEST: Final = 1e11  # a time of day of which there is a calendar
+_LATEST: Final = 1e11  # seconds, small enough for the calendar functions
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What happened, in words fit to print; `time` is in seconds since 1970, None where the log does not say it."""
+    """An event in printable words.
+
+    `time` is in seconds since 1970, or None if the log doesn't contain it.
+    """
 
     time: float | None
     kind: Kind
@@ -24,7 +27,7 @@ class Notice:
 
 
 def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
-    """Return what there is to report of an event, None for a report of a step; `fractions` are shares of one."""
+    """Return the notice for an event, or None if it has none, like a step report. `fractions` are shown in percent."""
     if (found := _words(event, fractions)) is None:
         return None
     kind, words = found

@@ -1,4 +1,4 @@
-"""A sink that training can do without: where it fails it is switched off with one warning, and the run continues."""
+"""A sink that training can do without. If it fails, it is switched off with a warning, and the run continues."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lockstep.training.events import Event
 
 @final
 class Optional:
-    """Passes events on to `sink`, called `label` in the warning that goes to `warn` where it raises anything."""
+    """Passes events to `sink`. If it raises an exception, `warn` is called with a message that names the `label`."""
 
     def __init__(self, label: str, sink: Sink, warn: Callable[[str], None]) -> None:
         self._label = label
@@ -30,7 +30,7 @@ class Optional:
             self._try(sink.close)
 
     def _try(self, call: Callable[[], None]) -> None:
-        # A library that retries a request draws its waiting time from the generator that the user's loop draws from.
+        # Libraries draw retry delays from Python's default generator, which the user's loop may also use.
         drawn = random.getstate()
         try:
             with OwnCode(self._label):
@@ -38,7 +38,7 @@ class Optional:
         except LockstepError as error:
             failed, self._sink = self._sink, None
             self._warn(f"warning: {error}; the sink is off, and the run continues without it")
-            with suppress(LockstepError), OwnCode(self._label):  # it has failed, and may once more
+            with suppress(LockstepError), OwnCode(self._label):  # closing can fail too
                 if failed is not None:
                     failed.close()
         finally:

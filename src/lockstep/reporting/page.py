@@ -1,8 +1,8 @@
-"""A page of tables and charts in one HTML file, which needs no network and makes no request.
+"""A page of tables and charts as a single HTML file, which needs no network access.
 
-Its policy (Content-Security-Policy) forbids all that would be loaded, and every script but its own two, by their
-hashes: text of runs is escaped, and where that failed it still could not run. A page that is live has no sections at
-first: it asks the server that it came from for them, again and again, and for nothing else.
+Its Content-Security-Policy blocks all other resources, and allows only its two scripts, by their hashes. Text of runs
+is escaped. Even if the escaping failed, the text could not run as a script. A live page starts without sections. It
+fetches them repeatedly from the server that it came from, and makes no other request.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from lockstep.reporting.charts import Chart
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its heading: a row of cells for each thing, of which the first cell names it."""
+    """A table with a heading. The first cell of each row is its name."""
 
     title: str
     columns: Sequence[str]
@@ -33,7 +33,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Words:
-    """Paragraphs, below a heading if there is one."""
+    """Paragraphs, with a heading unless `title` is empty."""
 
     title: str
     paragraphs: Sequence[str]
@@ -41,13 +41,13 @@ class Words:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a data: URI shows, and the lines below it, of which the first is its name."""
+    """The content of a data: URI, and the lines of text below it. The first line is its name."""
 
     source: str
     lines: Sequence[str]
 
     def __post_init__(self) -> None:
-        if not self.source.startswith("data:"):  # all else would be loaded
+        if not self.source.startswith("data:"):  # a browser would load any other URI
             raise ValueError(f"a tile of {self.source[:40]}")
 
 
@@ -62,7 +62,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text that stands for itself, line by line; what was `given` is distinguished from what `follows`."""
+    """A text that is shown line by line. The prompt, `given`, is styled differently from the text that `follows`."""
 
     name: str
     given: str
@@ -80,7 +80,7 @@ class Passages:
 
 @dataclass(frozen=True)
 class ProgressBar:
-    """How far something is, `done` of `total`, with lines of words."""
+    """A progress bar for `done` of `total`, with lines of text."""
 
     title: str
     done: int
@@ -97,12 +97,15 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def live_page(title: str, every_ms: int) -> str:
-    """Return a page as HTML whose sections are those of `live_parts`, which it gets from `data` in the same folder."""
+    """Return a live page as HTML. It fetches `live_parts` from `data` in the same folder."""
     return _document(title, (), "page_live.js", every_ms)
 
 
 def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """Return the sections for a live page, ready for JSON: each with a key that it keeps, HTML, and plotly's figure."""
+    """Return the sections for a live page, ready for JSON.
+
+    Each section has a key that identifies it between updates, its HTML, and its plotly figure.
+    """
     inner = _template().module.inner  # type: ignore[attr-defined]
     return [
         {"key": f"{type(each).__name__} {each.title}", "html": inner(number, each).strip(), "figure": _figure(each)}
@@ -113,10 +116,10 @@ def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _document(title: str, sections: Sequence[Section], script: str, every_ms: int) -> str:
     from plotly.offline import get_plotlyjs
 
-    plotly = get_plotlyjs().replace("</script", "<\\/script")  # which would end it
+    plotly = get_plotlyjs().replace("</script", "<\\/script")  # it would end the script element
     scripts = plotly, _part("page.js") + _part(script)
     digests = [b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    # Within a script no text ends it but </, and JSON may write < otherwise.
+    # Only </ can end a script element, and JSON can escape <.
     figures = [json.dumps(_figure(each), allow_nan=False).replace("<", "\\u003c") for each in sections]
     return _template().render(
         title=title,
@@ -133,7 +136,7 @@ def _document(title: str, sections: Sequence[Section], script: str, every_ms: in
 
 @cache
 def _template() -> Template:
-    """Return page.html; what it is given it escapes, both for HTML and as it would be on a terminal."""
+    """Return the template page.html. It escapes all values for HTML and replaces unprintable characters."""
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_printable
     )

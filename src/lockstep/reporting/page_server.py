@@ -1,7 +1,8 @@
-"""Serves the page of runs that are watched to the browsers of this machine: two paths, and nothing else.
+"""Serves the page of watched runs to browsers on this machine. There are two paths: / and /data.
 
-A page of somebody else's must not read it. It cannot read answers of another origin, and where its name is made to lead
-here (DNS rebinding) it has that name as `Host`: no name is answered but those of this machine and addresses.
+Web pages of other sites must not read the runs. Browsers don't let them read answers of a different origin. If a site
+points its own name to this machine (DNS rebinding), the requests have that name as `Host`. Therefore, the server only
+answers requests whose host is an address or a name of this machine.
 """
 
 import errno
@@ -24,22 +25,22 @@ from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import live_sections, title
 from lockstep.reporting.run_view import RunView
 
-_EVERY_MS: Final = 2_000  # between two questions of a page
-_LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # after the end, for pages that are open to learn of it
-_SILENT_S: Final = 10.0  # of a connection that asks nothing
-_LONGEST_S: Final = 60.0  # of a connection in all: a page is some MB, and has one question for each
-_MOST: Final = 64  # connections; of more the oldest are given up
+_EVERY_MS: Final = 2_000  # between two requests of a page
+_LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # after the end, so that open pages can fetch the last update
+_SILENT_S: Final = 10.0  # for a connection without a request
+_LONGEST_S: Final = 60.0  # for a connection in total; a page has a few MB, and each request has its own connection
+_MOST: Final = 64  # connections; beyond that, the oldest are closed
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Content-Security-Policy": "frame-ancestors 'none'",  # the rest is in the page
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the page contains the rest
 }
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: its status, its type of content, its body and what names it."""
+    """An HTTP answer: status, content type, body, and ETag."""
 
     status: HTTPStatus
     kind: str = "text/plain"
@@ -49,10 +50,10 @@ class Answer:
 
 @final
 class PageServer:
-    """Listens at `host` and `port` while it is entered; `publish` changes what it shows.
+    """Context manager that listens on `host` and `port`. `publish` changes the runs that it shows.
 
-    Raises UsageError where it cannot listen there. Port 0 is any free one, and `url` has it. On leaving, threads and
-    connections end; an open page has had some seconds to get what was published last.
+    With port 0, any free port is used, and `url` contains it. On exit, open pages have a few seconds to fetch the last
+    update, and then all threads and connections end. Raises UsageError if the server can't listen there.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -62,8 +63,8 @@ class PageServer:
         self._over = False
         self._data: Answer | None = None
         self._building = threading.Lock()
-        self._asked = threading.Event()  # by a page since the last change
-        self._informed = threading.Event()  # a page that nothing more comes
+        self._asked = threading.Event()  # whether a page has requested data before the end
+        self._informed = threading.Event()  # whether a page has received the last update
         self._host = host
         self._server = _listening(host, port, self)
         self._thread = threading.Thread(target=self._server.serve_forever, name="page server")
@@ -86,13 +87,16 @@ class PageServer:
         self._server.server_close()
 
     def publish(self, runs: Sequence[RunView], over: bool) -> None:
-        """Show these runs; with `over` nothing more is to come."""
+        """Show these runs. `over` tells that there will be no further updates."""
         if over != self._over or _state(runs) != _state(self._runs):
             with self._building:
                 self._runs, self._over, self._data = runs, over, None
 
     def answer(self, path: str, host: str, tag: str) -> Answer:
-        """Return the answer to GET: `host` is the name in the request, `tag` the answer that is known there."""
+        """Return the answer to a GET request.
+
+        `host` is the Host header of the request, and `tag` the ETag of the answer that the client has.
+        """
         if not is_own(host, self._host):
             return Answer(HTTPStatus.FORBIDDEN, body=b"this name is not one of this machine")
         match path.partition("?")[0]:
@@ -105,7 +109,7 @@ class PageServer:
         return Answer(HTTPStatus.NOT_MODIFIED, tag=found.tag) if tag == found.tag else found
 
     def _current(self) -> Answer:
-        """Return what was published last; it is made where a page asks for it, not before."""
+        """Return the answer with the last update, which is only built when a page requests it."""
         with self._building:
             if self._data is None:
                 body = live_data(self._runs, self._over)
@@ -115,7 +119,7 @@ class PageServer:
 
 
 def is_own(header: str, host: str) -> bool:
-    """Say whether `header`, the header Host, is an address or names this machine, of which `host` is a name."""
+    """Return whether the Host header is an address or a name of this machine. `host` is one of these names."""
     name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.removeprefix("[").removesuffix("]").lower()
     try:
@@ -130,13 +134,13 @@ def _tag(body: bytes) -> str:
 
 
 def live_data(runs: Sequence[RunView], over: bool) -> bytes:
-    """Return the JSON for a live page; `over` says that nothing more is to come."""
+    """Return the JSON for a live page. `over` tells that there will be no further updates."""
     found = {"title": title(runs), "over": over, "parts": live_parts(live_sections(runs))}
     return json.dumps(found, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 def _state(runs: Collection[RunView]) -> list[object]:
-    """Return what changes with all that is shown of runs."""
+    """Return values that change whenever the page of these runs changes."""
     return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 
 
@@ -156,19 +160,19 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
             self.wfile.write(found.body)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing: the terminal shows the runs."""
+            """Print nothing, because the terminal shows the runs."""
 
     with os_error_as(UsageError, f"--host {host}: no address of this machine"):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
 
-    opened: dict[socket.socket, float] = {}  # since when
+    opened: dict[socket.socket, float] = {}  # open connections with their start times
 
     class Listener(ThreadingHTTPServer):
-        """One thread for each request, of which none keeps the program from ending, nor others from being answered."""
+        """A server with a daemon thread per request, so that no request blocks the exit or other requests."""
 
         address_family = family
         daemon_threads = True
-        request_queue_size = 2 * _MOST  # of a full queue the kernel drops calls, which are repeated after seconds
+        request_queue_size = 2 * _MOST  # if the queue is full, connections are retried after seconds
 
         def process_request(self, request: Any, client_address: Any) -> None:
             opened[request] = time.monotonic()
@@ -186,7 +190,7 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
             super().shutdown_request(request)
 
         def handle_error(self, *_: object) -> None:
-            """Say nothing of a browser that went away."""
+            """Ignore browsers that disconnect."""
 
     try:
         return Listener((host, port), Request)
@@ -197,7 +201,7 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection under the thread that reads from it."""
+    """Shut down a connection that a thread is reading from."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

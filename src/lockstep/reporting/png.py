@@ -1,4 +1,4 @@
-"""Plots as PNG files, rendered by the Chromium or Chrome of this machine, without a network."""
+"""Charts as PNG files, rendered by Chromium or Chrome on this machine without network access."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ _SCALE: Final = 2
 
 
 def check_png() -> None:
-    """Raise UsageError where kaleido or a browser is missing, which render them."""
+    """Raise UsageError if kaleido or a browser is missing. Both are needed to render charts."""
     if find_spec("kaleido") is None:
         raise UsageError("--png needs kaleido, not installed; pip install 'lockstep-train[png]'")
     if not _browser():
@@ -25,7 +25,10 @@ def check_png() -> None:
 
 
 def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Write each chart to a file of the folder, named after it, and return the files; light, as they are for paper."""
+    """Write each chart to a file in `folder`, which is named after its title, and return the files.
+
+    They have light colors for print.
+    """
     from kaleido import write_fig_from_object_sync
 
     folder.mkdir(exist_ok=True)

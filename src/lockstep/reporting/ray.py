@@ -1,4 +1,4 @@
-"""What is saved is reported to Ray Train: the last figures, and a checkpoint that says where the run folder is."""
+"""Reports saves to Ray Train: the last figures, and a checkpoint that points to the run folder."""
 
 import json
 from pathlib import Path
@@ -12,15 +12,16 @@ POINTER: Final = "lockstep.json"
 
 @final
 class RayReport:
-    """Every rank has one, as Ray counts the reports of all; it keeps those of rank 0, which is to `lead`.
+    """A sink for Ray Train. Every rank has one, because Ray waits for a report from each rank.
 
-    The checkpoint holds no weights: a run resumes from its own folder, on any number of workers.
+    Ray only keeps the report of rank 0, which has `lead` set. The checkpoint contains no weights. A run resumes from
+    its run folder, on any number of workers.
     """
 
     def __init__(self, folder: str, lead: bool) -> None:
         self._folder, self._lead = folder, lead
         self._figures: dict[str, float] = {}
-        self.reported = -1  # the step
+        self.reported = -1  # the step of the last report
 
     def write(self, event: Event, time: float) -> None:
         """See Sink."""
@@ -28,7 +29,7 @@ class RayReport:
             self._figures["loss"] = event.loss
         elif isinstance(event, Evaluated | Logged):
             self._figures |= event.figures
-        # The last report may be lost with a worker, and the next start then finds that nothing is left to do.
+        # The last report can be lost with a worker. The next start then has nothing left to train, but reports again.
         elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
             self.reported = event.step
             at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}

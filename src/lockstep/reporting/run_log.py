@@ -1,4 +1,4 @@
-"""What an event log holds: how far the run is, its curves, its starts and its checkpoints."""
+"""Reads the events of a run: its progress, its curves, its starts and its checkpoints."""
 
 import math
 from collections import deque
@@ -12,17 +12,17 @@ from lockstep.reporting.thinning import Point, Thinned
 from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
-_LARGEST: Final = 1e300  # of a figure
-_LARGEST_COUNT: Final = 1e15  # larger ones are no floats, or times that no calendar has
+_LARGEST: Final = 1e300  # magnitude of a figure
+_LARGEST_COUNT: Final = 1e15  # larger numbers aren't exact floats, or are invalid times
 _OF_STEP: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
-_TRAINING: Final = "/train"  # at the end of a curve's name
-_VALIDATION: Final = "/validation"  # of that of the loss alone
-_MOST_CURVES: Final = 100  # of one run; a log of ours has some ten
-_REPORTS: Final = 20  # of steps, over which speed is measured: an evaluation now and then is in, former hours are not
+_TRAINING: Final = "/train"  # suffix of a curve's name
+_VALIDATION: Final = "/validation"  # suffix of the loss curve of evaluations
+_MOST_CURVES: Final = 100  # curves of a run; a typical log has about ten
+_REPORTS: Final = 20  # step reports to measure speed over; includes an evaluation now and then, but not the past hours
 
 
 class SpeedSample(NamedTuple):
-    """A start, or a report of a step: what speed is measured by."""
+    """A start or a step report, from which the speed is measured."""
 
     time: float
     step: int
@@ -30,7 +30,7 @@ class SpeedSample(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A figure of an evaluation, and whether it is a share of one."""
+    """A figure of an evaluation. `is_fraction` tells whether it is shown in percent."""
 
     name: str
     value: float
@@ -39,7 +39,10 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStart:
-    """A start of the run, at `step`; `again` are the steps that it recomputes, `seconds` its place on the time axis."""
+    """A start of the run after `step` steps.
+
+    `again` is the number of steps that it recomputes, and `seconds` its position on the time axis.
+    """
 
     step: int
     seconds: float
@@ -52,7 +55,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint that was written after `step` steps in `took_s` seconds."""
+    """A checkpoint after `step` steps. Writing it took `took_s` seconds."""
 
     step: int
     seconds: float
@@ -63,11 +66,11 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How far a run is; None is what its log does not hold.
+    """The progress of a run. A field is None if the log doesn't contain it.
 
-    `last` is the name of its last event and `time` that event's, in seconds since 1970. `epoch` is the number of the
-    epoch that the last step belongs to, from 1. `samples_per_s` and `left_s`, the seconds to the last step, are at the
-    speed of the last reports since the last start, evaluating and saving included.
+    `last` is the name of the last event, and `time` its time in seconds since 1970. `epoch` is the epoch of the last
+    step, counted from 1. `samples_per_s` and `left_s`, the remaining seconds, are measured over the last reports since
+    the last start. They include evaluations and saves.
     """
 
     last: str | None = None
@@ -85,12 +88,12 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class History:
-    """A run by its log. `last` is its last event, `started` its last start and `evaluated` its last evaluation, empty
-    where there is none.
+    """A run by its event log.
 
-    `curves` are figures by the names of `figures`, thinned where they are long; of a step that was recomputed
-    the later figures count, and the seconds of both. `seconds` are those of all starts together. `skipped` is the
-    number of files that could not be read.
+    `last` is the last event, `started` the last start and `evaluated` the last evaluation. They are empty if there is
+    none. `curves` has the figures by the names that `figures` yields. Long curves are thinned. If a step was
+    recomputed, the later figures count, and the time of both computations. `seconds` is the total over all starts.
+    `skipped` is the number of files that could not be read.
     """
 
     starts: list[RunStart] = field(default_factory=list)
@@ -105,18 +108,18 @@ class History:
 
     @property
     def fractions(self) -> frozenset[str]:
-        """The figures that are shares of one."""
+        """The names of figures that are fractions of 1."""
         named = self.started.get("fractions")
         return frozenset(each for each in named if isinstance(each, str)) if isinstance(named, list) else frozenset()
 
     @property
     def monitor(self) -> str:
-        """The figure by which an evaluation is the best."""
+        """The name of the figure that decides which evaluation is the best."""
         return text(self.started, "monitor") or "loss"
 
     @property
     def figure(self) -> Figure | None:
-        """The figure by which the last evaluation is judged; the task's first one where that is the loss."""
+        """The monitored figure of the last evaluation. If the loss is monitored, the first figure of the task."""
         own = [key for key in self.evaluated if _name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
         value = self.of_evaluation(name)
@@ -124,41 +127,41 @@ class History:
 
     @property
     def weights_sha256(self) -> str:
-        """The hash of the weights in the end; empty for a run that has not come there."""
+        """The hash of the final weights, or empty if the run isn't done."""
         return text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
 
     def of_evaluation(self, name: str) -> float | None:
-        """Return a figure of the last evaluation, or its loss."""
+        """Return a figure of the last evaluation, which can be the loss."""
         return _figure(self.evaluated.get(name))
 
     def last_of(self, curve: str) -> float | None:
-        """Return where a curve ends, None where there is none."""
+        """Return the last value of a curve, or None if there is no such curve."""
         points = self.curves.get(curve)
         return points[-1].value if points else None
 
     def is_share(self, curve: str) -> bool:
-        """Return whether a curve is of shares of one."""
+        """Return whether a curve consists of fractions of 1."""
         name = curve.removesuffix(_TRAINING).removesuffix("/ema")
         return name in self.fractions or name == "mfu"
 
 
 def training_curve(figure: str) -> str:
-    """Return the curve of a figure of training."""
+    """Return the name of the training curve of a figure."""
     return f"{figure}{_TRAINING}"
 
 
 def evaluation_curve(figure: str) -> str:
-    """Return the curve of a figure of evaluations."""
+    """Return the name of the evaluation curve of a figure."""
     return f"loss{_VALIDATION}" if figure == "loss" else figure
 
 
 def figure_of(curve: str) -> str:
-    """Return the figure that a curve of training or of evaluations is of."""
+    """Return the figure of a training or evaluation curve."""
     return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Return what the events of a log hold, in their order; KeyError or ValueError as RunLog raises them."""
+    """Return the history from the events of a log. Raises KeyError or ValueError like RunLog."""
     log = RunLog()
     for event in events:
         log.take(event)
@@ -166,11 +169,15 @@ def history(events: Iterable[Mapping[str, Any]]) -> History:
 
 
 def best(histories: Sequence[History]) -> list[str]:
-    """Say in the place of the best of some runs by what it is; nowhere if all are alike, or judged differently."""
+    """Return `by FIGURE` for the best of the runs, and empty text for all other runs.
+
+    If all runs are equal, or if they monitor different figures, all texts are empty.
+    """
     judged = [each.of_evaluation(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
+    # Older logs don't contain `higher`.
     ways = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
-    if len(known) < 2 or len(ways) > 1 or (higher := ways.pop()[1]) not in ("True", "False"):  # as an older log has it
+    if len(known) < 2 or len(ways) > 1 or (higher := ways.pop()[1]) not in ("True", "False"):
         return [""] * len(histories)
     found = max(known) if higher == "True" else min(known)
     return [f"by {each.monitor}" if value == found else "" for each, value in zip(histories, judged, strict=True)]
@@ -178,7 +185,7 @@ def best(histories: Sequence[History]) -> list[str]:
 
 @final
 class RunLog:
-    """Takes the events of a log one by one; `history` is what they hold so far."""
+    """Takes the events of a log one by one. `history` returns their history so far."""
 
     def __init__(self) -> None:
         self._starts: list[RunStart] = []
@@ -189,12 +196,15 @@ class RunLog:
         self._skipped: set[str] = set()
         self._loss: float | None = None
         self._evaluated: Mapping[str, Any] = {}
-        self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # since the last start, its own first
-        self._began: float | None = None  # when this start did
-        self._before = self._now = 0.0  # the seconds of the former ones, and the time of the last event
+        self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # since the last start, which comes first
+        self._began: float | None = None  # the time of this start
+        self._before = self._now = 0.0  # the seconds of earlier starts, and the time of the last event
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take the next event; KeyError or ValueError, and it is not taken, where it is none of this version."""
+        """Take the next event.
+
+        Raises KeyError or ValueError if it isn't an event of this version. In this case, the event is ignored.
+        """
         _check(event)
         self._last, kind = event, event.get("event")
         if kind == "skipped" and isinstance(files := event.get("files"), list):
@@ -225,14 +235,14 @@ class RunLog:
             self._saves.append(Save(step, seconds, took, best, text(event, "weights_sha256")))
 
     def history(self) -> History:
-        """Return what the events so far hold."""
+        """Return the history of the events so far."""
         curves = {name: curve.points() for name, curve in self._curves.items()}
         starts, saves = [*self._starts], [*self._saves]
         known = (self._started, self._last, self._seconds, self.status(), len(self._skipped), self._evaluated)
         return History(starts, curves, saves, *known)
 
     def status(self) -> RunStatus:
-        """Return how far the run is by the events so far."""
+        """Return the progress of the run after the events so far."""
         event, started = self._last, self._started
         step, steps = count(event, "step"), count(started, "steps")
         per_epoch, epochs = count(started, "steps_per_epoch"), _number(started, "epochs")
@@ -253,7 +263,7 @@ class RunLog:
 
     @property
     def fractions(self) -> frozenset[str]:
-        """The figures that are shares of one."""
+        """The names of figures that are fractions of 1."""
         return History(started=self._started).fractions
 
     @property
@@ -261,26 +271,26 @@ class RunLog:
         return self._before + max(0.0, self._now - (self._began or 0.0))
 
     def _forget(self, step: int) -> None:
-        """Drop what came after `step`: it is recomputed."""
+        """Drop everything after `step`, because these steps are recomputed."""
         for curve in self._curves.values():
             curve.cut(step)
         self._saves = [save for save in self._saves if save.step <= step]
 
 
 def text(event: Mapping[str, Any], key: str) -> str:
-    """Return text of an event, fit to print, and empty where there is none."""
+    """Return a text of an event in printable form, or empty text if it is missing."""
     value = event.get(key)
     return printable_line(value) if isinstance(value, str) else ""
 
 
 def count(event: Mapping[str, Any], key: str) -> int | None:
-    """Return a count of an event, None where there is none."""
+    """Return a count of an event, or None if it is missing."""
     value = event.get(key)
     return value if _is_count(value) else None
 
 
 def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of an event under the names of their curves."""
+    """Yield the figures of an event by the names of their curves."""
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
@@ -289,7 +299,7 @@ def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return what the seconds of each rank went to, as `done` says; empty where it does not."""
+    """Return the seconds that each rank spent on each part, from a `done` event, or an empty mapping."""
     spent = event.get("seconds_by_rank")
     if not isinstance(spent, dict):
         return {}
@@ -299,12 +309,12 @@ def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def peaks(event: Mapping[str, Any]) -> list[float]:
-    """Return the peak of memory of each rank in bytes, as `done` says; empty where it does not."""
+    """Return the peak memory of each rank in bytes, from a `done` event, or an empty list."""
     return _numbers(event.get("peak_bytes_by_rank"))
 
 
 def _check(event: Mapping[str, Any]) -> None:
-    """Raise KeyError or ValueError for an event whose fields, as far as all else relies on them, are of other types."""
+    """Raise KeyError or ValueError if a field that the other functions rely on is missing or has the wrong type."""
     kind = event.get("event")
     required, forms = (_REQUIRED.get(kind, ()), _FORMS.get(kind, {})) if isinstance(kind, str) else ((), {})
     for key in required:
@@ -334,7 +344,7 @@ def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
 
 
 def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
-    """Return steps and samples a second."""
+    """Return steps and samples per second."""
     if len(reports) < 2 or reports[-1].time <= reports[0].time:
         return None, None
     first, last = reports[0], reports[-1]
@@ -344,7 +354,7 @@ def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
 
 @lru_cache(maxsize=1_000)  # a log has many events of few kinds
 def _name(kind: str, key: str, of_model: bool) -> str:
-    """Return the name of a figure of an event; empty where it is none."""
+    """Return the name of the curve for a field of an event, or empty text if the field isn't a figure."""
     if kind == "step":
         names = {"loss": training_curve("loss"), **{name: name for name in _OF_STEP}}
         own, suffix = {each.name for each in fields(Stepped)}, _TRAINING
@@ -357,7 +367,7 @@ def _name(kind: str, key: str, of_model: bool) -> str:
 
 
 def _figure(value: Any) -> float | None:
-    """Return a figure, which may be not finite; None where it is no number."""
+    """Return a figure as a float, which may not be finite, or None if it isn't a number."""
     if type(value) in (int, float):
         return None if abs(value) >= _LARGEST else float(value)
     return float(value) if value in _NOT_FINITE else None

@@ -1,4 +1,4 @@
-"""Any number of runs side by side, as the tables and charts of a page; of runs that are followed, how far they are."""
+"""A page about any number of runs, with tables and charts. For runs in progress, it also shows progress bars."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -10,7 +10,7 @@ from lockstep.reporting.run_log import History, evaluation_curve, figure_of, tra
 from lockstep.reporting.run_view import RunView, clock, differing, endings, eta, figures, headline, join, latest, place
 from lockstep.reporting.thinning import Point
 
-_FIRST: Final = ("loss",)  # of the charts; then the task's figures, and how fast it went
+_FIRST: Final = ("loss",)  # the first charts; then those of the task's figures, and then those in _LAST
 _LAST: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
@@ -21,19 +21,19 @@ _LAST: Final = {
     "peak_bytes": "peak memory, MiB",
 }
 _NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
-_MOST_ROWS: Final = 50  # of a run's starts or checkpoints in a table: the last ones
-_SHOWN: Final = 12  # digits of a hash
+_MOST_ROWS: Final = 50  # the last starts or checkpoints of a run that a table shows
+_SHOWN: Final = 12  # characters of a hash
 _NOTICES: Final = 10
 _PLACEMENT: Final = "The recipes are the same: under exact strategies, so are the bits."
 
 
 def sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return what a page on the runs shows: how each ended, in what they differ, their curves, starts, checkpoints."""
+    """Return the sections of a page about runs: results, differences, curves, restarts and checkpoints."""
     return _filled([*_outline(runs), *charts(_histories(runs)), _starts(runs), _saves(runs)])
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return how far each run is and its curves, what happened last, and then what else a page of runs shows."""
+    """Return the sections of a live page: progress, curves, the last notices, and the rest of `sections`."""
     rows = [[notice.words, name, clock(notice.time)] for name, notice in reversed(latest(runs, _NOTICES))]
     told = Table("What happened last", ["", "run", "at"], rows)
     shown = [*map(_progress, runs), *charts(_histories(runs)), told, *_outline(runs), _starts(runs), _saves(runs)]
@@ -41,7 +41,7 @@ def live_sections(runs: Sequence[RunView]) -> list[Section]:
 
 
 def title(runs: Sequence[RunView]) -> str:
-    """Name the runs in a few words: one with its state and how far it is."""
+    """Return a short title. For a single run, it contains the state and progress."""
     if len(runs) != 1:
         return f"{len(runs)} runs"
     [run] = runs
@@ -50,7 +50,7 @@ def title(runs: Sequence[RunView]) -> str:
 
 
 def charts(histories: Mapping[str, History]) -> list[Chart]:
-    """Return a chart of each figure, by the names of the runs that have it."""
+    """Return a chart of each figure, with the curves of all runs that have it."""
     names = dict.fromkeys(figure_of(name) for each in histories.values() for name in each.curves)
     own = [name for name in names if name not in (*_FIRST, *_LAST)]
     found = [chart(name, histories) for name in (*_FIRST, *own, *_LAST) if name in names]
@@ -63,7 +63,7 @@ def charts(histories: Mapping[str, History]) -> list[Chart]:
 
 
 def chart(figure: str, histories: Mapping[str, History]) -> Chart:
-    """Return a chart of a figure, with its curves of validation and of training in each history that has them."""
+    """Return a chart of a figure with the evaluation and training curves of each history."""
 
     def found(curve: str) -> dict[str, Sequence[Point]]:
         return {label: scaled(each.curves[curve]) for label, each in histories.items() if curve in each.curves}
@@ -91,7 +91,7 @@ def _histories(runs: Sequence[RunView]) -> dict[str, History]:
 
 
 def _filled(shown: Sequence[Section]) -> list[Section]:
-    """Return the sections but for tables without a row."""
+    """Return the sections without empty tables."""
     return [each for each in shown if not isinstance(each, Table) or each.rows]
 
 
@@ -128,7 +128,7 @@ def _run(run: RunView, shown: Sequence[str]) -> list[str]:
 
 
 def _differences(runs: Sequence[RunView]) -> Table:
-    """Return the keys in which recipes and placements differ, a column for each."""
+    """Return a table with a column for each key that differs between recipes or placements."""
     recipe, placement = differing([run.recipe for run in runs]), differing([run.placement for run in runs])
     columns = ["run", *(f"recipe.{key}" for key in recipe), *(f"placement.{key}" for key in placement)]
     rows = [

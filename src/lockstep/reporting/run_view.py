@@ -1,4 +1,4 @@
-"""A run as those see it who look at it from outside, at one moment: its state, its log and its configuration."""
+"""A run as seen from outside at some point in time: its state, its log and its configuration."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,23 +14,24 @@ from lockstep.reporting.run_log import History, RunStatus
 State = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
 
 _NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
-STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all others are red
-_MOST_NAMES: Final = 5  # of runs that ended alike, in one line
+STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all other states are red
+_MOST_NAMES: Final = 5  # names of runs in a line
 _ACTIVE: Final = ("running", "queued")
 _WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
-_SHOWN: Final = ("lr", "norm", "mfu")  # of the figures of speed and state, beside all of losses and tasks
+_SHOWN: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the task's figures
 _NOT_SHOWN: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
 _MOST: Final = 12  # figures in a line
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run folder, what is known of it, and the number of its last job, with its state in Slurm's queue, in words.
+    """Everything that is known about a run folder.
 
-    `recipe` has the values of its recipe as text, by their dotted keys, and `placement` those that the last start had;
-    they are empty where nobody knows. `failure` is why the last start failed, if it did, `machine` where it ran, in
-    words. `notices` are the last ones, `noticed` how many there were; `is_whole` is false while a long log is read.
+    `job` is the number of its last Slurm job, and `queued` the state of that job in words. `recipe` contains the values
+    of the recipe as text, by dotted keys, and `placement` those of the last start. They are empty if unknown. `failure`
+    is the reason if the last start failed, and `machine` describes the machine in words. `notices` has the last
+    notices, and `noticed` counts all of them. `is_whole` is false while a long log is being read.
     """
 
     folder: str
@@ -48,29 +49,30 @@ class RunView:
 
     @property
     def status(self) -> RunStatus:
-        """How far it is."""
+        """The progress of the run."""
         return self.history.status
 
     @property
     def name(self) -> str:
-        """Its folder, fit to print."""
+        """The folder in printable form."""
         return printable_line(self.folder)
 
     @property
     def is_active(self) -> bool:
-        """Whether more is to come without another start."""
+        """Whether the run continues without being started again."""
         return self.state in _ACTIVE
 
 
 def state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
-    """Return the state of a run whose log could be read.
+    """Return the state of a run with a readable log.
 
-    `held` says whether a process holds the lock of its folder, `submitted` when it was last given to Slurm, and `job`
-    Slurm's state of that job: empty where Slurm does not know it any more, None where Slurm is not available.
+    `held` tells whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
+    Slurm. `job` is the state of that job in Slurm. It is empty if Slurm no longer knows the job, and None if Slurm
+    isn't available.
     """
     if status.last == "done":
         return "done"
-    if held or job in _AT_WORK:  # the job may be there before it holds the lock
+    if held or job in _AT_WORK:  # a job may not hold the lock yet
         return "running"
     if job in _WAITING or (job is None and submitted is not None and submitted > (status.time or 0)):
         return "queued"
@@ -78,26 +80,26 @@ def state(status: RunStatus, held: bool, submitted: float | None = None, job: st
 
 
 def differing(sections: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys in which those recipes or placements differ that are known, in their order."""
+    """Return the keys that differ between these recipes or placements, ignoring unknown ones."""
     known = [each for each in sections if each]
     keys = dict.fromkeys(key for each in known for key in each)
     return [key for key in keys if len({each.get(key) for each in known}) > 1]
 
 
 def is_over(run: RunView, wait: bool) -> bool:
-    """Return whether nothing more is to come of a run; with `wait` one that is not done may be resumed."""
+    """Return whether a run will have no further events. With `wait`, only a run that is done is over."""
     return run.is_whole and (run.state == "done" if wait else not run.is_active)
 
 
 def exit_code(states: Collection[str]) -> int:
-    """Return 0 where all runs are done, 75 where the others were saved, else 1: what `lockstep train` exits with."""
+    """Return 0 if all runs are done, 75 if all others were saved, and 1 otherwise, like `lockstep train`."""
     if all(state == "done" for state in states):
         return EXIT_DONE
     return EXIT_SAVED if all(state in ("done", "saved") for state in states) else EXIT_FAILED
 
 
 def headline(run: RunView) -> str:
-    """Say which run it is, in what state and where."""
+    """Return the name, placement, state and job of a run in a line."""
     starts = run.history.starts[-1:]
     state = "not there yet" if not run.is_whole and not starts else run.state
     where = [f"{each.strategy} on {each.processes or '?'}, {each.device}" for each in starts]
@@ -106,7 +108,7 @@ def headline(run: RunView) -> str:
 
 
 def place(run: RunView) -> str:
-    """Say how far a run is; empty where it has not begun."""
+    """Return the progress of a run in words, or empty text if it hasn't started."""
     status = run.status
     if status.step is None:
         return ""
@@ -115,13 +117,13 @@ def place(run: RunView) -> str:
 
 
 def eta(run: RunView) -> str:
-    """Say how long a run takes from its last event on; empty where that is not known, or it is over."""
+    """Return the remaining time in words, or empty text if it isn't known or the run is over."""
     seconds = run.status.left_s
     return "" if seconds is None or not run.is_active else f"{wording.duration(seconds)} left"
 
 
 def figures(run: RunView) -> str:
-    """Give the speed, and the last of each figure."""
+    """Return the speed and the last value of each figure in words."""
     history, speed = run.history, run.status.samples_per_s
     names = [name for name in history.curves if name not in (*_NOT_SHOWN, *_SHOWN)]
     names += [name for name in _SHOWN if name in history.curves]
@@ -130,7 +132,7 @@ def figures(run: RunView) -> str:
 
 
 def loss(history: History) -> str:
-    """Give the loss of the last evaluation; before there is one that of the last step, and say so."""
+    """Return the loss of the last evaluation in words. Before the first evaluation, return that of the last step."""
     evaluated, trained = history.of_evaluation("loss"), history.status.loss
     if evaluated is not None:
         return wording.loss(evaluated)
@@ -138,12 +140,12 @@ def loss(history: History) -> str:
 
 
 def line(run: RunView) -> str:
-    """Give a run in one line."""
+    """Return a run in one line."""
     return join(run.name, place(run), figures(run), eta(run))
 
 
 def ending(run: RunView) -> str:
-    """Say how a run ended."""
+    """Return how a run ended, in words."""
     if run.state == "unreadable":
         return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
     if run.state != "done":
@@ -153,7 +155,7 @@ def ending(run: RunView) -> str:
 
 
 def endings(runs: Sequence[RunView]) -> list[str]:
-    """Say why runs ended before their end, in a line for those that ended alike."""
+    """Return the reasons why runs ended early. Runs that ended for the same reason share a line."""
     alike: dict[str, list[str]] = {}
     for run in runs:
         alike.setdefault(_why(run), []).append(run.name)
@@ -162,23 +164,23 @@ def endings(runs: Sequence[RunView]) -> list[str]:
 
 
 def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
-    """Return the last notices of some runs with the runs' names, in the order of their times."""
+    """Return the last notices of several runs, sorted by time, each with the name of its run."""
     found = [(run.name, notice) for run in runs for notice in run.notices]
     return sorted(found, key=lambda each: each[1].time or 0.0)[-most:] if most else []
 
 
 def clock(seconds: float | None) -> str:
-    """Return the time of day, in the viewer's time zone; empty for None."""
+    """Return the local time of day, or empty text for None."""
     return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def join(*words: str) -> str:
-    """Join those words that are not empty."""
+    """Join the words that are not empty."""
     return "  ".join(word for word in words if word)
 
 
 def _why(run: RunView) -> str:
-    """Say why a run ended before its end; empty where it did not."""
+    """Return why a run ended early, or empty text if it didn't."""
     stopped = f"stopped by {run.status.reason or 'a signal'}; another start resumes there"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 

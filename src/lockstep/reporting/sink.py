@@ -1,4 +1,4 @@
-"""Where events go: what every sink can do."""
+"""The interface of event sinks."""
 
 from typing import Protocol
 
@@ -6,10 +6,13 @@ from lockstep.training.events import Event
 
 
 class Sink(Protocol):
-    """Takes the events of one run, `Started` first. Only rank 0 has sinks, and Ray's on every rank."""
+    """Receives the events of a run, starting with `Started`.
+
+    Only rank 0 has sinks, except for the sink of Ray, which every rank has.
+    """
 
     def write(self, event: Event, time: float) -> None:
-        """Take an event that happened at `time`, in seconds since 1970."""
+        """Receive an event that happened at `time`, in seconds since 1970."""
 
     def close(self) -> None:
-        """Let go of files and the terminal; also after an error, and harmless the second time."""
+        """Release files and the terminal. Called after errors too. Calling it again has no effect."""

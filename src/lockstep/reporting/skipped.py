@@ -1,4 +1,4 @@
-"""skipped.txt: the files that a run could not read, a path in each line."""
+"""skipped.txt: the paths of files that a run could not read, one per line."""
 
 import os
 from contextlib import suppress
@@ -11,7 +11,10 @@ from lockstep.training.events import Event, Skipped
 
 @final
 class SkippedFiles:
-    """Appends to the file `path`, made with the first line; what an earlier start of the run listed stays one line."""
+    """Appends to the file `path`, which is created for the first skipped file.
+
+    A path that an earlier start of the run listed isn't listed again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,4 +34,4 @@ class SkippedFiles:
             file.write(b"".join(line + b"\n" for line in new))
 
     def close(self) -> None:
-        """Do nothing: each event leaves the file whole."""
+        """Do nothing. Each event leaves the file complete."""

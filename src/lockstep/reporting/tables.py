@@ -1,6 +1,6 @@
-"""The reports and the evaluations of a run as tables, and what a loop of the user's own logged: a column a figure.
+"""CSV tables of the step reports, the evaluations, and the figures that a loop of your own logged.
 
-A resumed run drops the rows of steps that it recomputes, so that each step appears once.
+Each figure has a column. A resumed run drops the rows of steps that it recomputes, so that each step appears once.
 """
 
 import csv
@@ -18,12 +18,15 @@ EVALUATIONS: Final = "evaluations.csv"
 LOGGED: Final = "logged.csv"
 _TABLES: Final[Mapping[type, str]] = {Stepped: STEPS, Evaluated: EVALUATIONS, Logged: LOGGED}
 _LEFT_OUT: Final = ("event", "fractions")
-_LARGEST: Final = 1 << 30  # bytes of a table that is read to go on with it
+_LARGEST: Final = 1 << 30  # bytes of a table that a resumed run reads
 
 
 @final
 class Tables:
-    """Writes the tables into `folder`; a row is with the kernel at once. Numbers are those of events.jsonl."""
+    """Writes the tables into `folder`. When `write` returns, the kernel has the row.
+
+    Numbers equal those in events.jsonl.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,16 +40,16 @@ class Tables:
             self._append(name, {key: value for key, value in figures(event, time).items() if key not in _LEFT_OUT})
 
     def close(self) -> None:
-        """Do nothing: each event leaves the files whole."""
+        """Do nothing. Each event leaves the files complete."""
 
     def _take_up(self, name: str, step: int) -> None:
-        """Keep the rows up to `step` of a table that an earlier start has left; half a row at its end is none."""
+        """Keep the rows up to `step` of a table from an earlier start. An incomplete last row is dropped."""
         path = self._folder / name
         try:
             lines = self._lines(path)
         except FileNotFoundError:
             return
-        if not lines:  # killed in its first row
+        if not lines:  # killed while writing the header
             path.unlink()
             return
         self._columns[name], *rows = lines

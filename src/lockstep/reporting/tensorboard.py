@@ -1,4 +1,4 @@
-"""Curves for TensorBoard: figures against the step, in <run>/tensorboard."""
+"""TensorBoard sink: curves over the step, in <run>/tensorboard."""
 
 import os
 import socket
@@ -12,10 +12,10 @@ from lockstep.training.events import Event, Started
 
 @final
 class TensorBoard:
-    """Writes the curves of one run into `folder`, from its `Started` event on; a point is with the kernel at once.
+    """Writes the curves of a run into `folder`. When `write` returns, the kernel has the points.
 
-    torch's SummaryWriter writes on a thread, which ends with a traceback of its own when the folder is removed, and
-    then blocks its close for ever.
+    torch's SummaryWriter isn't used, because it writes in a thread. If the folder is removed, that thread dies with a
+    traceback, and closing the writer then hangs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +27,7 @@ class TensorBoard:
             self._open(event, time)
         if self._file is None:
             return
-        # Imported here: it takes time, and only one process of a run needs it.
+        # Imported late, because it takes time and only one process of a run needs it.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -46,12 +46,12 @@ class TensorBoard:
 
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Two starts of a run within a second have two names, in the order of the starts.
+        # Two starts within a second get different names, which sort in the order of the starts.
         name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))
         if event.resumed_from is not None:
-            # A resumed run repeats the steps since its checkpoint: the former curve ends where it is taken up.
+            # A resumed run repeats the steps since its checkpoint. This record ends the earlier curve at that step.
             start = SessionLog(status=SessionLog.START)
             _append(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
 

@@ -1,4 +1,4 @@
-"""What is drawn on a terminal: rich's console without its guesses, a line that is redrawn in place, a progress bar."""
+"""Terminal output: rich's console without its guesses, a live drawing, and a progress bar."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, TextIO
@@ -11,38 +11,39 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _ANY_WIDTH: Final = 1 << 16
-_GAP: Final = 2  # between two columns
-_LEAST: Final = 4  # columns that stay, even where lines are then longer than the terminal is wide
+_GAP: Final = 2  # spaces between two columns
+_LEAST: Final = 4  # columns that are always shown, even if lines get longer than the terminal is wide
 
 
 def terminal_on(stream: TextIO, terminal: bool | None = None) -> Console:
-    """Return a console that writes text unchanged; `terminal` says whether it is one; by default the stream decides.
+    """Return a console that writes text unchanged.
 
-    Said outright, because rich would take an environment variable about colours for a terminal.
+    `terminal` tells whether `stream` is a terminal, which is detected by default. It is set explicitly, because rich
+    would otherwise treat environment variables about colors as a terminal.
     """
     terminal = stream.isatty() if terminal is None else terminal
     return Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
 
 
 def is_moving(console: Console) -> bool:
-    """Return whether what was drawn can be drawn over."""
+    """Return whether the console can redraw."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def live_on(console: Console) -> Live:
-    """Start a drawing that is replaced by each update and cleared when it stops.
+    """Start a drawing that each update replaces, and that is cleared when it is stopped.
 
-    There is no thread that redraws: it would take time from a training process, and a process with threads should not
-    fork workers.
+    It has no refresh thread. A thread would take time from training, and a process with threads should not fork
+    workers.
     """
     live = Live(console=console, auto_refresh=False, transient=True)
     live.start()
-    console.show_cursor(True)  # Live hides it until it is stopped; a process that is killed never stops it
+    console.show_cursor(True)  # Live hides the cursor, and a killed process would never show it again
     return live
 
 
 def progress_line(place: str, done: int, total: int, after: str) -> RenderableType:
-    """Return a bar between words, as wide as the terminal."""
+    """Return a progress bar between words, as wide as the terminal."""
     line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     line.add_row(Text(place), ProgressBar(total=total, completed=done), Text(after))
     return line
@@ -51,9 +52,10 @@ def progress_line(place: str, done: int, total: int, after: str) -> RenderableTy
 def table(
     console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], texts: Collection[str]
 ) -> RenderableType:
-    """Return a table of columns by their headings, the most important first, and of `texts`, which begin at the left.
+    """Return a table of columns by heading, most important column first.
 
-    Where a terminal has no room for all, it is said which of the last are left out. `styles` are those of states.
+    The columns in `texts` are left-aligned. If the terminal is too narrow, the last columns are dropped and a line
+    names them. `styles` has the style of the state in each row.
     """
     shown, left_out = dict(columns), []
     while console.is_terminal and len(shown) > _LEAST and _width(shown) > console.width:
@@ -67,7 +69,7 @@ def table(
 
 
 def print_unfolded(console: Console, drawing: RenderableType) -> None:
-    """Print lines as long as they are, and without spaces at their ends: folded cells could not be read."""
+    """Print lines without wrapping and without trailing spaces, because wrapped cells are not readable."""
     console.width = _ANY_WIDTH
     with console.capture() as drawn:
         console.print(drawing)

@@ -1,4 +1,4 @@
-"""A curve as lines of text, of the eighths of a block that fonts have: for a terminal."""
+"""Draws a curve as lines of text, with block characters in steps of an eighth."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
-    """Return `height` lines of `width` characters: the mean of the figures over each stretch of samples, as a column.
+    """Return `height` lines of `width` characters. Each column is the mean over a stretch of samples.
 
-    The lowest column is an eighth of a character high, the highest fills all lines. What is not finite has no column;
-    without any point there is no line.
+    The lowest column is an eighth of a character high, and the highest column fills all lines. Values that aren't
+    finite are skipped. Without any points, there are no lines.
     """
     columns = _columns([point for point in points if math.isfinite(point.value)], width)
     values = [value for value in columns if value is not None]
@@ -28,7 +28,7 @@ def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
 
 
 def _columns(points: Sequence[Point], width: int) -> list[float | None]:
-    """Return the mean of each column; one without a point has what is left of it."""
+    """Return the mean of each column. A column without points repeats the previous column."""
     if not points:
         return [None] * width
     first, last = points[0].samples, points[-1].samples

@@ -1,4 +1,4 @@
-"""What a verification found: as a table for people, and as JSON."""
+"""The results of a verification, as a table and as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ _NUMBERS: Final = ("processes", "seconds")  # columns of the table
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first thing on which a placement and the reference disagree, with the likely cause in words.
+    """The first difference between a placement and the reference, with its likely cause in words.
 
-    `step` is the number of the step in the run, from 1 on; None after the last one. `ranks` are those that saw `found`;
-    empty where it is unknown. `reference` and `found` are the two values as text, for a tensor the pair with
-    the largest difference, at `index`.
+    `step` counts from 1, and is None for a difference after the last step. `ranks` are the ranks that computed `found`,
+    or empty if that isn't known. `reference` and `found` are the two values as text. For a tensor, they are the values
+    with the largest difference, at `index`.
     """
 
     step: int | None
@@ -36,35 +36,41 @@ class Mismatch:
     reference: str
     found: str
     cause: str
-    after: str = ""  # what went before, where it was not a plain run: a resumed one
+    after: str = ""  # a description of the run in which it occurred, unless that is a plain run
 
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """One placement. `largest` is its largest difference as a part of `tolerance`'s scale; None where none was seen."""
+    """The result of one placement.
+
+    `largest` is its largest difference, on the same relative scale as `tolerance`, or None if there was no difference.
+    """
 
     strategy: str
     processes: int
     verdict: Verdict
-    reason: str = ""  # why it is not possible, or how it failed
+    reason: str = ""  # why it isn't possible, or how it failed
     exactness: str = "bits"
     largest: float | None = None
     tolerance: float | None = None
-    seconds: float | None = None  # of the steps alone
+    seconds: float | None = None  # of the steps only
     peak_bytes: tuple[int, ...] = ()  # of each rank
-    resumed_on: str = ""  # where the state that it saved half way was carried on
+    resumed_on: str = ""  # the placement that resumed its checkpoint
     departure: Mismatch | None = None
-    differing: int = 0  # how many figures and tensors differ, over all steps
+    differing: int = 0  # the number of figures and tensors that differ, over all steps
 
     @property
     def good(self) -> bool:
-        """Whether nothing was found against this placement."""
+        """Whether nothing speaks against this placement. A placement that isn't possible is good too."""
         return self.verdict in _GOOD
 
 
 @dataclass(frozen=True)
 class CodeFinding:
-    """Something about the user's own code. A `fault` makes results depend on the placement; the others are notes."""
+    """A finding about the user's code.
+
+    A `fault` makes results depend on the placement. All other findings are notes.
+    """
 
     culprit: str
     fault: bool
@@ -74,7 +80,7 @@ class CodeFinding:
 
 @dataclass(frozen=True)
 class Verification:
-    """All that a verification found. `steps` are numbers in the run, from 1 on."""
+    """The whole result. `steps` are step numbers in the run, counted from 1."""
 
     recipe: str
     steps: tuple[int, ...]
@@ -86,17 +92,17 @@ class Verification:
 
     @property
     def agree(self) -> bool:
-        """Whether all placements that are possible agree with the reference and no fault was found."""
+        """Whether all possible placements agree with the reference and there are no faults."""
         return all(row.good for row in self.rows) and not any(finding.fault for finding in self.findings)
 
 
 def to_json(verification: Verification) -> str:
-    """Write all of it as JSON; figures that are not finite are text, for JSON has none."""
+    """Return the whole result as JSON. Values that are not finite become text, because JSON can't represent them."""
     return json.dumps({"agree": verification.agree, **_plain(asdict(verification))}, indent=1) + "\n"
 
 
 def draw(verification: Verification, console: Console) -> None:
-    """Print the table, what was found in the user's code, and for each placement that disagrees how."""
+    """Print the table, the findings about the user's code, and an explanation for each placement that disagrees."""
     console.print(Text(_heading(verification)), soft_wrap=True)
     console.print(_table([row for row in verification.rows if row.verdict != "not possible"]))
     for row in verification.rows:
@@ -112,14 +118,14 @@ def draw(verification: Verification, console: Console) -> None:
 
 
 def against(verification: Verification) -> str:
-    """Return what counts against the placements, as `draw` prints it: the faults, who disagrees, and the end."""
+    """Return the faults, the explanations and the conclusion, as `draw` prints them."""
     lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
     lines += [line for row in verification.rows if not row.good for line in explain_row(row, verification.findings)]
     return "\n".join([*lines, conclusion(verification)])
 
 
 def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[str]:
-    """Yield the lines on how a placement disagrees; a cause among `findings` is not repeated."""
+    """Yield lines that explain how a placement disagrees. A cause that is in `findings` is not repeated."""
     where = f"{row.strategy} on {format_count(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
@@ -134,7 +140,7 @@ def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[st
 
 
 def describe_location(departure: Mismatch) -> str:
-    """Return what differs and where: `step 1, gradient of conv.weight[3, 1], rank 1`."""
+    """Return the location of a difference: `step 1, gradient of conv.weight[3, 1], rank 1`."""
     name = departure.name + (str(list(departure.index)) if departure.index else "")
     parts = [
         f"step {departure.step}" if departure.step is not None else "after the last step",
@@ -161,7 +167,7 @@ def _table(rows: Sequence[VerdictRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("strategy", "processes", "result", "resumed on", "seconds"):
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    table.add_column("peak MiB")  # of each rank: in a narrow terminal they take several lines
+    table.add_column("peak MiB")  # of each rank, wrapped on a narrow terminal
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
         peaks = " ".join(f"{peak / _MIB:.0f}" for peak in row.peak_bytes)
@@ -179,7 +185,7 @@ def _result(row: VerdictRow) -> str:
 
 
 def conclusion(verification: Verification) -> str:
-    """Return whether all agree, in a line."""
+    """Return the conclusion in a line."""
     possible = [row for row in verification.rows if row.verdict != "not possible"]
     good = sum(row.good for row in possible)
     if verification.agree:

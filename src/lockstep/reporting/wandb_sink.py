@@ -1,6 +1,6 @@
-"""Weights & Biases: a run there for a run here, and the same one again after a resume.
+"""Weights & Biases sink. Each run has a run in wandb, which is continued after a resume.
 
-The key comes from where wandb itself looks for it (WANDB_API_KEY, or `wandb login`), never from a recipe.
+wandb finds its API key by itself (WANDB_API_KEY, or `wandb login`). The key is never part of a recipe.
 """
 
 import multiprocessing
@@ -18,17 +18,19 @@ OPTIONS = ("project", "entity", "group", "name", "tags", "mode")
 
 @final
 class Wandb:
-    """A run of wandb's: the one that `folder` keeps the id of, or a new one with the `recipe`.
+    """A run in wandb.
 
-    wandb sends what it is given in a process of its own, so only opening and closing wait for the network. The step is
-    a figure like others, because a resumed run goes back to an earlier one.
+    If `folder` contains the id of a run, it is continued. Otherwise, a new run is created with the `recipe` as config.
+
+    wandb sends data from a separate process, so only opening and closing wait for the network. The step is logged as a
+    figure, because a resumed run goes back to an earlier step.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-        import wandb  # here: it takes a second, and only rank 0 needs it
+        import wandb  # imported late, because it takes a second and only rank 0 needs it
 
         number = read_id(folder, "wandb") or secrets.token_hex(6)
-        self._exit_code = 1  # of a run that ends without saying so
+        self._exit_code = 1  # the exit code of a run that ends without an event
         self._run: Any = wandb.init(
             dir=str(folder.absolute()),
             id=number,
@@ -40,8 +42,8 @@ class Wandb:
             tags=options.get("tags"),
             mode=options.get("mode"),
             config=dict(recipe),
-            reinit="create_new",  # the user's loop may have a run of its own
-            # Silent, it asks for no key on the terminal, where rank 0 would wait for an answer: it raises.
+            reinit="create_new",  # the user's loop may have its own wandb run
+            # If silent, wandb raises an exception instead of asking for a key on the terminal.
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
         write_id(folder, "wandb", number)
@@ -59,7 +61,8 @@ class Wandb:
         if run is None:
             return
         run.finish(exit_code=self._exit_code)
-        if multiprocessing.parent_process() is not None:  # no atexit hook of wandb's runs here: wait for its process
+        # In a child process, wandb's atexit hook doesn't run, so wait for its own process here.
+        if multiprocessing.parent_process() is not None:
             import wandb
 
             wandb.teardown()

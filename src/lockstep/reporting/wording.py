@@ -1,4 +1,4 @@
-"""Events in words: the lines and tables that a person reads, as plain text."""
+"""Formats events as lines and tables of plain text."""
 
 import math
 import shlex
@@ -13,8 +13,8 @@ from lockstep.core.devices import SLOWLY
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
-_SURE: Final = 0.95  # that audits would have shown a fault
-_LARGE: Final = 1e6  # a loss whose decimals say nothing
+_SURE: Final = 0.95  # the probability that audits would have shown a fault
+_LARGE: Final = 1e6  # above this, a loss is shown without fixed decimals
 _NOTHING_KEPT: Final = "the run keeps nothing"
 _RANDOM: Final = (
     f"hash seed random: a set of strings has another order at each start; if that may matter here, set {VARIABLE}=0"
@@ -22,11 +22,11 @@ _RANDOM: Final = (
 
 
 def start_lines(event: Started, rate_rule: str) -> list[str]:
-    """Say what will be trained, on what and how long; `rate_rule` explains the learning rate."""
+    """Return lines that describe a run at its start. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
     counted = [(event.parameters, "parameter"), (event.train_samples, "training sample")]
-    # A loop of one's own counts none of these.
+    # A loop of your own has no validation samples to count.
     counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
@@ -35,9 +35,9 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
-        *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # in a loop of one's own none counts
+        *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # not counted in a loop of your own
         *([rate_rule] if rate_rule else []),
-        # Several ranks are warned of their seeds in a line of its own, which says more.
+        # With several ranks, a separate warning describes their seeds.
         *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
@@ -50,22 +50,22 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
 
 
 def place(event: Stepped, run: Started) -> str:
-    """Say where in the run a step is."""
-    # Counted from the step: an epoch is done with its last step, and the next has not begun.
+    """Return the epoch and step in words."""
+    # Computed from the step. After the last step of an epoch, that epoch is still the current one.
     epoch = -(-event.step // run.steps_per_epoch)
     return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
 
 
 @final
 class Means:
-    """The means of the losses and figures of an epoch's steps, of which only the sums are kept."""
+    """The means of losses and figures over the steps of an epoch. Only the sums are kept."""
 
     def __init__(self) -> None:
         self._epoch, self._steps = -1, 0
         self._sums: dict[str, float] = {}
 
     def add(self, event: Stepped) -> dict[str, float]:
-        """Return the means of its epoch so far; none of a single step."""
+        """Return the means over the epoch so far, or an empty mapping after the first step."""
         if event.epoch != self._epoch:
             self._epoch, self._steps, self._sums = event.epoch, 0, {}
         self._steps += 1
@@ -75,7 +75,10 @@ class Means:
 
 
 def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})) -> str:
-    """Give a step's figures; `last`, those of the last evaluation, stand after the task's, and `means` in brackets."""
+    """Return the figures of a step in words.
+
+    `last` has the figures of the last evaluation, which follow those of the task. `means` are shown in parentheses.
+    """
     own, evaluated = of_task(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
     mean = f" ({loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
@@ -91,7 +94,7 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
 
 
 def speed(event: Stepped, run: Started) -> str:
-    """Give how fast a run trains, in what its task counts; in samples if its weights have no name of their own."""
+    """Return the training speed in the unit of the task, or in samples per second if the task has no unit."""
     if event.weight_per_s is not None and run.unit != "samples":
         return f"{event.weight_per_s:,.0f} {run.unit}/s"
     return f"{event.samples_per_s:,.0f} samples/s"
@@ -100,53 +103,56 @@ def speed(event: Stepped, run: Started) -> str:
 def of_task(
     figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """Give a task's figures: those that are shares of one in per cent, and each with its mean, if there is one."""
+    """Return the figures of a task in words, each with its mean if there is one. Fractions are shown in percent."""
     brackets = {name: f" ({figure(mean, name in fractions)})" for name, mean in means.items()}
     words = (f"{name} {figure(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items())
     return "  ".join(words)
 
 
 def figure(value: float, is_fraction: bool) -> str:
-    """Give a figure of a task."""
+    """Return the figure of a task in words."""
     return percent(value) if is_fraction else f"{value:.4g}"
 
 
 def loss(value: float) -> str:
-    """Give a loss."""
+    """Return a loss in words."""
     return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4g}"
 
 
 def log_line(event: Logged) -> str:
-    """Give the figures of a loop of the user's own."""
+    """Return a line with the figures that a loop of the user logged."""
     return f"step {event.step}  {of_task(event.figures, ())}"
 
 
 def evaluation_line(event: Evaluated) -> str:
-    """Give the result of an evaluation, with how many samples it saw of how many there are."""
+    """Return a line with the result of an evaluation, and how many of the samples it used."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
     figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {loss(event.loss)}") if word)
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 
 def skip_lines(event: Skipped) -> list[str]:
-    """Name the files that were skipped."""
+    """Return a line for each skipped file."""
     return [f"skipped {printable_line(file)}: cannot be read" for file in event.files]
 
 
 def save_line(event: Saved) -> str:
-    """Name a checkpoint and the beginning of its weights' hash."""
+    """Return a line with the path of a checkpoint and the beginning of its weights' hash."""
     best = "  best so far" if event.best else ""
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
 def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
-    """Return why the run ends early, and how to resume it; a loop of one's own has no override to name its folder."""
+    """Return why the run ends early and how to resume it.
+
+    A loop of your own has no overrides, so you resume it by running the same script.
+    """
     again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
     return f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_KEPT}"
 
 
 def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
-    """Return the rows of the table at the end; the last names the commands that use the run."""
+    """Return the rows of the table at the end. The last row has commands to use the run with."""
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
     for name, last in event.figures.items():
         share = name in run.fractions
@@ -173,48 +179,51 @@ def _graded(event: Done) -> str:
 
 
 def _fault_rate(audited: int) -> str:
-    """Return how seldom faults are where none showed: the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983)."""
+    """Return a remark on the fault rate after audits without a fault.
+
+    The rate follows from the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
+    """
     seldom = int(audited / -math.log(1 - _SURE))
     return f"; a fault in 1 of {seldom:,} steps would have shown, with {_SURE:.0%} probability" if seldom > 1 else ""
 
 
 def align(rows: Sequence[Row]) -> list[str]:
-    """Lay out a table of two columns."""
+    """Return the lines of a table with two columns."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def hash_line(weights_sha256: str) -> str:
-    """Name the hash of weights, which two runs of one recipe share; other programs look for this line."""
+    """Return the line with the hash of the weights. Scripts search for this line to compare runs."""
     return f"weights sha256 {weights_sha256}"
 
 
 def percent(fraction: float) -> str:
-    """Give a fraction in per cent, with two decimals."""
+    """Return a fraction in percent with two decimals."""
     return f"{100 * fraction:.2f} %"
 
 
 def duration(seconds: float) -> str:
-    """Give seconds as h:mm:ss, or m:ss below an hour."""
+    """Return seconds as h:mm:ss, or as m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def of(number: int | None, total: int | None) -> str:
-    """Give a number and of how many it is, as far as they are known."""
+    """Return a number and its total, as far as they are known."""
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
 
 
 def format_count(number: int, noun: str) -> str:
-    """Give a number of things."""
+    """Return a number with its noun."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _of_a_sample(event: Started) -> str:
-    """Say what a sample costs, and what share of the devices' peak is unknown."""
+    """Return the FLOP of a sample and the peak of the devices, or why they aren't known."""
     if event.flops_per_sample is None:
         return "FLOP of a sample not counted: the model does not run without values, on torch's meta device"
     cost = f"{_flops(event.flops_per_sample)} for each sample, forward and backward"
