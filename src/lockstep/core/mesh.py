@@ -128,7 +128,7 @@ class DataRank(NamedTuple):
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
         """Return the first micro-batch of each round of the replica, and the number of members that have one."""
         ours = part(leaves, self.replicas, self.replica)
-        most = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # earlier ones have more
+        most = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # the earlier have one more
         alone = self.members == self.in_step == 1  # else ranks without work still join one round
         rounds = max(-(-len(most) // self.members), 0 if alone else 1)
         firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))

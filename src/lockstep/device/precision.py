@@ -169,7 +169,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 
 def check_threads(threads: int) -> None:
-    """Raise PreflightError if this process can't start this many threads, because OpenMP would exit without a message."""
+    """Raise PreflightError if this process can't start `threads` threads. OpenMP would exit without a message."""
     if threads <= (os.cpu_count() or 1):
         return
     over = threading.Event()
