@@ -85,7 +85,7 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
 
 def listening_socket() -> socket.socket:
-    """Return a socket for tasks to connect to, which is open until this process ends, and what it becomes by exec."""
+    """Return a listening socket for tasks. It stays open through exec, until this process ends."""
     listening = socket.create_server(("", 0), backlog=_TASKS)
     listening.set_inheritable(True)
     return listening

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# torch has no public API for its pytrees, and optree does not know the types that transformers registers here.
+# torch has no public API for its pytrees, and optree doesn't know the types that transformers registers here.
 from torch.utils import _pytree as pytree
 
 Batch = Any

@@ -57,7 +57,7 @@ class Links:
         return self._post.receive(self._place.rank_of(stage), line)
 
     def share_outputs(self, outputs: Values) -> Values:
-        """Return the outputs of the last stage on all ranks of the pipeline. Each rank sends them to the previous rank."""
+        """Return the outputs of the last stage on all ranks of a pipeline. Ranks pass them on in reverse order."""
         line, own, before = self.gradients_of(self._place.last), self._place.own, self._place.at.pipe - 1
         if self._place.last not in own:
             outputs = self._post.receive(self._place.rank_of(before + 2), line)
@@ -68,7 +68,7 @@ class Links:
 
     @torch.no_grad()
     def send_tied_weights(self) -> None:
-        """Send tied weights to the ranks that borrow them. All ranks must call this after each change of the weights."""
+        """Send tied weights to the ranks that borrow them. All ranks must call this after the weights change."""
         place = self._place
         between = [tie for tie in self._ties.all if place.rank_of(tie.owner) != place.rank_of(tie.borrower)]
         for tie in between:

@@ -38,7 +38,7 @@ class _LookedUp(local):
 
 @final
 class TiedWeights:
-    """The tied weights of a model, by the stages of its tensors. Weights that are lent to this rank have values here."""
+    """The tied weights of a model, by the stages of its tensors. Weights lent to this rank have values here."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -76,7 +76,7 @@ class TiedWeights:
         self._looked_up.times.clear()
 
     def end_forward(self) -> None:
-        """Raise TrainingError if a forward looked up a lent table twice, because a sum of three gradients has an order."""
+        """Raise TrainingError if a forward looked up a lent table twice. The bits would depend on the order."""
         for table, times in self._looked_up.times.items():
             if times > 1:
                 loan = self._loan_of[table]
