@@ -1,1 +1,1 @@
-"""What every room may use: words of messages, files, locks, the code of the user, who a process is."""
+"""Shared by all packages: texts of messages, files, locks, user code and the rank of a process."""

@@ -1,4 +1,4 @@
-"""What the control groups of this process, as containers have them, allow it; on Linux alone."""
+"""The limits of the control groups of this process, as set by containers. Only on Linux."""
 
 from pathlib import Path
 from typing import Final
@@ -10,12 +10,12 @@ _OWN: Final = Path("/proc/self/cgroup")
 
 
 def quota_cores(root: Path = _ROOT, own: Path = _OWN) -> float | None:
-    """Return how many cores' time the control groups of this process allow, None where they set no limit."""
+    """Return the CPU time that the control groups of this process allow, in cores, or None if there is no limit."""
     found = []
     for folder in _groups(root, own, "cpu"):
         quota, _, period = shown_text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
         if not quota:
-            # -1 for none
+            # -1 if there is no limit
             quota, period = shown_text(folder / "cpu.cfs_quota_us"), shown_text(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():
             found.append(int(quota) / int(period))
@@ -23,17 +23,17 @@ def quota_cores(root: Path = _ROOT, own: Path = _OWN) -> float | None:
 
 
 def limit_bytes(root: Path = _ROOT, own: Path = _OWN) -> int | None:
-    """Return how much memory the control groups of this process allow, None where they set no limit."""
+    """Return the bytes of memory that the control groups of this process allow, or None if there is no limit."""
     found = []
     for folder in _groups(root, own, "memory"):
         text = shown_text(folder / "memory.max") or shown_text(folder / "memory.limit_in_bytes")
-        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number for none
+        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number if there is no limit
             found.append(int(text))
     return min(found, default=None)
 
 
 def _groups(root: Path, own: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of those around it, which limit it too."""
+    """Return the folders of the control group of this process and of its parents, which also limit the process."""
     folders = []
     for line in shown_text(own).splitlines():
         _, controllers, path = line.split(":", 2)

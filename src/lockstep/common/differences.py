@@ -1,4 +1,4 @@
-"""In what ranks differ that should be alike, in words."""
+"""Describes the differences between ranks in facts that should be equal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any, Final
 from lockstep.common.rank import ranks_in_words
 from lockstep.common.text import printable_line
 
-_VALUE_LENGTH: Final = 60  # of what is shown of a fact
-_SHOWN: Final = 5  # differences
+_VALUE_LENGTH: Final = 60  # characters of a value
+_SHOWN: Final = 5  # number of differences
 
 
 def differences(
@@ -17,10 +17,9 @@ def differences(
     advice: str = "start all ranks with the same",
     where: str = "",
 ) -> list[str]:
-    """Return a line for each fact that ranks have otherwise than rank 0: the ranks, and the values of the first.
+    """Return a line for each fact in which ranks differ from rank 0, with these ranks and the value of the first.
 
-    The `hosts` are by rank; none where they do not matter. `where` is the line of the user's code, if the facts are of
-    one.
+    `hosts` are by rank, or empty if they don't matter. `where` is the line of user code if the facts are about one.
     """
     lines = []
     for name in dict.fromkeys(name for each in facts.values() for name in each):
@@ -36,7 +35,7 @@ def differences(
 
 
 def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
-    """Return where two values differ, part by part, as `name: other's, not first's`."""
+    """Return the differences of two values, key by key, as `name: OTHER, not FIRST`."""
     if not (isinstance(first, dict) and isinstance(other, dict)):
         return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
     found = []
@@ -48,7 +47,7 @@ def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
 
 
 def _is_like(value: Any, other: Any) -> bool:
-    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)  # as text NaN is like itself
+    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)  # as text, NaN equals NaN
 
 
 def _short(value: Any) -> str:

@@ -1,17 +1,18 @@
-"""Processes that end with the one that started them, however that ends.
+"""Ends processes together with the process that started them, however that process ends.
 
-A child process of this host asks the kernel for it: `die_with_parent`, `die_with_launcher`.
+On the same host, a child process asks the kernel for this: `die_with_parent`, `die_with_launcher`.
 
-What ssh starts on another host outlives the ssh, but its stdin closes, even where the connection breaks. So
-`python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin closes. The command has a
-process group of its own: it gets SIGTERM first, and after a while all that is left of the group is killed. After
-`--secret` the first line of stdin is the secret of the job, for the environment of the command, as everybody on a host
-can read command lines. `--knows HOST` ends it at once if that name has no address there: torchrun would retry for
-minutes.
+A process that ssh starts on a different host outlives the ssh process. However, its stdin closes, even if the
+connection breaks. Therefore `python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin
+closes. The command runs in a separate process group. It first gets SIGTERM, and after a while the rest of the process
+group is killed. There are two options:
+- `--secret`: the first line of stdin is the secret of the job, and is passed on in the environment of the command,
+  because all users of a host can read command lines.
+- `--knows HOST`: exit immediately if HOST can't be resolved here. Otherwise torchrun would retry for minutes.
 
-What srun starts does not notice that srun was killed. `lockstep launch` leaves a listening socket to the srun that it
-becomes: the kernel keeps connections to it, which nobody need accept, for as long as a process of srun is there. A task
-that has one ends with it: `follow_srun`.
+A task that srun starts doesn't notice if srun is killed. `lockstep launch` becomes srun by exec, and leaves a listening
+socket to it. The kernel keeps connections to this socket, even if they are never accepted, as long as a process of srun
+exists. Each task opens such a connection and ends when it breaks: `follow_srun`.
 """
 
 import ctypes
@@ -33,24 +34,24 @@ from lockstep.common.hashing import FIXED, VARIABLE
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
-KNOWS: Final = "--knows"  # a host whose name must have an address where the command is to run
+KNOWS: Final = "--knows"  # a host name that must resolve on the host of the command
 GIVE_ADDRESS: Final = "give an address of it in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
-STOP_S: Final = 60.0  # for a checkpoint to be written after SIGTERM
+STOP_S: Final = 60.0  # time for a checkpoint after SIGTERM
 _POLL_S: Final = 0.1
-_KNOWN_S: Final = 5.0  # for a name to be known: that of a container may come late
+_KNOWN_S: Final = 5.0  # time until a name resolves; names of containers can be late
 _LONGEST: Final = 8192  # bytes of a secret
-SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # for the tasks, beside SLURM_SRUN_COMM_HOST, which srun tells them
-_TASKS: Final = 4096  # the kernel keeps no more connections that nobody takes
+SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # for the tasks, next to SLURM_SRUN_COMM_HOST, which srun sets
+_TASKS: Final = 4096  # backlog: the maximum number of connections that aren't accepted
 _CONNECT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
-_FOLLOWED: Final = ("torchrun", "openmpi", "mpich")  # one started by hand may outlive its shell, as with nohup
+_FOLLOWED: Final = ("torchrun", "openmpi", "mpich")  # a process started by hand can outlive its shell, e.g. with nohup
 
 
 def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = STOP_S) -> int:
-    """Run a command until it ends, or until the file descriptor `stdin` does; return its exit code, as shells count."""
+    """Run a command until it exits or the file descriptor `stdin` closes. Returns its exit code as in a shell."""
     process: subprocess.Popen[bytes] | None = None
-    asked = False  # to end, which a signal may do before there is a command to pass it on to
+    asked = False  # whether a signal arrived, maybe before the command was started
 
     def end(*_: object) -> None:
         nonlocal asked
@@ -60,7 +61,7 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
                 process.terminate()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # which the command inherits, as nohup has it
+        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits an ignored signal, e.g. from nohup
             signal.signal(number, end)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
     if asked:
@@ -76,7 +77,7 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
     threading.Thread(target=watch, daemon=True).start()
     code = None
-    while code is None:  # looks up now and then: a signal given to the other thread does not end a wait
+    while code is None:  # polls, because a signal to the other thread doesn't interrupt a wait
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(_POLL_S)
     _kill_group(process.pid)
@@ -84,16 +85,16 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
 
 def listening_socket() -> socket.socket:
-    """Return a socket for tasks to connect to, which is open until this process ends, and what it becomes by exec."""
+    """Return a listening socket for tasks. It stays open through exec, until this process ends."""
     listening = socket.create_server(("", 0), backlog=_TASKS)
     listening.set_inheritable(True)
     return listening
 
 
 def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
-    """End this process, by SIGTERM and after a while by SIGKILL, when the srun that `lockstep launch` became is gone.
+    """End this process when the srun that `lockstep launch` became is gone, by SIGTERM and after `stop_s` by SIGKILL.
 
-    `env` says where that is; without it, nothing is done. Called by the main thread.
+    The address of srun is in `env`. Without it, this function does nothing. The main thread must call this function.
     """
     host, port = env.get("SLURM_SRUN_COMM_HOST"), env.get(SRUN_PORT)
     if not (host and port):
@@ -105,7 +106,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
             with socket.create_connection((host, int(port)), _CONNECT_S) as line, suppress(ConnectionError):
                 line.settimeout(None)
                 line.recv(1)
-        except ConnectionRefusedError:  # gone already
+        except ConnectionRefusedError:  # srun is gone already
             pass
         except OSError as error:
             if env.get("SLURM_PROCID") == "0":
@@ -124,7 +125,7 @@ def _kill_group(group: int) -> None:
 
 
 def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
-    """Return the problem of a host name that has no address on this host for so long; "" where there is none."""
+    """Return the problem of a host name that doesn't resolve on this host within `stop_s` seconds, or ""."""
     until = time.monotonic() + stop_s
     while True:
         try:
@@ -141,7 +142,7 @@ def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
 
 
 def _take_secret(stdin: int) -> None:
-    """Put the first line of stdin into the environment. Read byte by byte: what follows it is the command's."""
+    """Put the first line of stdin into the environment. Reads byte by byte, to leave the rest of stdin unread."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(stdin, 1)
@@ -156,15 +157,15 @@ def _take_secret(stdin: int) -> None:
 def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends, even by SIGKILL.
 
-    Elsewhere than on Linux a thread ends it soon after its parent.
+    On systems other than Linux, a thread ends this process soon after its parent.
     """
-    known = multiprocessing.parent_process()  # from before the fork, where Python made this process
+    known = multiprocessing.parent_process()  # known from before the fork, if multiprocessing started this process
     parent = known.pid if known else os.getppid()
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:  # not Linux
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
@@ -175,9 +176,9 @@ def _end_after(parent: int) -> None:
 
 
 def die_with_launcher(launcher: str) -> None:
-    """Let this process end with the launcher that started it; where that is gone already, raise TransientError.
+    """End this process together with the launcher that started it. Raises TransientError if the launcher is gone.
 
-    It is the first thing to do: only then is it the launcher that is the parent.
+    Call this function first in the process, while the launcher is still its parent.
     """
     if launcher not in _FOLLOWED:
         return
@@ -187,20 +188,20 @@ def die_with_launcher(launcher: str) -> None:
 
 
 def parent_command() -> list[str]:
-    """Return the command line of the process that started this one; empty where there is no telling."""
-    import psutil  # only now: `lockstep --help` need not wait for it
+    """Return the command line of the parent process, or [] if it can't be read."""
+    import psutil  # imported here so that `lockstep --help` is fast
 
     try:
         return psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:  # gone, or not ours to see
+    except psutil.Error:  # the process is gone, or access is denied
         return []
 
 
 def _is_orphan(launcher: str) -> bool:
-    """Return whether process 1 is the parent of this one because it takes the children of those that are gone.
+    """Whether this process, whose parent is process 1, was reparented to init because its launcher is gone.
 
-    In a container torchrun itself may be process 1, or a Python that once started it; under MPI a container for each
-    rank may have an init of its own.
+    In a container, process 1 can be torchrun itself, or a Python process that started torchrun. With MPI, each rank can
+    run in a container with a separate init.
     """
     if launcher == "torchrun":
         return not (any("python" in word for word in parent_command()[:1]) and _has_torch(1))
@@ -208,7 +209,7 @@ def _is_orphan(launcher: str) -> bool:
 
 
 def _has_torch(pid: int) -> bool:
-    """Return whether a process has loaded torch; True where that is not ours to see."""
+    """Whether a process has loaded torch. Returns True if access is denied."""
     try:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
@@ -216,10 +217,10 @@ def _has_torch(pid: int) -> bool:
 
 
 def _nobody_reads(descriptor: int) -> bool:
-    """Return whether what is written there, as by a rank for its mpirun, is lost."""
+    """Whether the reader of a file descriptor, such as the mpirun of a rank, is gone."""
     poll = select.poll()
     poll.register(descriptor, 0)
-    return bool(poll.poll(0))  # an error or a hang-up: nothing else was asked for
+    return bool(poll.poll(0))  # only errors and hang-ups are reported
 
 
 if __name__ == "__main__":
@@ -232,5 +233,5 @@ if __name__ == "__main__":
             sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
             sys.exit(EXIT_USAGE)
         words = words[2:]
-    os.environ.setdefault(VARIABLE, FIXED)  # ssh passes no environment on
+    os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't pass the environment on
     sys.exit(run_until_stdin_closes(words, sys.stdin.fileno()))

@@ -1,7 +1,7 @@
-"""The seed of Python's hashes of strings, which decides the order of a set: fixed in what Lockstep starts.
+"""The seed of Python's string hashes, which changes the iteration order of sets. Lockstep's commands use a fixed seed.
 
-Python draws it anew at each start of an interpreter, unless PYTHONHASHSEED is set, and cannot change it later. Ranks
-that are forked share it; those of other launchers, and two starts, do not.
+Unless PYTHONHASHSEED is set, Python picks a random seed when an interpreter starts, and the seed can't be changed
+later. Forked ranks share the seed. The ranks of other launchers have different seeds, and so have two starts.
 """
 
 import os
@@ -17,18 +17,18 @@ _AT_START: Final = "/proc/self/environ"
 
 
 def fix_hash_seed() -> None:
-    """Become the same command with a fixed seed, unless it has one: some 20 ms, before anything else is imported."""
+    """Restart this command with a fixed hash seed unless it has one. Takes about 20 ms. Call it before all imports."""
     chosen = os.environ.get(VARIABLE) not in (None, "", RANDOM) or sys.flags.ignore_environment
-    if chosen or os.name != "posix":  # elsewhere exec starts a second process
+    if chosen or os.name != "posix":  # on other systems, exec starts a second process
         return
     os.environ[VARIABLE] = FIXED
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def hash_seed() -> str:
-    """Return the seed that this process has, as PYTHONHASHSEED names it, or RANDOM.
+    """Return the hash seed of this process, in the form of PYTHONHASHSEED, or RANDOM.
 
-    What the variable is set to later changes nothing, so it is read as it was at the start, where the system keeps it.
+    Changes of the variable after the start have no effect, so its initial value is read if the system keeps it.
     """
     if not sys.flags.hash_randomization:
         return FIXED
@@ -49,9 +49,9 @@ def probe() -> str:
 
 
 def seed_warning(probes: Collection[str]) -> str:
-    """Return what to warn of where the hashes of ranks differ, "" where they do not.
+    """Return the warning if the hashes of ranks differ, or "".
 
-    That they may is no error: torchrun gives its processes no seed, and most scripts go through no set of strings.
+    This isn't an error, because torchrun sets no seed and most scripts never iterate over a set of strings.
     """
     if len(set(probes)) < 2:
         return ""
@@ -63,13 +63,13 @@ def seed_warning(probes: Collection[str]) -> str:
 
 
 def other_seed() -> str:
-    """Return a seed by which sets have another order than in this process."""
+    """Return a seed that differs from the seed of this process, so that sets have a different order."""
     return "1" if hash_seed() != "1" else "2"
 
 
 @contextmanager
 def hash_seed_for_children(seed: str) -> Iterator[None]:
-    """Give the processes that are started within the block, other than by a fork, this seed."""
+    """Set the hash seed of processes that are started within the block. Forked processes keep the current seed."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = seed
     try:

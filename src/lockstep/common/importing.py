@@ -1,4 +1,4 @@
-"""An object of the user's own code, by its import path `package.module:function`, and packages that may be missing."""
+"""Imports of user objects by their path `package.module:function`, and of packages that may not be installed."""
 
 import importlib
 import os
@@ -13,16 +13,17 @@ from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 
 def import_object(path: str, what: str) -> Any:
-    """Import `package.module:function`; `what` says in errors what it is to be: a model, a dataset, a loss.
+    """Import `package.module:function`. `what` is the purpose in errors, e.g. model, dataset or loss.
 
-    The current directory is searched first, as `python -m` does, because a console script starts without it.
-    Raises UsageError that says what failed: the form of the path, the module, its code, or the name in it.
+    The current directory is searched first, as with `python -m`, because console scripts don't include it. Raises
+    UsageError if the path is malformed, or if the module or the name doesn't exist. Raises OwnCodeError if the code of
+    the module fails.
     """
     name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
         raise UsageError(f"{what} {path}: not an import path; write package.module:function")
     module = _import(name, f"{what} {path}")
-    with OwnCode(f"{what} {path}"):  # a module may answer for names itself, or put anything in its own place
+    with OwnCode(f"{what} {path}"):  # a module can define __getattr__ or replace itself
         try:
             return getattr(module, attribute)
         except AttributeError:
@@ -34,7 +35,7 @@ def import_object(path: str, what: str) -> Any:
 
 
 def import_callable(path: str, what: str, wanted: str) -> Any:
-    """Import what can be called, as `import_object` does; UsageError for anything else, which says what is `wanted`."""
+    """Import a callable like `import_object`. Raises UsageError with `wanted` if the object isn't callable."""
     found = import_object(path, what)
     if not callable(found):
         raise UsageError(f"{what} {path}: it is of type {type(found).__name__}; name {wanted}")
@@ -42,9 +43,9 @@ def import_callable(path: str, what: str, wanted: str) -> Any:
 
 
 def import_extra(package: str, extra: str, label: str) -> Any:
-    """Import a package that an extra of Lockstep's brings; UsageError, which begins with `label`, where it is not here.
+    """Import a package of an extra. Raises UsageError, prefixed with `label`, if the package isn't installed.
 
-    Such packages may take seconds, so they are imported where something is asked of them.
+    Such packages can take seconds to import, so call this function when the package is needed.
     """
     try:
         return importlib.import_module(package)
@@ -53,7 +54,7 @@ def import_extra(package: str, extra: str, label: str) -> Any:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package, without importing it; None for one that is not installed."""
+    """Return the version of a package without importing it, or None if it isn't installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -68,7 +69,7 @@ def _import(name: str, label: str) -> ModuleType:
         return importlib.import_module(name)
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a script without a main guard may even exit
+    except BaseException as error:  # a script without a main guard can even exit
         # The missing module is the requested one, or a package above it.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(

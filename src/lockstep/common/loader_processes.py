@@ -1,7 +1,7 @@
-"""What is said of a loader process that died: which one, how it ended, and what to do.
+"""Errors for loader processes that died: which process, how it ended, and what to do.
 
-torch says it in a RuntimeError, which its handler of SIGCHLD raises wherever the main thread is at that moment: in the
-user's model, in an exchange with another rank.
+torch raises a RuntimeError in its SIGCHLD handler, wherever the main thread is at this moment. This can be in user code
+or in a collective.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Final, final
 
 from lockstep.errors import HostError
 
-# Words of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py.
+# The messages of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py.
 _DIED: Final = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[\d, ]*\) "
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
@@ -28,7 +28,7 @@ class LoaderDiedError(HostError):
 
 
 def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
-    """Return what to report of an error if it comes from a loader process that died, else None."""
+    """Return the error to report if `error` was caused by a loader process that died, or None."""
     told: LoaderDiedError | None = None
     each: BaseException | None = error
     while each is not None:
@@ -42,7 +42,7 @@ def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
 
 
 def died(name: str, code: int) -> LoaderDiedError:
-    """Return the error for the loader process `name`, which ended with this exit code, of a signal the negative."""
+    """Return the error for the loader process `name` by its exit code. A negative code is a signal."""
     kind = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     how = f"was killed by {kind}" if code < 0 else f"exited with code {code}" if code else "exited"
     advice = _ADVICE.get(kind, _CRASHED)
@@ -52,5 +52,5 @@ def died(name: str, code: int) -> LoaderDiedError:
 
 
 def _signal_number(words: str) -> int:
-    """Return the number of a signal from the C library's words, such as `Killed`; 0 if it has others here."""
+    """Return the number of a signal by its C library description, such as `Killed`, or 0 if it's unknown."""
     return next((int(each) for each in signal.Signals if signal.strsignal(each) == words.strip()), 0)

@@ -1,4 +1,4 @@
-"""One process of a node at a time: a lock on a file, released by the kernel when its holder dies."""
+"""File locks between the processes of a node. The kernel releases a lock when its holder dies."""
 
 import fcntl
 import os
@@ -14,12 +14,12 @@ from lockstep.errors import UsageError
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock file `path`, made if missing, while the block runs; wait while another process holds it.
+    """Hold the lock file `path` within the block. Creates the file if needed, and waits while another process holds it.
 
-    Without `wait` it is tried once, and what is yielded says whether it could be had.
+    If `wait` is False, the lock is tried once, and the context yields whether it was acquired.
 
-    The lock is the open file's, not the file's existence: a killed process leaves nothing to clear away. The
-    file stays, because removing it would let a waiting and a new process hold two locks of one name.
+    The lock belongs to the open file, not to the existence of the file, so a killed process leaves nothing to clean up.
+    The file is never removed, because a waiting process and a new process could then hold two locks with one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
@@ -27,7 +27,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             held = True
-        except OSError:  # another's, or a file system without locks
+        except OSError:  # held by another process, or a file system without locks
             if wait:
                 raise
             held = False
@@ -37,9 +37,10 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def private_folder() -> Path:
-    """Return a folder of this user's alone in the node's folder for temporary files, made if missing.
+    """Return the private folder of this user in the temporary folder of the node. Creates it if needed.
 
-    Everybody may write there, and knows the name: what another user has put in its place is refused.
+    All users can write to the temporary folder and know the name. Therefore raises UsageError if another user has
+    created the folder, or if other users can access it.
     """
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     with suppress(FileExistsError):

@@ -1,15 +1,15 @@
-"""The names nearest to a mistyped one, as an error message lists them."""
+"""Suggestions for mistyped names in error messages."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-_FEW: Final = 8  # names that are listed though one is near
-_LONGEST: Final = 100  # characters of a name that may be a mistyped one; looking takes long
+_FEW: Final = 8  # names that are listed in addition to a suggestion
+_LONGEST: Final = 100  # characters of a name that is compared; longer names take too long
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of `names` that look like `name`, the nearest first."""
+    """Return up to `count` of the `names` that are similar to `name`, most similar first."""
     if len(name) > _LONGEST:
         return []
     spelled = {each.lower(): each for each in names}
@@ -17,7 +17,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean 'x' or 'y'?`, or nothing where no name is near."""
+    """Return `; did you mean 'x' or 'y'?`, or "" if no name is similar."""
     near = [f"'{each}'" for each in nearest(name, names)]
     if not near:
         return ""
@@ -26,12 +26,15 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return the suggestion for a mistyped name, if any, and all that are valid, unless there are many."""
+    """Return the suggestion for a mistyped name with the valid names, or only the valid names without a suggestion.
+
+    With a suggestion, the valid names are left out if there are many.
+    """
     valid = list(names)
     near = suggestion(name, valid)
     return f"{near}{list_names(valid)}" if near else f"; valid: {', '.join(valid)}"
 
 
 def list_names(valid: Sequence[str]) -> str:
-    """Return ` Valid: x, y` for behind a suggestion, or nothing where there are many."""
+    """Return ` Valid: x, y` to append to a suggestion, or "" if there are many names."""
     return f" Valid: {', '.join(valid)}" if len(valid) <= _FEW else ""

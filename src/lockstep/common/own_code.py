@@ -1,4 +1,4 @@
-"""The user's own code: which files are the user's, and what they raise as one message with its file and line."""
+"""User code: which files belong to the user, and errors of user code as one message with file and line."""
 
 import linecache
 import os
@@ -14,10 +14,10 @@ from lockstep.common.text import printable
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-_LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be checkouts, like the user's own
-# What these files raise is no fault of the code that was running: a peer or a loader process is gone.
+_LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # can be checkouts, like user code
+# Errors from these files aren't caused by the code that was running. A peer or a loader process is gone.
 _OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
-# These call the user's model, or torch for it, and raise nothing else than what is said to users.
+# These call the model of the user, or torch on its behalf, and raise no errors except for user errors.
 _CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
 _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
@@ -26,15 +26,16 @@ _NO_GROUP: Final = "Default process group has not been initialized"
 _LEFT_OVER: Final = "remove what is left of DDP, as its wrapper or sampler: run.place and run.steps share the work out"
 
 _KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
-Place = tuple[str, int]  # a file and a line of it
+Place = tuple[str, int]  # file and line
 
 
 @final
 class OwnCode:
-    """A context in which the user's code runs: whatever it raises, SystemExit too, leaves it as OwnCodeError.
+    """A context for user code. Converts all exceptions, including SystemExit, to OwnCodeError.
 
-    `label` says what the code is, such as `model my.nets:net`. Errors of Lockstep's and KeyboardInterrupt pass. Where
-    the block is `shared`, Lockstep's own hooks run in it too: what they raise, or a collective in them, passes.
+    `label` names the code, such as `model my.nets:net`. Lockstep errors and KeyboardInterrupt aren't converted. Pass
+    `shared` if hooks of Lockstep also run in the block. Exceptions of these hooks, or of collectives in them, aren't
+    converted.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:
@@ -49,14 +50,14 @@ class OwnCode:
     ) -> None:
         if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
             return
-        inside = trace.tb_next if trace else None  # without the frame that entered this context
+        inside = trace.tb_next if trace else None  # skip the frame that entered this context
         if self._shared and _origin(inside) == "ours":
             return
         raise OwnCodeError(f"{self._label}: {describe_error(error)}") from error
 
 
 def own_error(error: BaseException) -> OwnCodeError | None:
-    """Return what to report of an error that came from the user's code without passing an `OwnCode`, else None."""
+    """Return the error to report if `error` is from user code outside of an `OwnCode` context, or None."""
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
     if _NO_GROUP in str(error) and place(error):
@@ -65,7 +66,7 @@ def own_error(error: BaseException) -> OwnCodeError | None:
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
-    """Return an error of the user's code as `ValueError: its message (nets.py:12); mend it there`, or `advice`."""
+    """Describe an error of user code, as `ValueError: its message (nets.py:12); mend it there`, or with `advice`."""
     where = place(error)
     mend = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "mend it there"
     advice = advice or (mend if where else "")
@@ -73,7 +74,7 @@ def describe_error(error: BaseException, advice: str = "") -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return file and line of the innermost frame that is the user's, as `nets.py:12`, "" where there is none."""
+    """Return the file and line of the innermost frame of user code, as `nets.py:12`, or ""."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
         return location(error.filename, error.lineno)
     found = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
@@ -81,7 +82,7 @@ def place(error: BaseException) -> str:
 
 
 def calling() -> str:
-    """Return file and line of the user's code that is calling, as `loop.py:12`, "" where none is."""
+    """Return the file and line of the calling user code, as `loop.py:12`, or ""."""
     frame = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -89,9 +90,9 @@ def calling() -> str:
 
 
 def between(before: Place, now: Place) -> str:
-    """Return where the user's code ran between two calls: the line, where only one can be meant, else both ends.
+    """Describe the user code that ran between two calls: the line if there is only one, or both ends.
 
-    It is `since` a line where that has both calls, one time around a loop.
+    If both calls are on the same line, one iteration of a loop apart, the text is `since` the line.
     """
     if not before[0] or not now[0]:
         return calling()
@@ -104,16 +105,16 @@ def between(before: Place, now: Place) -> str:
 
 
 def refusal(text: str, advice: str, where: str = "") -> OwnCodeError:
-    """Return the error that refuses what the user's code does: at `where`, left out the line that is calling."""
+    """Return the error that rejects an action of user code. `where` defaults to the calling line."""
     where = where or calling()
     return OwnCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
 
 
 @contextmanager
 def with_its_line() -> Iterator[None]:
-    """Name the user's line that is calling in what is refused in the block without one.
+    """Add the calling line of user code to UsageErrors of the block that have no line.
 
-    A recipe's keys are arguments there.
+    Keys of a recipe are shown as arguments, because the caller is a custom loop.
     """
     try:
         yield
@@ -127,15 +128,15 @@ def with_its_line() -> Iterator[None]:
 
 
 def location(path: str, line: int | None) -> str:
-    """Return file and line as messages show them, below the current directory by their shorter name: `nets.py:12`."""
+    """Return file and line for messages, as `nets.py:12`. Files below the current directory have relative names."""
     return f"{_short(path)}:{line}"
 
 
 def is_own(path: str) -> bool:
-    """Say whether a file of Python code is the user's: not Python's, not installed, not Lockstep's.
+    """Whether a Python file is user code, i.e. not part of Python, of an installed package or of Lockstep.
 
-    A package that is installed as editable is where its user works on it, and is the user's. The program that starts
-    a command, such as lockstep or torchrun, is next to the interpreter, and is not.
+    An editable install is user code. The program that starts a command, such as lockstep or torchrun, is next to the
+    interpreter and isn't user code.
     """
     if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
         return False
@@ -149,15 +150,15 @@ def _package() -> str:
 
 
 def is_installed(path: str) -> bool:
-    """Return whether a file is where packages are installed."""
+    """Whether a file is in a folder of installed packages."""
     return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
 def _origin(trace: TracebackType | None) -> str:
-    """Return whose code the error is: "own" or "ours", by the innermost frame that is no library's, else ""."""
+    """Return "own" for an error in user code, "ours" for Lockstep, or "". Frames of libraries are skipped."""
     lockstep = _package() + os.sep
     frames = [name for name, _ in _frames(trace)]
-    if frames and "/torch/autograd/" in frames[-1]:  # what it runs is the model's graph, whoever asked it to
+    if frames and "/torch/autograd/" in frames[-1]:  # it runs the graph of the model, whoever the caller is
         return ""
     for name in reversed(frames):
         if name.endswith(_CALLS):
@@ -176,9 +177,9 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 def _words(error: BaseException) -> str:
-    """Return an error's type and message, which may be of any length, hold anything, or raise when formatted."""
+    """Return the type and message of an error. The message can have any length and content, or raise when formatted."""
     try:
-        plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else it has the place twice
+        plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else the place is repeated
         name, message = type(error).__name__, str.__str__(str(plain))
     except Exception as another:
         return f"an exception whose message cannot be shown ({type(another).__name__})"

@@ -1,4 +1,4 @@
-"""Shell patterns over names, such as those of a model's parameters: `layer1.*`, `*.bias`."""
+"""Shell patterns for names, such as the parameter names of a model: `layer1.*`, `*.bias`."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -11,12 +11,12 @@ _SHOWN: Final = 8  # names in a message
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name fits one of the patterns, by the rules of fnmatch: `*` also stands for dots."""
+    """Whether a name matches one of the patterns. The rules are those of fnmatch, so `*` also matches dots."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter") -> set[str]:
-    """Return those of `names` that fit a pattern. UsageError, which begins with `key`, where a pattern fits none."""
+    """Return the `names` that match a pattern. Raises UsageError, prefixed with `key`, if a pattern matches none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = suggestion(pattern, names)
@@ -27,6 +27,6 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
 
 
 def list_some(names: Sequence[str], most: int = _SHOWN) -> str:
-    """List names for a message, no more than fit one."""
+    """List at most `most` names for a message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""Reads what others may have written: plain files only, which have an end, never through a link; and JSON."""
+"""Safe reading of untrusted files: only regular files, which have an end, without following links. Also JSON."""
 
 import errno
 import json
@@ -9,13 +9,14 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-LARGEST_HEADER: Final = 1 << 24  # bytes of a safetensors header: about 150,000 tensors, read in some seconds
+LARGEST_HEADER: Final = 1 << 24  # bytes of a safetensors header: about 150,000 tensors, which take seconds to read
 
 
 def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
-    """Open `path` as os.open does; OSError where it is no regular file, or, without `links`, its last part is a link.
+    """Open `path` like os.open. Raises OSError if it isn't a regular file or, unless `links` is set, if it is a link.
 
-    A link may lead to any file of the user's, a pipe keeps its reader waiting, and a device may never end.
+    A link can lead to any file of the user, a pipe blocks its reader, and a device may never end. Only the last
+    component of the path is checked for links.
     """
     try:
         follow = 0 if links else os.O_NOFOLLOW
@@ -31,12 +32,12 @@ def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links
 
 
 def reader(path: Path, *, links: bool = False) -> BufferedReader:
-    """Open `path` to read its bytes; see `descriptor`."""
+    """Open `path` for reading bytes. See `descriptor`."""
     return os.fdopen(descriptor(path, links=links), "rb")
 
 
 def content(path: Path, limit: int) -> bytes:
-    """Return the bytes of a file of at most `limit`; OSError where it is larger; see `descriptor`."""
+    """Return the bytes of a file. Raises OSError if it has more than `limit` bytes. See `descriptor`."""
     with reader(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -45,7 +46,7 @@ def content(path: Path, limit: int) -> bytes:
 
 
 def shown_text(path: Path) -> str:
-    """Return what a file of the system shows, as below /proc and /sys; "" where it does not, as in a container."""
+    """Return the text of a system file, such as in /proc and /sys, or "" if it can't be read, e.g. in a container."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -53,9 +54,9 @@ def shown_text(path: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError where something below `folder`, links followed, is neither a regular file nor a folder.
+    """Raise OSError if an entry below `folder`, after following links, is neither a regular file nor a folder.
 
-    For libraries that open a folder's files themselves, and would wait for a pipe.
+    Use this function before a library opens the files of a folder, because it would wait for a pipe.
     """
     for above, _, names in os.walk(folder):
         for path in (Path(above, name) for name in names):
@@ -64,9 +65,9 @@ def check_folder(folder: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise OSError where a file's header of safetensors is larger than any model's.
+    """Raise OSError if the safetensors header of a file is larger than the header of any model.
 
-    The library takes 100 MB of it, which may name a million tensors: a minute and a gigabyte before anything is known.
+    The library accepts 100 MB. Such a header can name a million tensors, and takes a minute and a gigabyte to parse.
     """
     with reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -75,9 +76,9 @@ def check_safetensors(path: Path) -> None:
 
 
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return what JSON holds, each of its objects as `pairs` makes it; ValueError for all that cannot be read.
+    """Parse JSON, with `pairs` as the object_pairs_hook. Raises ValueError if the data is invalid.
 
-    json.loads lets RecursionError through where lists are nested so deeply that Python gives up: nothing else calls it.
+    Call this function instead of json.loads, which raises RecursionError if lists are nested too deeply.
     """
     try:
         return json.loads(data, object_pairs_hook=pairs)

@@ -1,4 +1,4 @@
-"""What systems other than Linux do in another way; none of it was ever run there (docs/limits.md)."""
+"""Functions that differ between operating systems. They have only ever been run on Linux (docs/limits.md)."""
 
 import os
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from lockstep.errors import UsageError
 
 
 def need_posix(what: str) -> None:
-    """Raise UsageError where this system has no file locks, user ids and signals of POSIX, as Windows."""
+    """Raise UsageError on systems without POSIX file locks, user ids and signals, such as Windows."""
     if find_spec("fcntl") is None:
         raise UsageError(
             f"{what} needs Linux or macOS: it locks run folders and ends processes as POSIX does; on Windows use WSL"
@@ -16,21 +16,21 @@ def need_posix(what: str) -> None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and by what a container allows it."""
+    """Return the number of cores that this process can use, by its affinity and by the limits of a container."""
     try:
         bound = len(os.sched_getaffinity(0))
-    except AttributeError:  # elsewhere than on Linux
+    except AttributeError:  # not on Linux
         bound = os.cpu_count() or 1
     return max(1, min(bound, int(quota_cores() or bound)))
 
 
 def has_gpu_driver() -> bool:
-    """Return whether a driver of GPUs is here: without one torch, which is slow to import, finds no device."""
+    """Whether a GPU driver is present. Without a driver, torch finds no device, and its slow import can be skipped."""
     return any(os.path.exists(driver) for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Give a file its length, and where the system can also the room on the disk: a full one is noticed here."""
+    """Set the length of a file. If the system supports it, also reserve the space, so that a full disk raises here."""
     try:
         os.posix_fallocate(descriptor, 0, length)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Who a process is among all processes of a run: what its launcher passes on."""
+"""The rank of a process, as its launcher passes it on, and the address of the rendezvous."""
 
 import re
 from collections.abc import Sequence
@@ -10,11 +10,13 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A process's place. `master` and `port` are None where the rendezvous does not need them, or nobody knows.
+    """The rank of a process, with the sizes, the launcher and the address of the rendezvous.
 
-    `advice` says then how to pass them to processes of this launcher. `hosted`: the launcher itself listens there, and
-    not rank 0; Ray does so in the process of rank 0. `restarted_alone`: the processes of its host may be started again
-    before the others have ended, and then find these where they are to meet.
+    - `master`, `port`: the rendezvous, or None if it isn't needed or unknown.
+    - `advice`: how to pass them to processes of this launcher, for errors if they are unknown.
+    - `hosted`: whether the launcher listens at this address instead of rank 0. Ray listens in the process of rank 0.
+    - `restarted_alone`: whether the launcher can restart the processes of one host before the processes of the other
+      hosts have ended. The restarted processes then find the old ones at the rendezvous.
     """
 
     rank: int
@@ -36,9 +38,9 @@ ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="no
 
 
 def rendezvous_address(info: RankInfo, address: str) -> str:
-    """Return the rendezvous: env:// becomes the address set by the launcher, or by the user.
+    """Return the rendezvous address. env:// is replaced by the address that the launcher or the user set.
 
-    UsageError where `address` is none of `RENDEZVOUS_ADDRESSES`, or env:// where the launcher set none.
+    Raises UsageError if `address` isn't one of `RENDEZVOUS_ADDRESSES`, or if it is env:// and no address is set.
     """
     match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):
@@ -54,5 +56,5 @@ def rendezvous_address(info: RankInfo, address: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return `rank 2 (b), 3 (b)`; the hosts, by rank, where they are known."""
+    """Return a text such as `rank 2 (b), 3 (b)`. `hosts` are by rank, and are left out if unknown."""
     return "rank " + ", ".join(f"{rank} ({hosts[rank]})" if rank < len(hosts) > 1 else str(rank) for rank in ranks)

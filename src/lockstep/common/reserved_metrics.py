@@ -1,10 +1,10 @@
-"""Reserved names of figures: a line of the events has each figure in a field of its name, next to its own fields."""
+"""Reserved metric names. In a line of events, each metric is a field with its name, next to the fields of the event."""
 
 from collections.abc import Iterable
 from typing import Final
 
 OF_ALL: Final = frozenset({"event", "time", "step", "epoch", "samples"})
-# Those of steps, evaluations and the end of a run; `loss` is what a task's own figure of that name replaces.
+# The fields of steps, evaluations and the end of a run, except for `loss`, which a metric of a task can replace.
 OF_TRAINING: Final = OF_ALL | {
     *("lr", "norm", "samples_per_s", "peak_bytes", "weight_per_s", "loss_scale", "flops_per_s", "mfu"),
     *("evaluated", "of", "seconds", "fractions", "weights"),
@@ -14,5 +14,5 @@ OF_TRAINING: Final = OF_ALL | {
 
 
 def first_taken(figures: Iterable[str], reserved: frozenset[str]) -> str | None:
-    """Return the first of the figures' names, in their order, that is `reserved`; None where all are free."""
+    """Return the first of the metric names that is `reserved`, or None if there is none."""
     return next((name for name in figures if name in reserved), None)

@@ -1,4 +1,4 @@
-"""The schema of what a run writes: `started` events and state.json say it."""
+"""The schema version of the files of a run. `started` events and state.json contain it."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ SCHEMA: Final = 2
 
 
 def check(schema: object, place: object) -> None:
-    """Raise UsageError where the file at `place` is of a newer schema than this version knows."""
+    """Raise UsageError if the file at `place` has a newer schema than this version of Lockstep supports."""
     if isinstance(schema, int) and schema > SCHEMA:
         newer = f"schema {schema}, and this version of Lockstep reads {SCHEMA}"
         raise UsageError(f"{place}: written by a newer version: {newer}; use the one that wrote it")

@@ -1,10 +1,10 @@
-"""The kind of a value that a user's code gave, in the words of errors."""
+"""The type of a value from user code, for errors."""
 
 from typing import Any
 
 
 def type_name(value: Any) -> str:
-    """Return what errors call a value: its kind."""
+    """Return the description of the type of a value in errors."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""The source of the user's own code, file by file: it is part of the recipe, though the recipe only names it.
+"""Hashes of the source files of user code. The source is part of the recipe, although the recipe only names it.
 
-Import statements are read, not followed: what is found does not depend on what happens to be imported already. So
-what code imports by other means, such as importlib, is not seen.
+Import statements are parsed, not executed, so the result doesn't depend on the modules that are already imported.
+Imports by other means, such as importlib, aren't found.
 """
 
 import ast
@@ -17,14 +17,14 @@ from typing import Final
 from lockstep.common.own_code import is_own
 from lockstep.common.patterns import list_some
 
-_DIGITS: Final = 16  # of a hash, of which no two are alike by chance
+_DIGITS: Final = 16  # of a hash; long enough to avoid collisions
 _NAMED: Final = 10
 
 
 def source_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Return a hash of each file of the user's that the import paths lead to, directly or from one of these files.
+    """Return a hash of each user file that the import paths lead to, directly or through imports of these files.
 
-    A file is named as it lies below the folder that it is imported from, so that the folder may be another one.
+    Files are named relative to the folder from which they are imported, so that the folder can change.
     """
     found: dict[str, str] = {}
     waiting = [name for path in paths for name in _with_packages(path.partition(":")[0])]
@@ -40,7 +40,7 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
             continue
         try:
             content = Path(file).read_bytes()
-        except OSError:  # gone since it was imported, or in an archive
+        except OSError:  # removed since it was imported, or in an archive
             continue
         found[_below_root(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_DIGITS]
         waiting += [each for each in _imports(content, spec) if _may_be_own(each)]
@@ -48,20 +48,20 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
 
 
 def script_digests() -> dict[str, str]:
-    """Return the same for the script that this process runs; empty where it runs none of the user's."""
+    """Return the hashes for the script that this process runs, or {} if it isn't user code."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not isinstance(file, str) or not is_own(file):
         return {}
     try:
         content = Path(file).read_bytes()
-    except OSError:  # gone since
+    except OSError:  # removed since it was started
         return {}
     names = [name for name in _imports(content, ModuleSpec("__main__", None)) if _may_be_own(name)]
     return {Path(file).name: hashlib.sha256(content).hexdigest()[:_DIGITS], **source_digests(names)}
 
 
 def source_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Name the files that differ: `nets.py, blocks.py (new), old.py (gone)`; "" where none does."""
+    """Return the files that differ, as `nets.py, blocks.py (new), old.py (gone)`, or ""."""
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     changed = [
         f"{name}{'' if name in before and name in now else ' (new)' if name in now else ' (gone)'}" for name in names
@@ -70,16 +70,16 @@ def source_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def _with_packages(name: str) -> list[str]:
-    """Return a module's name and those of the packages that it is imported through."""
+    """Return the name of a module and the names of its parent packages."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
-    """Yield the names of all modules that a file's import statements may mean, wherever in it they stand."""
+    """Yield the names of all modules that the import statements of a file can refer to, at any level of nesting."""
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # compiled
+    except (SyntaxError, ValueError):  # e.g. a compiled file
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -88,14 +88,14 @@ def _imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             try:
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), spec.parent)
-            except ImportError:  # beyond the package
+            except ImportError:  # relative import beyond the top-level package
                 continue
             yield from _with_packages(base)
             yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
 
 
 def _may_be_own(name: str) -> bool:
-    """Return whether the package at the top is the user's, so that what is installed is not looked through."""
+    """Whether the top-level package is user code, so that installed packages aren't searched."""
     spec = _spec(name.partition(".")[0])
     if spec is None:
         return False
@@ -104,7 +104,7 @@ def _may_be_own(name: str) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Return what the import of a module would load, or has loaded, without loading anything."""
+    """Return the spec that an import of a module would load or has loaded, without loading anything."""
     module = sys.modules.get(name)
     if isinstance(module, ModuleType) and isinstance(vars(module).get("__spec__"), ModuleSpec):
         return module.__spec__
@@ -112,7 +112,7 @@ def _spec(name: str) -> ModuleSpec | None:
     if not parent:
         try:
             return importlib.util.find_spec(name)
-        except (ValueError, ImportError):  # what stands in sys.modules is no usual module
+        except (ValueError, ImportError):  # the entry in sys.modules isn't a regular module
             return None
     above = _spec(parent)
     if above is None or above.submodule_search_locations is None:

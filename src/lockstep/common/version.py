@@ -1,4 +1,4 @@
-"""The version of this package, and where it lies."""
+"""The version and the folder of this package."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,7 @@
-"""Which micro-batches of a step are computed twice, and by whom: functions of the step's number alone."""
+"""The micro-batches that are computed twice for an audit, and the ranks that repeat them.
+
+Both depend only on the step number.
+"""
 
 from dataclasses import dataclass
 
@@ -8,9 +11,9 @@ from lockstep.core.order import Step
 
 @dataclass(frozen=True)
 class AuditSchedule:
-    """Every `every` steps each rank repeats one micro-batch of another rank, or of its own where it is alone.
+    """Every `every` steps, each rank repeats one micro-batch of a different rank. A single rank repeats its own.
 
-    Who repeats whose, and which one, takes turns.
+    The pairs of ranks and the repeated micro-batches rotate from audit to audit.
     """
 
     every: int
@@ -22,13 +25,13 @@ class AuditSchedule:
         return is_due(step.number, self.every)
 
     def target(self, rank: int, step: Step) -> int:
-        """Return which micro-batch of `rank` is repeated; the step's last one where it has none of its own."""
+        """Return the micro-batch of `rank` that is repeated. If the rank has none, it is the last one of the step."""
         leaves = min(self.microbatches, step.samples)
         own = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
         return own[self._turn(step) // self._others % len(own)][0]
 
     def assignment(self, rank: int, step: Step) -> int | None:
-        """Return which micro-batch `rank` repeats in `step`, if any is due."""
+        """Return the micro-batch that `rank` repeats in `step`, or None if the step isn't audited."""
         if not self.due(step):
             return None
         distance = 1 + self._turn(step) % self._others
@@ -43,5 +46,5 @@ class AuditSchedule:
 
 
 def is_due(number: int, every: int) -> bool:
-    """Whether the step of that number, from 0, is audited."""
+    """Whether step `number` is audited. Steps are counted from 0."""
     return (number + 1) % every == 0

@@ -1,7 +1,7 @@
-"""A batch: a tensor, or tuples, lists, mappings and dataclasses of them, however nested; samples run along dim 0.
+"""Batches: a tensor, or any nesting of tuples, lists, mappings and dataclasses with tensors. Samples run along dim 0.
 
-A dataclass, a SimpleNamespace or a UserDict, such as the encodings of transformers, is a batch by its attributes. What
-changes its tensors leaves it alone and returns a shallow copy.
+A dataclass, a SimpleNamespace or a UserDict, such as the encodings of transformers, is treated as a container of its
+attributes. Functions that change its tensors return a shallow copy and don't modify the original object.
 """
 
 from collections import UserDict
@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# torch has no public door to its pytrees; optree does not know what transformers registers here.
+# torch has no public API for its pytrees, and optree doesn't know the types that transformers registers here.
 from torch.utils import _pytree as pytree
 
 Batch = Any
-Inputs = tuple[Any, ...] | Mapping[str, Any]  # of a model's forward: by position, or by name
+Inputs = tuple[Any, ...] | Mapping[str, Any]  # the arguments of a model's forward, by position or by name
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, in its order; what is no tensor is left out."""
+    """Return the tensors of a batch in their order. Leaves that aren't tensors are skipped."""
     if isinstance(batch, Tensor):
         return [batch]
     found: list[Tensor] = []
@@ -34,7 +34,7 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` applied to each of its tensors; what is no tensor stays."""
+    """Return the batch with `change` applied to each of its tensors. The leaves that aren't tensors are kept."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -46,13 +46,13 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
 
 
 def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
-    """Return `leaves`, such as tensors, in the shape of `batch`, in place of its own tensors."""
+    """Return a batch with the structure of `batch`, with its tensors replaced by `leaves` in their order."""
     remaining = iter(leaves)
     return map_tensors(lambda _: next(remaining), batch)
 
 
 def with_paths(batch: Batch) -> list[tuple[str, Any]]:
-    """Return each leaf of a batch, tensor or not, and where it stands: `['input']`, `[0]`, "" for the batch itself."""
+    """Return the path and the value of each leaf, tensor or not: `['input']`, `[0]`, or "" for the batch itself."""
     found: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         held = {} if isinstance(leaf, Tensor) else _attributes(leaf)
@@ -63,7 +63,7 @@ def with_paths(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return the batch with `change`, which receives the path, applied to each of its leaves; see `with_paths`."""
+    """Return the batch with `change(path, leaf)` applied to each of its leaves. For the paths, see `with_paths`."""
 
     def changed(path: Any, leaf: Any) -> Any:
         held = {} if isinstance(leaf, Tensor) else _attributes(leaf)
@@ -81,12 +81,12 @@ def length(batch: Batch) -> int:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Return what the model gives for its inputs."""
+    """Call the model on its inputs and return its output."""
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
 def _attributes(leaf: Any) -> dict[str, Any]:
-    """Return the attributes of an object that is a batch by them; none of any other."""
+    """Return the attributes of an object that is a container of its attributes, or {} for any other object."""
     if is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in fields(leaf)}
     return dict(vars(leaf)) if isinstance(leaf, SimpleNamespace | UserDict) else {}
@@ -95,5 +95,5 @@ def _attributes(leaf: Any) -> dict[str, Any]:
 def _with_attributes(leaf: Any, attributes: Mapping[str, Any]) -> Any:
     changed = copy(leaf)
     for name, value in attributes.items():
-        object.__setattr__(changed, name, value)  # a frozen dataclass is copied, and nobody has the copy yet
+        object.__setattr__(changed, name, value)  # a frozen dataclass, but nothing else holds this copy yet
     return changed

@@ -1,4 +1,4 @@
-"""Which of the devices that a process sees is its own, and what carries tensors between them."""
+"""The device of each process, and the backend that carries tensors between processes."""
 
 from typing import Final, Literal
 
@@ -11,7 +11,7 @@ SLOWLY: Final = "gloo carries what they exchange through the host's memory: the 
 
 
 def check_cuda(device: Literal["auto", "cpu", "cuda"], count: int) -> None:
-    """Raise UsageError where CUDA is asked for, and there are no such devices."""
+    """Raise UsageError if `device` is cuda and there are no CUDA devices."""
     if device == "cuda" and not count:
         raise UsageError(
             "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
@@ -20,7 +20,7 @@ def check_cuda(device: Literal["auto", "cpu", "cuda"], count: int) -> None:
 
 
 def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
-    """Return what carries tensors between ranks; NCCL without a CUDA device raises UsageError."""
+    """Return the backend that carries tensors between ranks. Raises UsageError for NCCL without a CUDA device."""
     if backend == "nccl" and not on_gpu:
         raise UsageError(
             "placement.backend: nccl asked for, but this run is on the CPU, whose tensors NCCL does not carry; "
@@ -32,7 +32,7 @@ def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
 
 
 def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
-    """Say what will carry tensors between several processes, as far as it is known without a look at the devices."""
+    """Describe the backend between several processes, as far as it is known without querying the devices."""
     if device == "cpu":
         return "by gloo"
     if backend == "gloo":
@@ -42,11 +42,12 @@ def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
 
 
 def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, sharing: bool = False) -> int:
-    """Return the number of this process's device among the `visible` ones that it sees, of which there is at least one.
+    """Return the index of this process's device among its `visible` devices, of which there must be at least one.
 
-    Usually all processes of a host see the same devices and take one each; with `sharing` they take turns. A process
-    that sees a single one takes that where others are `hidden` from it: the launcher gave each process its own. Too few
-    raise UsageError on all ranks.
+    Usually all processes of a host see the same devices, and each process uses a separate device. With `sharing`, a
+    device can be used by several processes, which are assigned in turn. If a process sees a single device and the other
+    devices are `hidden`, the launcher has assigned a device to each process, and the process uses that device. Raises
+    UsageError on all ranks if there are too few devices.
     """
     if visible >= local_size or sharing:
         return local_rank % visible
@@ -61,7 +62,7 @@ def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, 
 
 
 def find_shared_devices(owners: dict[int, str]) -> list[list[int]]:
-    """Return the ranks that have one device between them; `owners` has a name for each rank's device."""
+    """Return the groups of ranks that share a device. `owners` maps each rank to the name of its device."""
     by_device: dict[str, list[int]] = {}
     for rank, device in sorted(owners.items()):
         by_device.setdefault(device, []).append(rank)

@@ -1,10 +1,11 @@
-"""A number of 64 bits for the bits of a tensor, worked out where the tensor is.
+"""64-bit digests of tensors, computed on the device of the tensor.
 
-A multilinear hash (Lemire and Kaser 2014, "Strongly universal string hashing is fast"): each word is multiplied by an
-odd key of its position, and the products are added modulo 2^64, which is exact in any order. So the digests of parts,
-each told where it begins, add up to that of the whole, whoever holds which. One flipped bit always changes it; two
-different tensors agree with a chance of about 2^-32, wherever their bits differ. It is for faults, not for forgers: its
-keys are known.
+The digest is a multilinear hash (Lemire and Kaser 2014, "Strongly universal string hashing is fast"). Each word is
+multiplied by an odd key for its position, and the products are added modulo 2^64, which is exact in any order.
+Therefore the digests of the shards of a tensor add up to the digest of the whole tensor, regardless of how the tensor
+is sharded, if each shard's offset is known. A single flipped bit always changes the digest. Two different tensors have
+the same digest with a probability of about 2^-32, wherever their bits differ. The keys are public, so the digest
+detects faults but does not protect against forgery.
 """
 
 import math
@@ -19,15 +20,15 @@ from torch import Tensor
 from lockstep.core import random
 from lockstep.core.shard import NamedTensors, Shard
 
-_BLOCK: Final = 1 << 15  # words that share a key; a CPU works on what its cache holds
-_AT_ONCE: Final = {"cpu": 1}  # blocks in one product; a GPU wants large kernels
+_BLOCK: Final = 1 << 15  # words that share a block key; fits into a CPU cache
+_AT_ONCE: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
 _AT_ONCE_ELSEWHERE: Final = 128
-_SMALL: Final = _BLOCK  # elements of a tensor whose keys are kept, so that all such tensors are one product
-_WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by the size of an element; of larger ones, 4 bytes at a time
+_SMALL: Final = _BLOCK  # elements; the keys of tensors up to this size are cached, for one multiplication
+_WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by element size; larger elements are words of 4 bytes
 
 
 class _Piece(NamedTuple):
-    """Elements of the tensor `name`, from its element `first` on."""
+    """Consecutive elements of the tensor `name`, starting at its element `first`."""
 
     name: str
     first: int
@@ -35,29 +36,30 @@ class _Piece(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """The digest of a tensor, and what it takes to say where it is not that of another one."""
+    """The digest of a tensor, with the dtype and shape that are needed to locate a bit that differs."""
 
     digest: Tensor
     dtype: torch.dtype
     shape: torch.Size
 
     def text(self) -> str:
-        """Return it as ranks tell each other; waits for the device."""
+        """Return the text that ranks send to each other. Synchronizes with the device."""
         return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
 
 @final
 class Digests:
-    """Digests of tensors; keeps the keys."""
+    """Computes digests of tensors and caches the keys."""
 
     def __init__(self) -> None:
         self._of_blocks: dict[torch.device, Tensor] = {}
-        self._small: dict[Any, Tensor] = {}  # keys of the words of many small tensors, one after the other
+        self._small: dict[Any, Tensor] = {}  # concatenated word keys of many small tensors
 
     def of(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return the digest of the values, to the bit, whatever their memory format: 0-dim int64 on their device.
+        """Return the digest of the bits of a tensor: a 0-dim int64 tensor on the same device.
 
-        Where they are a part of a larger tensor, they are its elements from number `first` on, in row-major order.
+        The memory format doesn't matter. If the tensor is a part of a larger tensor, pass the offset of its first
+        element in row-major order as `first`.
         """
         words, first = _words(tensor, first)
         if not len(words):
@@ -76,14 +78,15 @@ class Digests:
         return (found * self._keys_of_blocks(words.device, end)[begin:end]).sum()
 
     def noted(self, tensor: Tensor) -> Noted:
-        """Return the digest of a tensor, with what it is of."""
+        """Return the digest of a tensor, with its dtype and shape."""
         return Noted(self.of(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
-        """Return this rank's part of the digest of named tensors: the parts of all ranks add up to it.
+        """Return this rank's part of the digest of named tensors. The sum over all ranks is the digest.
 
-        It is on their device, or on one of them where some are offloaded. A whole tensor counts where its name is
-        `owned`, by one of the ranks; rows of one count on the rank that is primary among those that hold them.
+        The result is on the device of the tensors, or on one of their devices if some are offloaded. A whole tensor
+        counts on the rank whose `owned` contains its name, which must be a single rank. A shard counts on the primary
+        rank among the ranks that hold it.
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
@@ -98,7 +101,7 @@ class Digests:
         return torch.stack([each.to(parts[0].device) for each in parts]).sum()
 
     def _of_small(self, pieces: Sequence[_Piece]) -> Tensor:
-        """Return the sum of the digests of pieces of one dtype on one device, by one product of them all."""
+        """Return the sum of the digests of pieces with the same dtype and device, in a single multiplication."""
         words, _ = _words(torch.cat([each.tensor.reshape(-1) for each in pieces]))
         layout = (words.dtype, words.device, *((each.name, each.first, each.tensor.numel()) for each in pieces))
         if layout not in self._small:
@@ -106,32 +109,32 @@ class Digests:
         return (words * self._small[layout]).sum()
 
     def _keys_of(self, piece: _Piece) -> Tensor:
-        """Return the key of each word of a piece."""
+        """Return the key of each word in a piece."""
         words, first = _words(piece.tensor, piece.first)
         numbers = torch.arange(first, first + len(words), device=words.device)
         of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[numbers // _BLOCK]
         return _keys_within(words.device)[numbers % _BLOCK] * of_blocks * _key_of(piece.name)
 
     def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
-        """Return the keys of at least so many blocks."""
+        """Return the keys of at least `count` blocks."""
         if device not in self._of_blocks or len(self._of_blocks[device]) < count:
             self._of_blocks[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
         return self._of_blocks[device]
 
 
 def differing_bit(one: str, other: str) -> str:
-    """Say which bit differs, given texts of two digests of a tensor, where a single one does; "" where none alone does.
+    """Describe the bit that differs between two digest texts of a tensor, or return "" if it isn't a single bit.
 
-    A flipped bit adds to the digest, or takes from it, the key of its word times a power of two. The key is odd: so the
-    power is the largest that divides the difference, and few words if any have the key that is left. That another
-    change looks like a flip is as likely as for two digests to agree.
+    A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so the power is the largest
+    power of two that divides the difference, and few words, if any, have the key that is left. The probability that a
+    different change looks like a single flip is the probability that two digests agree.
     """
     (first, *tensor), (second, *as_well) = one.split(" "), other.split(" ")
     change = int(second, 16) - int(first, 16)
     if not change or tensor != as_well or len(tensor) != 2:
         return ""
     dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
-    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1  # of an element; of a word
+    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1  # words per element; bit in a word
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -147,24 +150,24 @@ def differing_bit(one: str, other: str) -> str:
 
 @cache
 def _keys_within(device: torch.device) -> Tensor:
-    """Return the keys of the words of a block."""
+    """Return the keys of the words within a block."""
     return _keys(0, _BLOCK).to(device)
 
 
 @cache
 def _key_of(name: str) -> int:
-    """Return the odd key of a tensor's name, as int64 has it."""
+    """Return the odd key of a tensor name, reinterpreted as int64."""
     return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
 
 
 def _keys(use: int, count: int) -> Tensor:
-    """Return odd keys."""
+    """Return `count` odd keys."""
     numbers = np.arange(count, dtype=np.uint64)
     return torch.from_numpy((random.bits(random.key(random.DIGEST, use), numbers) | np.uint64(1)).view(np.int64))
 
 
 def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
-    """Yield what counts on this rank."""
+    """Yield the pieces that count on this rank."""
     for name, held in tensors.items():
         if not isinstance(held, Shard):
             if name in owned:
@@ -175,7 +178,7 @@ def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
 
 
 def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
-    """Return the words of a tensor, and the number of the one that its element `first` begins with."""
+    """Return the words of a tensor, and the index of the first word of element `first`."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
     return flat.view(_WORDS.get(size, torch.int32)), first * max(1, size // 4)

@@ -1,6 +1,6 @@
-"""The keys of a recipe that an engine computes by: any object with these attributes will do, first of all the recipe.
+"""The keys of a recipe that an engine reads. Any object with these attributes works, not only a recipe.
 
-They have the names and meanings of config/recipe.py. `PlainRecipe` is for engines without a configuration.
+The keys have the same names and meanings as in config/recipe.py. `PlainRecipe` is for engines without a configuration.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ class Ema(Protocol):
 
 
 class SequenceChunks(Protocol):
-    """The part of the section `model` that is not of the model alone."""
+    """The key of the section `model` that engines read as well."""
 
     @property
     def sequence_chunks(self) -> int: ...
 
 
 class EngineRecipe(Protocol):
-    """A recipe, as an engine and the training loop read it."""
+    """The keys of a recipe that an engine and the training loop read."""
 
     @property
     def batch(self) -> int: ...
@@ -71,7 +71,7 @@ class EngineRecipe(Protocol):
 
 @dataclass(frozen=True)
 class PlainLossScale:
-    """A LossScale with the defaults of a recipe."""
+    """A LossScale with the recipe defaults."""
 
     initial: float = 65536.0
     growth_interval: int = 2000
@@ -80,21 +80,21 @@ class PlainLossScale:
 
 @dataclass(frozen=True)
 class PlainEma:
-    """An Ema."""
+    """An Ema with the given decay."""
 
     decay: float
 
 
 @dataclass(frozen=True)
 class PlainSequenceChunks:
-    """SequenceChunks with the default of a recipe."""
+    """SequenceChunks with the recipe default."""
 
     sequence_chunks: int = 1
 
 
 @dataclass(frozen=True)
 class PlainRecipe:
-    """An EngineRecipe with the defaults of a recipe."""
+    """An EngineRecipe with the recipe defaults, except for `microbatches`, which you must set."""
 
     microbatches: int
     batch: int = 1
@@ -112,7 +112,7 @@ class PlainRecipe:
 
 
 def against_nonfinite(recipe: EngineRecipe | None) -> str:
-    """Return the advice for a loss that is not finite: for a recipe, or for a loop of your own if there is none."""
+    """Return the advice for a loss that isn't finite. Without a recipe, the advice is for your own training loop."""
     if recipe is None:
         return "lower the learning rate, or clip with step.update(clip=...)"
     clip = "" if recipe.clip_norm else "set recipe.clip_norm, "

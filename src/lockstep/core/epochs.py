@@ -1,8 +1,8 @@
-"""A number of epochs as a person writes it."""
+"""Numbers of epochs in words."""
 
 
 def in_words(epochs: float) -> str:
-    """Return `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""
+    """Return a text such as `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""
     if epochs < 1:
         return f"{100 * epochs:.2g} % of an epoch"
     if epochs == 1:

@@ -1,15 +1,15 @@
-"""Which ranks are wrong where results that should be the same are not."""
+"""Finds the faulty ranks by majority when results that should be identical differ."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
 
 def odd_ones(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
-    """Return the ranks that differed, at least once, from the result found most often; none where all agree.
+    """Return the ranks that differed at least once from the most frequent result, or [] if all ranks agree.
 
-    `opinions` are pairs of a rank and what it found; a rank may have several. None is returned where no result was
-    found more often than each other, and where more ranks differed than did not: then it is not they that are at fault.
-    Half of the opinions need not agree: two ranks that are wrong do not agree to the bit by chance.
+    `opinions` are pairs of a rank and its result. A rank can have several results. Returns None if two results tie for
+    the most frequent, or if more than half of the ranks differed, because these ranks can't be blamed then. The most
+    frequent result doesn't need half of the opinions, because two faulty ranks don't agree to the bit by chance.
     """
     found = list(opinions)
     results = Counter(result for _, result in found).most_common(2)

@@ -1,6 +1,6 @@
-"""The ranks as a mesh: how many there are along each axis, and which of a step's micro-batches a rank computes.
+"""The device mesh: the number of ranks along each axis, and the micro-batches of a step that each rank computes.
 
-The axes are those of torch's DeviceMesh in the field: replicas of a model, pipeline stages, shards, slices of a tensor.
+The axes correspond to the usual dims of a torch DeviceMesh: replicas, pipeline stages, shards and slices of tensors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ Axis = Literal["replicate", "pipe", "shard", "expert", "context", "tensor"]
 
 
 class Mesh(NamedTuple):
-    """The number of ranks along each axis. Ranks are numbered along the last axis first: these are neighbours.
+    """The number of ranks along each axis. Consecutive ranks are neighbors along the last axis.
 
-    `replicate`: replicas of the model, each of which has a contiguous part of a step's micro-batches.
-    `pipe`: ranks that pass the same micro-batches on to each other, each with other stages of the model.
-    `shard`: the members of a replica, which gather what they compute with from each other, and so go through its
-    micro-batches together, in rounds of one for each.
-    `expert`: ranks with other experts of a mixture each, which send each other what is for these. Each has a contiguous
-    part of the micro-batches, as a replica has, and goes through it in step with the others, in rounds of one each.
-    `context`: ranks that compute other chunks of the same sequences, and send each other what attention needs.
-    `tensor`: ranks that compute a part of each product, for the same micro-batches and chunks of sequences.
+    - `replicate`: replicas of the model. Each replica has a contiguous part of the micro-batches of a step.
+    - `pipe`: ranks with different stages of the model, which send the activations of the same micro-batches along.
+    - `shard`: the members of a replica. They gather the parameters from each other. Therefore they process the
+      micro-batches of the replica together, in rounds of one micro-batch per member.
+    - `expert`: ranks with different experts of a mixture, which send each other the rows for their experts. Like a
+      replica, each rank has a contiguous part of the micro-batches. The ranks process their parts in step, in rounds of
+      one micro-batch per rank.
+    - `context`: ranks with different chunks of the same sequences, which exchange the tensors that attention needs.
+    - `tensor`: ranks that each compute a part of every product, for the same micro-batches and chunks of sequences.
     """
 
     replicate: int = 1
@@ -40,7 +41,7 @@ class Mesh(NamedTuple):
         return prod(self)
 
     def coordinate(self, rank: int) -> Mesh:
-        """Return where a rank is along each axis, counted from 0."""
+        """Return the coordinates of a rank along each axis, counted from 0."""
         found = []
         for length in reversed(self):
             rank, along = divmod(rank, length)
@@ -48,14 +49,14 @@ class Mesh(NamedTuple):
         return Mesh(*reversed(found))
 
     def rank(self, at: Mesh) -> int:
-        """Return which rank is at these coordinates: `coordinate` the other way."""
+        """Return the rank at these coordinates. The inverse of `coordinate`."""
         number = 0
         for length, along in zip(self, at, strict=True):
             number = number * length + along
         return number
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Return the ranks, group by group, that differ along these axes alone: each rank is in one group."""
+        """Return groups of ranks that differ only along these axes. Each rank is in exactly one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             others = self.coordinate(rank)._replace(**dict.fromkeys(axes, 0))
@@ -63,25 +64,25 @@ class Mesh(NamedTuple):
         return list(groups.values())
 
     def added_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
-        """Return the data of ranks that differ along these axes alone, in the order of their leaves, and that order."""
+        """Return the data ranks of a group that differs only along these axes, ordered by leaves, and this order."""
         lengths = {axis: getattr(self, axis) for axis in axes}
-        shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; those of other axes have contiguous parts
+        shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; along other axes, parts are contiguous
         context = lengths.pop("context", 1)
         among = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         places = [among.data_rank(number) for number in range(among.size)]
         order = sorted(range(among.size), key=lambda number: places[number].seat)
-        if axes == ("replicate",) and self.expert > 1:  # what a rank adds here is of all ranks in step with it
+        if axes == ("replicate",) and self.expert > 1:  # a rank here adds the sums of all ranks in step with it
             count, step = among.size * self.expert, self.expert
             places = [DataRank(first, count, spans=step) for first in range(0, count, step)]
         return [places[number] for number in order], order
 
     @property
     def spread(self) -> Mesh:
-        """This mesh where the ranks that share products share sequences, too: as they are outside of the products."""
+        """The mesh outside of the products, if the ranks that share products share the sequences there."""
         return self._replace(context=self.context * self.tensor, tensor=1)
 
     def data_rank(self, rank: int) -> DataRank:
-        """Return which data a rank computes."""
+        """Return the data rank of a rank."""
         at = self.coordinate(rank)
         replica, replicas = at.replicate * self.expert + at.expert, self.replicate * self.expert
         first = not (at.pipe or at.tensor)
@@ -89,14 +90,18 @@ class Mesh(NamedTuple):
 
 
 class DataRank(NamedTuple):
-    """A rank as the data is dealt out: member `member` of replica `replica`.
+    """The position of a rank in the distribution of the data: member `member` of replica `replica`.
 
-    Replicas have contiguous parts of a step's micro-batches, so that each can add its own part first. The members of
-    one take turns in its part: in round k they have k * members, k * members + 1, ..., which they add across before the
-    next round. Of several ranks that know the same one is `first`: it reports that. So many replicas as are `in_step`
-    have as many rounds as the one of them with most micro-batches. Of `seats` ranks with the same data each computes as
-    many chunks of the sequences, in the order of their `seat`, and evaluates by itself. A rank that has the sums of
-    several replicas, its own and those that follow, `spans` so many.
+    Each replica has a contiguous part of the micro-batches of a step, so that it can add its own part first. The
+    members of a replica take turns in its part: in round k they have micro-batches k * members, k * members + 1, ...,
+    which they add across members before the next round.
+
+    - `first`: whether this rank reports the results, if several ranks have the same results.
+    - `in_step`: the number of replicas that run in step. They all have as many rounds as the replica among them with
+      the most micro-batches.
+    - `seat`, `seats`: `seats` ranks have the same data. Each of them computes its part of the chunks of the sequences,
+      in the order of their `seat`, and evaluates separate batches.
+    - `spans`: the number of replicas whose sums this rank has: its own replica and the replicas that follow.
     """
 
     replica: int = 0
@@ -110,9 +115,10 @@ class DataRank(NamedTuple):
     spans: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
-        """Return this rank's micro-batches of the `leaves` in a step, one for each round, and whether it is a dummy.
+        """Return this rank's micro-batch in each round of a step with `leaves` micro-batches, and whether it's a dummy.
 
-        Members go through a round together. One that has none in it computes the step's last one along with its owner.
+        Members go through a round together. A member that has no micro-batch in a round computes the last micro-batch
+        of the step as a dummy.
         """
         return [
             (first + self.member, False) if self.member < holders else (leaves - 1, True)
@@ -120,25 +126,26 @@ class DataRank(NamedTuple):
         ]
 
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
-        """Return the rounds of this rank's replica: the first micro-batch of each, and how many members have one."""
+        """Return the first micro-batch of each round of the replica, and the number of members that have one."""
         ours = part(leaves, self.replicas, self.replica)
         most = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # the earlier have one more
-        alone = self.members == self.in_step == 1  # else ranks without work still do as the others do, once
+        alone = self.members == self.in_step == 1  # else ranks without work still join one round
         rounds = max(-(-len(most) // self.members), 0 if alone else 1)
         firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
     def own_blocks(self, leaves: int, chunks: int = 1) -> list[LeafBlock]:
-        """Return the blocks of the tree (core/tree.py) that this rank is left with once it has added what it can.
+        """Return the blocks of the tree (core/tree.py) that this rank has after it has added its own leaves.
 
-        Where sequences are cut into `chunks`, the leaves are chunk 0 of all micro-batches, then chunk 1 of all: so a
-        rank that computes one chunk adds up all that it has, and need not keep the gradients of each micro-batch.
+        If sequences are split into `chunks`, the leaves are chunk 0 of all micro-batches, then chunk 1 of all
+        micro-batches, and so on. Therefore a rank that computes one chunk can add up its gradients as it goes, and
+        doesn't need to keep the gradients of each micro-batch.
         """
         microbatches = leaves // chunks
         ours = part(microbatches, self.replicas, self.replica)
         own = part(chunks, self.seats, self.seat)
         if self.members > 1:
-            [chunk] = own  # which members compute one at a time
+            [chunk] = own  # members compute one chunk at a time
             return [LeafBlock(chunk * microbatches + leaf, 1) for leaf in ours[self.member :: self.members]]
         ours = range(ours.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
         if len(ours) == microbatches:
@@ -148,11 +155,11 @@ class DataRank(NamedTuple):
 
     @property
     def primary(self) -> bool:
-        """Whether this rank, of all with the same micro-batches, is the one that counts them."""
+        """Whether this rank counts the micro-batches, among all ranks that have the same micro-batches."""
         return self.first and self.seat == 0
 
     def turns(self, batches: int) -> list[int | None]:
-        """Return which of `batches` this rank evaluates; None where it only keeps the other members company."""
+        """Return the indices of the batches that this rank evaluates, and None for turns without a batch."""
         rank = (self.replica * self.members + self.member) * self.seats + self.seat
         ranks = self.replicas * self.members * self.seats
         own: list[int | None] = list(range(rank, batches, ranks))

@@ -1,12 +1,13 @@
-"""The norm of a gradient, in an order that sharding does not change.
+"""The gradient norm, in an order of addition that doesn't depend on sharding.
 
-Each row of dim 0 gets its own norm; the rows of all parameters, in the model's order, then make one vector, whose
-norm is taken in float64. A row is never cut, so wherever rows are held, the same numbers are added in
-the same order.
+First, the norm of each row of dim 0 is computed. Then the row norms of all parameters, in the order of the model, form
+one vector, and its norm is computed in float64. A row is never split, so the same numbers are added in the same order,
+regardless of which ranks hold the rows.
 
-CUDA's own kernel adds a row up in an order that depends on how many rows there are, and on where the first begins in
-memory. There the right half of each row is added to the left one, element by element, until one is left: an order by
-columns alone. Rows of one width are folded together, so that all of a model takes few kernels.
+On CUDA, the order in which the norm kernel adds a row depends on the number of rows and on the memory address of the
+first row. Therefore the right half of each row is added to the left half, element by element, until one element is
+left. This order depends only on the number of columns. Rows of the same width are folded together, so that the norm of
+a whole model takes few kernels.
 """
 
 import math
@@ -17,15 +18,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_FOLDED: Final = 64 << 20  # elements that are copied at a time, unless a single tensor has more
+_FOLDED: Final = 64 << 20  # elements per copy, unless a single tensor has more
 
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each tensor, [R, ...], the L2 norm of each row: float64 of shape [R]; a 0-dim tensor is one row.
+    """Return the L2 norm of each row of each tensor [R, ...]: float64 of shape [R]. A 0-dim tensor is one row.
 
-    They are added up in float32 at least, since 16 bits would lose most of a sum. All tensors are on one device.
+    Rows are added in float32 or wider, because 16 bits would lose most of a sum. All tensors must be on one device.
     """
-    # Widths spelled out, because a rank may hold no row at all, and -1 is ambiguous then.
+    # Compute the widths: a rank may hold no rows, and -1 is ambiguous in this case.
     every = [
         each.reshape(len(each), math.prod(each.shape[1:])) if each.ndim else each.reshape(1, 1) for each in tensors
     ]
@@ -35,7 +36,7 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def folded_norms(every: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norms of the rows of each [R, n], added up by halves: float64 of shape [R]."""
+    """Return the row norms of each tensor of shape [R, n], added by halves: float64 of shape [R]."""
     norms: dict[int, Tensor] = {}
     for group in _groups(every):
         squares = torch.cat([every[number].to(_wide(every[number])) for number in group]).square_()
@@ -44,20 +45,20 @@ def folded_norms(every: Sequence[Tensor]) -> list[Tensor]:
             half = -(-width // 2)
             squares[:, : width - half].add_(squares[:, half:width])
             width = half
-        found = squares[:, :1].sum(1).sqrt_().double()  # of one number, or none
+        found = squares[:, :1].sum(1).sqrt_().double()  # of one column, or no column
         norms |= zip(group, torch.split(found, [len(every[number]) for number in group]), strict=True)
     return [norms[number] for number in range(len(every))]
 
 
 def norm_of_rows(norms: Tensor) -> Tensor:
-    """Return the norm of all rows together, given the norm of each: float64, 0-dim."""
-    # In memory of its own, since CUDA adds in another order where a vector begins elsewhere in some.
+    """Return the norm of all rows from the norms of the rows: float64, 0-dim."""
+    # Clone, because the order in which CUDA adds a vector depends on its offset in memory.
     norm: Tensor = torch.linalg.vector_norm(norms.clone() if norms.is_cuda else norms)
     return norm
 
 
 def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the tensors in place so that their total norm is at most `max_norm`; smaller ones stay as they are."""
+    """Scale the tensors in place so that their total norm, `norm`, is at most `max_norm`. A smaller norm is kept."""
     factor = (max_norm / norm).clamp(max=1.0).float()
     torch._foreach_mul_(list(tensors), factor.to(tensors[0].device) if tensors else factor)
 
@@ -71,7 +72,10 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _groups(every: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the numbers of tensors whose rows have one width and are added up in one dtype, about so many at a time."""
+    """Yield indices of tensors with the same row width and sum dtype, in groups of at most `_FOLDED` elements.
+
+    A single tensor with more elements is a separate group.
+    """
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()
     for number, rows in enumerate(every):

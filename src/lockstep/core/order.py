@@ -1,7 +1,7 @@
-"""Which samples a step takes and how they are cut: functions of (seed, epoch, step) alone.
+"""The samples of each step, and how they are split into micro-batches.
 
-Because nothing here is drawn from a stream with a position, resuming at any step on any number of
-processes needs no sampler state.
+Everything here depends only on the step number and on the settings of the run. There is no random stream with a
+position, so a run can resume at any step, on any number of processes, without sampler state.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 
 def cut(length: int, parts: int) -> list[range]:
-    """Cut range(length) into `parts` contiguous ranges whose sizes differ by at most one, longer ones first.
+    """Split range(length) into `parts` contiguous ranges whose sizes differ by at most one. Longer ranges come first.
 
-    With fewer elements than parts the last ranges are empty.
+    If there are fewer elements than parts, the last ranges are empty.
     """
     return [part(length, parts, number) for number in range(parts)]
 
@@ -25,7 +25,7 @@ def part(length: int, parts: int, number: int) -> range:
 
 
 class Step(NamedTuple):
-    """One update: what it takes from the epoch's order, and what has gone before it."""
+    """One update: its position in the order of the epoch, and the number of samples before it."""
 
     number: int  # of the run, from 0
     epoch: int  # from 0
@@ -33,18 +33,18 @@ class Step(NamedTuple):
     samples: int
     samples_seen: int  # before this step, in the whole run
     last_of_epoch: bool
-    counted: int | None = None  # what its samples weigh, where that is not their number
+    counted: int | None = None  # total weight of its samples, if it isn't their number
 
     @property
     def weight(self) -> int:
-        """What the sum of the losses is divided by."""
+        """The divisor for the sum of the losses."""
         return self.samples if self.counted is None else self.counted
 
     def microbatches(self, count: int) -> list[range]:
-        """Cut the step into its micro-batches, as positions in the epoch's order; none is empty.
+        """Split the step into micro-batches, as positions in the order of the epoch. No micro-batch is empty.
 
-        A step with fewer samples than `count` has only as many micro-batches as samples: the others would add
-        nothing, and a sum over them is the same tree without those leaves.
+        A step with fewer samples than `count` has one micro-batch per sample. More micro-batches would be empty and
+        add nothing, and the sum is the same tree without these leaves.
         """
         cuts = cut(self.samples, min(count, self.samples))
         return [range(self.first + places.start, self.first + places.stop) for places in cuts]
@@ -52,9 +52,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of a run, addressed by number in O(1).
+    """All steps of a run. Access to a step by its number takes constant time.
 
-    `length` is the number of training samples, `batch` the global batch. Either `epochs` or `steps` ends the run.
+    `length` is the number of training samples, and `batch` is the global batch size. The run ends after `steps`
+    updates, or after `epochs` epochs if `steps` is None.
     """
 
     length: int
@@ -65,28 +66,28 @@ class Steps:
 
     @cached_property
     def per_epoch(self) -> int:
-        """Updates in one epoch."""
+        """The number of updates in an epoch."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples visited in one epoch."""
+        """The number of samples visited in an epoch."""
         return self.per_epoch * self.batch if self.drop_last else self.length
 
     @cached_property
     def total(self) -> int:
-        """Updates in the whole run."""
+        """The number of updates in the run."""
         if self.steps is not None:
             return self.steps
         return self.per_epoch * (self.epochs or 0)
 
     @property
     def total_samples(self) -> int:
-        """Samples seen by the whole run."""
+        """The number of samples seen by the run."""
         return self[self.total].samples_seen
 
     def __getitem__(self, number: int) -> Step:
-        """Return step `number`; the number one past the last marks the end of the run."""
+        """Return step `number`. The step after the last step marks the end of the run."""
         epoch, within = divmod(number, self.per_epoch)
         first = within * self.batch
         last = within == self.per_epoch - 1

@@ -1,17 +1,17 @@
-"""The precisions that a recipe can name; docs/precision.md says what each keeps, computes, sends and adds in."""
+"""The precisions of a recipe. See docs/precision.md for the dtypes in which each keeps, computes, sends and adds."""
 
 from collections.abc import Mapping
 from typing import Final, Literal
 
 Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16", "fp16-compute", "fp16-true"]
 
-# Whose losses are scaled, since their gradients are in fp16 somewhere on their way.
+# Precisions with loss scaling, because gradients are in fp16 at some point.
 SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-true"})
 
-# NVIDIA apex's levels of optimization, which many recipes name.
+# The optimization levels of NVIDIA apex, which many recipes use.
 APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
-# Names of other frameworks for what is meant here by another, or is not there.
+# Names in other frameworks, with the names that Lockstep uses for these precisions.
 _ELSEWHERE: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
 
 
@@ -28,9 +28,9 @@ _REFUSED: Final = {
 
 
 def translate_precision(name: object) -> object:
-    """Return what a recipe names: of one of apex's levels the precision that it is.
+    """Return the precision that a recipe names. An optimization level of apex is translated to its precision.
 
-    ValueError where it is the name of another framework, or cannot be had here.
+    Raises ValueError for a name of a different framework and for a precision that isn't supported.
     """
     text = str(name)
     if text in APEX:
@@ -44,5 +44,5 @@ def translate_precision(name: object) -> object:
 
 
 def default_static_scale(precision: object) -> float | None:
-    """Return the loss scale that a precision has where a recipe gives none; None where it then is dynamic."""
+    """Return the default static loss scale of a precision, or None if loss scaling is dynamic by default."""
     return 1.0 if precision == "fp16-true" else None

@@ -1,8 +1,8 @@
-"""Random numbers as a function of what they are for, never of who draws them.
+"""Random numbers that depend only on their use, never on the process that draws them.
 
-Every draw is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any
-loader worker and after any resume. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood 2014,
-"Fast splittable pseudorandom number generators", figure 16), applied to a Weyl sequence twice.
+Each number is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any loader
+worker and after any resume. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
+pseudorandom number generators", figure 16), applied twice to a Weyl sequence.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 UInt64 = NDArray[np.uint64]
 
-# One number for each use, so that no two uses share a stream.
+# One stream number per use, so that no two uses share a stream.
 ORDER: Final = 1
 AUGMENT: Final = 2
 FORWARD: Final = 3
@@ -32,19 +32,19 @@ _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 
 def key(*words: int) -> int:
-    """Fold integers (a stream, a seed, an epoch, a step, ...) into one 64-bit key; their order matters."""
+    """Fold integers (a stream, a seed, an epoch, a step, ...) into one 64-bit key. Their order matters."""
     return extend_key(0, *words)
 
 
 def extend_key(key: int, *words: int) -> int:
-    """Fold further integers into a key: extended(key(a), b) is key(a, b)."""
+    """Fold more integers into a key: extend_key(key(a), b) equals key(a, b)."""
     for word in words:
         key = _mix((key + _WEYL + word) & _MASK)
     return key
 
 
 def bits(key: int, counters: UInt64) -> UInt64:
-    """Hash each counter under `key`: uint64 of the same shape."""
+    """Hash each counter with `key`: uint64 of the same shape."""
     start = np.uint64(key)
     with np.errstate(over="ignore"):
         return _mix_array(_mix_array(counters * np.uint64(_WEYL) + start) + start)
@@ -58,10 +58,10 @@ def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.floa
 
 
 def below(key: int, counters: UInt64, bound: int) -> UInt64:
-    """Draw a number from 0 to `bound` - 1, which is at most 2**32, for each counter: uint64 of the same shape.
+    """Draw a number from 0 to `bound` - 1 for each counter: uint64 of the same shape. `bound` must be at most 2**32.
 
-    None is more likely than another by more than `bound` in 2**32. One pass of the hash, half of `bits`: it is for
-    those who take several in a row.
+    No number is more likely than a different number by more than `bound` / 2**32. This function applies the hash once,
+    while `bits` applies it twice, so it is for callers that chain several draws.
     """
     words = _mix_array(counters * np.uint64(_WEYL) + np.uint64(key))
     words >>= np.uint64(32)
@@ -71,7 +71,7 @@ def below(key: int, counters: UInt64, bound: int) -> UInt64:
 
 
 def torch_seed(key: int) -> int:
-    """Return a seed that `torch.Generator.manual_seed` takes on every device: 63 bits."""
+    """Return a 63-bit seed, which `torch.Generator.manual_seed` accepts on every device."""
     return key >> 1
 
 
@@ -82,7 +82,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: UInt64) -> UInt64:
-    """Mix in place, which saves half the time, and return the same array."""
+    """Mix in place, which takes half the time, and return the array."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -1,8 +1,8 @@
-"""The learning rate as a function of samples seen, never of how often somebody called step().
+"""The learning rate as a function of the samples seen, not of the number of calls to step().
 
-A factor of the base rate follows one of five curves over the run, or a function of the user's own; warm-up multiplies
-it, rising linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is counted in epochs, e = samples
-seen / samples per epoch, and rounded down where the recipe wants one rate for each epoch.
+The rate follows one of five curves over the run, or a custom function. During warm-up it is multiplied by a factor that
+rises linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is measured in epochs, e = samples seen
+/ samples per epoch. If the recipe asks for one rate per epoch, the time is rounded down.
 """
 
 import math
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Curve = Literal["cosine", "linear", "polynomial", "steps", "constant"]
-Shape = Callable[[float, float], float]  # of the epoch and their number: a factor of the base rate, 0 or more
+Shape = Callable[[float, float], float]  # (epoch, number of epochs) -> factor of the base rate, at least 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A learning-rate schedule: `at(samples_seen)` is its value.
+    """A learning rate schedule. `at(samples_seen)` returns the learning rate.
 
-    `epochs` is the length of the run in epochs (it may be a fraction); `minimum` is the rate that the falling curves
-    end at, and a Shape has at a factor of 0, in the unit of `base`; `milestones` are epochs after which `steps`
-    multiplies by `gamma` once more.
+    - `epochs`: the length of the run in epochs, which can be a fraction.
+    - `minimum`: the final rate of the falling curves, and the rate of a Shape at a factor of 0. It has the same unit as
+      `base`.
+    - `milestones`: the epochs from which the curve `steps` multiplies the rate by `gamma` again.
     """
 
     base: float
@@ -67,5 +68,5 @@ class Rate:
 
 
 def scale_rate(value: float, per_samples: int | None, batch: int) -> float:
-    """Return the base learning rate: `value`, or by linear scaling `value` for each `per_samples` of the batch."""
+    """Return the base learning rate: `value`, or with linear scaling `value` per `per_samples` samples of the batch."""
     return value if per_samples is None else value * batch / per_samples

@@ -1,14 +1,15 @@
-"""How ranks add by the canonical tree together: which parts of which blocks move to whom, and when what is added.
+"""The communication schedule with which ranks add by the canonical tree.
 
-The sum of a block (core/tree.py) of leaves that one rank holds is a vector of that rank. That of a block with leaves
-of several ranks lies with all of them, an equal *share* with each. Where two blocks are added, both move to the ranks
-of either, in an order in which each keeps most of what it has. So the vector is dealt out further from level to level,
-and each rank sends about as much as in a reduce-scatter, to a number of others that grows with the levels of the tree
-alone. Where all ranks hold one block of one size, and are 2, 4, 8, ..., this is recursive halving.
+If one rank holds all leaves of a block (core/tree.py), the sum of the block is a vector on this rank. If several ranks
+hold its leaves, the sum is sharded: each of these ranks has an equal *share* of it. To add two blocks, both are
+resharded over the union of their ranks, in an order in which each rank keeps most of its share. Therefore the vector is
+sharded further at each level of the tree. Each rank sends about as much as in a reduce-scatter, to a number of ranks
+that only grows with the number of levels. If the number of ranks is a power of two, and all ranks hold one block of the
+same size, the schedule is recursive halving.
 
-Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", describes that, for
-sums whose brackets may be anywhere. For other numbers of ranks it lets some of them give all that they have to others
-first; here they take part as all do.
+Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", describe recursive
+halving for sums with arbitrary brackets. If the number of ranks is not a power of two, in their algorithm some ranks
+first send their whole vector to a different rank. Here, all ranks take part in the same way.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Final, NamedTuple, final
 
 from lockstep.core.tree import LeafBlock
 
-# A rank whose block meets that of very many would have to send to all of them. It sends to so many, and these go on.
+# If a block of one rank meets a block of very many ranks, it first moves to this many ranks, which then forward it.
 FAN_OUT: Final = 16
 
 
 class Part(NamedTuple):
-    """A part of a vector, and the rank that has it, or is to have it."""
+    """A part of a vector, and the rank that holds or receives it."""
 
     rank: int
     part: range
@@ -34,20 +35,20 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Shares:
-    """The ranks that a vector is dealt out to: equal parts of it, one after the other, in their order."""
+    """The ranks over which a vector is sharded, in the order of their parts. All parts are about equal."""
 
     ranks: tuple[int, ...]
 
     def of(self, rank: int, length: int) -> range:
-        """Return which part of a vector of this length a rank has; none is an empty range."""
+        """Return the part of a vector of this length that a rank has. The range is empty if it has no part."""
         place = self.places.get(rank)
         return range(0) if place is None else self._parts(place, 1, length)
 
     def gathering(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
-        """Yield what a rank sends and receives, round by round, until each has all parts.
+        """Yield the parts that a rank sends and receives in each round of an all-gather.
 
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
-        (IEEE TPDS 8 (11)): what a rank knows are the parts from its own place on, and after each round twice as many.
+        (IEEE TPDS 8 (11)): a rank has consecutive parts from its own place on, and twice as many after each round.
         """
         place, size, known = self.places[rank], len(self.ranks), 1
         while known < size:
@@ -58,17 +59,17 @@ class Shares:
             known += count
 
     def _wrapped(self, place: int, count: int, length: int) -> list[range]:
-        """Return the parts of `count` ranks from this place on, together: the first rank follows on the last."""
+        """Return the parts of `count` ranks from this place on, as two ranges. The first rank follows the last rank."""
         parts = self._parts(place, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # Not the parts of order.part: of these `over` knows at once which has a number.
+    # Not the parts of order.part, because `over` finds the part of an element in this form in constant time.
     def _parts(self, place: int, count: int, length: int) -> range:
         size = len(self.ranks)
         return range(length * place // size, length * (place + count) // size)
 
     def over(self, part: range, length: int) -> Iterator[Part]:
-        """Yield what each rank has of a part of a vector of this length."""
+        """Yield the ranks that have elements of a part of a vector of this length, with these elements."""
         size = len(self.ranks)
         if part:
             first, last = (((number + 1) * size - 1) // length for number in (part.start, part.stop - 1))
@@ -78,7 +79,7 @@ class Shares:
                     yield Part(self.ranks[place], shared)
 
     def joined(self, other: Shares) -> Shares:
-        """Return the ranks of both, so ordered that each keeps most of what it has."""
+        """Return the ranks of both, in an order in which each rank keeps most of its share."""
         few, many = sorted((self, other), key=lambda each: len(each.ranks))
         centers = few.centers | many.centers
         if len(centers) == len(many.ranks):
@@ -86,23 +87,23 @@ class Shares:
         return Shares(tuple(sorted(centers, key=lambda rank: (centers[rank], rank))))
 
     def thinned(self, most: int) -> Shares:
-        """Return so many of the ranks, evenly spaced, or all where they are fewer."""
+        """Return at most `most` of the ranks, evenly spaced."""
         size = len(self.ranks)
         return self if size <= most else Shares(tuple(self.ranks[size * place // most] for place in range(most)))
 
     @cached_property
     def centers(self) -> dict[int, float]:
-        """Where the middle of each rank's part is, from 0 to 1."""
+        """The position of the middle of each rank's part, from 0 to 1."""
         return {rank: (2 * place + 1) / (2 * len(self.ranks)) for place, rank in enumerate(self.ranks)}
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Each rank's place in the order."""
+        """The place of each rank in the order."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
 
 class Sum(NamedTuple):
-    """Two sibling blocks, named by their first leaves, that each of these ranks adds its shares of: in the left one."""
+    """An addition of two sibling blocks, named by their first leaves. Each rank adds its shares into the left one."""
 
     left: int
     right: int
@@ -110,36 +111,36 @@ class Sum(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A block, named by its first leaf, that is dealt out anew."""
+    """A block, named by its first leaf, that is resharded."""
 
     block: int
     source: Shares
     target: Shares
 
     def sent(self, rank: int, length: int) -> list[Part]:
-        """Return what this rank sends of a vector of this length."""
+        """Return the parts of a vector of this length that this rank sends, with their receivers."""
         return [each for each in self.target.over(self.source.of(rank, length), length) if each.rank != rank]
 
     def taken(self, rank: int, length: int) -> list[Part]:
-        """Return what this rank is to have, from whom: what it has already, from itself."""
+        """Return the parts that this rank has afterwards, each with its sender, which can be this rank."""
         return [*self.source.over(self.target.of(rank, length), length)]
 
 
 class Round(NamedTuple):
-    """What is added, and what moves after that. The moves of a round need nothing of each other."""
+    """The sums of a round, and the moves that follow them. The moves of a round don't depend on each other."""
 
     sums: list[Sum]
     moves: list[Move]
 
 
 class Reduction(NamedTuple):
-    """The rounds of a sum over ranks, and how it is dealt out to all of them after the last."""
+    """The rounds of a sum over ranks, and the shares of the result after the last round. All ranks have a share."""
 
     rounds: list[Round]
     shares: Shares
 
     def of_rank(self, rank: int) -> Reduction:
-        """Return it without what this rank has no part in."""
+        """Return only the sums and moves in which a rank takes part."""
         rounds = [
             Round(
                 [each for each in sums if rank in each.shares.places],
@@ -151,12 +152,13 @@ class Reduction(NamedTuple):
 
 
 def reduction(held: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:
-    """Return how ranks that hold these blocks, by rank, add all `leaves` leaves; KeyError where one is missing.
+    """Return the schedule with which ranks add all `leaves` leaves, given the blocks that each rank holds.
 
-    A block moves as soon as it is there, not only once its sibling is: what ranks hold at first all moves in round 0.
+    A block moves as soon as its sum is complete, even if its sibling isn't: the initial blocks all move in round 0.
+    Raises KeyError if a leaf is missing.
     """
     shares = {block.first: Shares((rank,)) for rank, own in enumerate(held) for block in own}
-    ready = dict.fromkeys(shares, 0)  # the round in which a block can move, or is added
+    ready = dict.fromkeys(shares, 0)  # first round in which a block can move or be added
     rounds: list[Round] = []
 
     def round_of(block: int) -> Round:

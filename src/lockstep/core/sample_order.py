@@ -1,8 +1,8 @@
-"""In which order each epoch visits the samples: shuffled, sequential, or by a function of the epoch alone.
+"""The order in which each epoch visits the samples: shuffled, sequential, or a function of the epoch.
 
-A function makes the order a part of the recipe. It returns the numbers of the samples that an epoch visits, as many in
-each epoch, and some of them more often than once or not at all if it likes. Because it depends on nothing but the
-epoch, every rank and every resumed run gets the same.
+With a function, the order is a part of the recipe. The function returns the sample indices of an epoch, and must return
+the same number of indices for each epoch. It can repeat samples and leave samples out. The function must only depend on
+the epoch, so that every rank and every resumed run gets the same order.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from lockstep.common.own_code import OwnCode
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.errors import UsageError
 
-NumbersOf = Callable[[int], Any]  # the samples of an epoch, as a sequence, an array or a tensor of whole numbers
+NumbersOf = Callable[[int], Any]  # epoch -> sample indices: a sequence, array or tensor of integers
 
 SHUFFLED: Final = "shuffled"
 SEQUENTIAL: Final = "sequential"
@@ -27,7 +27,7 @@ SEQUENTIAL: Final = "sequential"
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of a dataset of so many `samples`, as it was `asked` for; `label` begins messages about it."""
+    """The order of a dataset with `samples` samples. `asked` is the setting, and `label` is the prefix of errors."""
 
     asked: str | NumbersOf
     seed: int
@@ -44,21 +44,21 @@ class SampleOrder:
 
     @property
     def is_function(self) -> bool:
-        """Whether the user's code decides the order, so that ranks have to compare it."""
+        """Whether user code returns the order, so that ranks must compare it."""
         return not isinstance(self.asked, str)
 
     @cached_property
     def length(self) -> int:
-        """The samples that an epoch visits."""
+        """The number of samples that an epoch visits."""
         return len(self._numbers(0)) if self.is_function else self.samples
 
     @cached_property
     def name(self) -> str:
-        """What decides the numbers: the order by its name, or a digest of what a function returns for epoch 0."""
+        """The name of the order, or a digest of the indices that the function returns for epoch 0."""
         return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.asked)
 
     def of(self, epoch: int) -> Order:
-        """Return the samples at positions in an epoch."""
+        """Return a function from positions in an epoch to sample indices."""
         if self.asked == SHUFFLED:
             return shuffle(self.seed, epoch, self.samples)
         if self.asked == SEQUENTIAL:
@@ -72,7 +72,7 @@ class SampleOrder:
         return numbers.__getitem__
 
     def digest(self, epoch: int) -> str:
-        """Return a digest of the samples that the user's function returns for an epoch."""
+        """Return a digest of the sample indices that the user's function returns for an epoch."""
         return hashlib.sha256(self._numbers(epoch).tobytes()).hexdigest()[:16]
 
     def _numbers(self, epoch: int) -> NDArray[np.int64]:

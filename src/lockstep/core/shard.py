@@ -1,4 +1,4 @@
-"""A tensor that is cut over several ranks: each holds some of its rows, of the tensor itself or of it rearranged."""
+"""Sharded tensors. Each rank holds some rows of the tensor, or of a rearranged version of the tensor."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Elements that follow each other in a shard and in the whole, both in row-major order."""
+    """Elements that are consecutive in the shard and in the whole tensor, both in row-major order."""
 
-    at: int  # where they begin in the whole
-    own: int  # and in the shard
+    at: int  # offset in the whole tensor
+    own: int  # offset in the shard
     length: int
 
 
 class Chunked(NamedTuple):
-    """How a tensor is rearranged so that its chunks (parallel/tensor/) are rows that follow each other.
+    """The rearrangement of a tensor of shape `shape` that makes its chunks (parallel/tensor/) consecutive rows.
 
-    Seen as a tensor of shape `view`, its dim `dim` comes first, and all dims but the last are rows. A tensor that had
-    one dim stays so, and each element is a row. `shape` is its own.
+    The tensor is viewed in shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
+    into rows. A tensor with one dim keeps one dim, and each of its elements is a row.
     """
 
     shape: tuple[int, ...]
@@ -35,18 +35,18 @@ class Chunked(NamedTuple):
         return len(self.shape) == 1
 
     def to_rows(self, whole: Tensor) -> Tensor:
-        """Return the tensor with its chunks as rows: a copy, unless it is in this order already."""
+        """Return the tensor with its chunks as rows. This is a copy unless the tensor already has this order."""
         moved = whole.reshape(self.view).movedim(self.dim, 0)
         return moved.reshape(-1) if self.flat else moved.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
-        """Return what `to_rows` was given."""
+        """Return the tensor with its original shape. The inverse of `to_rows`."""
         first = self.view[self.dim]
         others = [length for dim, length in enumerate(self.view) if dim != self.dim]
         return tensor.reshape(first, *others).movedim(0, self.dim).reshape(self.shape)
 
     def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return where each of these rows begins in the tensor."""
+        """Return the offset of each of these rows in the tensor."""
         width = 1 if self.flat else self.view[-1]
         view = self.view if self.flat else self.view[:-1]
         numbers = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
@@ -55,10 +55,10 @@ class Chunked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of a tensor of `shape`, from row `first` on; possibly none. A 0-dim tensor is one row.
+    """Consecutive rows of a tensor of shape `shape`, starting at row `first`. A shard can be empty.
 
-    Rows are the elements of dim 0, of the tensor itself or, where it is `chunked`, of it rearranged. Where several
-    ranks hold the same rows, one of them is `primary`: it reports what all would.
+    Rows are along dim 0 of the tensor, or of the rearranged tensor if `chunked` is set. A 0-dim tensor is one row. If
+    several ranks hold the same rows, one of the ranks is `primary` and reports on behalf of all of them.
     """
 
     tensor: Tensor
@@ -68,11 +68,11 @@ class Shard:
     chunked: Chunked | None = None
 
     def runs(self) -> Iterator[Segment]:
-        """Yield the runs of the rows, in their order."""
+        """Yield the contiguous segments of the rows in their order."""
         elements = self.tensor.numel()
         if not elements:
             return
-        if self.chunked is None or self.chunked.dim == 0:  # rows in the order of the whole
+        if self.chunked is None or self.chunked.dim == 0:  # the rows are in the order of the whole tensor
             width = self.shape[1:].numel() if self.chunked is None else elements // len(self.tensor)
             yield Segment(self.first * width, 0, elements)
             return
@@ -88,19 +88,22 @@ NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
 def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
-    """Return some elements of a tensor of `shape`, which has dims, as a shard: `flat` begins at its element `first`."""
+    """Return the elements `flat` of a tensor of shape `shape`, from its element `first` on, as a shard.
+
+    The tensor must have at least one dim.
+    """
     if len(shape) == 1:
         return Shard(flat, first, shape)
     return Shard(flat.unsqueeze(1), first, shape, chunked=Chunked(tuple(shape), (*shape, 1), 0))
 
 
 def local_tensor(held: MaybeSharded) -> Tensor:
-    """Return what this rank holds."""
+    """Return the tensor that this rank holds."""
     return held.tensor if isinstance(held, Shard) else held
 
 
 def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
-    """Return those rows of `whole` that `like` holds: a view, unless they are rearranged."""
+    """Return the rows of `whole` that `like` holds. The result is a view unless the rows are rearranged."""
     if not isinstance(like, Shard) or not like.shape:
         return whole
     rows = whole if like.chunked is None else like.chunked.to_rows(whole)
@@ -108,10 +111,10 @@ def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
 
 
 def shard_like(tensor: Tensor, held: MaybeSharded) -> MaybeSharded:
-    """Return `tensor`, which has the shape of what is held, as the same rows of a whole."""
+    """Return `tensor`, which must have the shape of the local tensor of `held`, as the same rows of a whole tensor."""
     return replace(held, tensor=tensor) if isinstance(held, Shard) else tensor
 
 
 def whole_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return those of the tensors that are not cut."""
+    """Return the tensors that aren't sharded."""
     return {name: held for name, held in tensors.items() if not isinstance(held, Shard)}

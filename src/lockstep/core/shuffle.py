@@ -1,8 +1,9 @@
-"""In which order an epoch visits its samples: any position's sample at once, in memory that does not grow with them.
+"""Shuffled sample orders with random access, in memory that doesn't grow with the number of samples.
 
-Numbers below an arbitrary length are permuted as ciphers permute them (Black and Rogaway 2002, "Ciphers with arbitrary
-finite domains"). Few are sorted by a hash, which makes every order as likely as any other. Many go through a Feistel
-network on a rectangle that just holds them, and what comes out beyond the last number goes through it again.
+The numbers below an arbitrary length are permuted as in ciphers (Black and Rogaway 2002, "Ciphers with arbitrary finite
+domains"). Small datasets are sorted by a hash, so all orders are equally likely. For large datasets, each number goes
+through a Feistel network on the smallest rectangle that holds all numbers. If the result is beyond the last number, it
+goes through the network again.
 """
 
 import math
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 from lockstep.core import random
 from lockstep.core.random import UInt64
 
-Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # samples at positions in an epoch, whatever the shape
+Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
-FEW: Final = 4096  # samples; on a small rectangle a network is no fair shuffle, and 32 KiB are a small array
-# With 4 neighbours in the order are visibly closer than chance allows, with 6 from 1,000 samples on not.
+FEW: Final = 4096  # samples; a network on a small rectangle is no fair shuffle, and an array of 32 KiB is small
+# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6, not from 1,000 samples on.
 _ROUNDS: Final = 8
 
 
@@ -33,7 +34,7 @@ def shuffle(seed: int, epoch: int, length: int) -> Order:
 
 
 def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-    """Return numbers below `length`, sorted by their hashes: int64 of shape [length]."""
+    """Return the numbers below `length` sorted by their hashes: int64 of shape [length]."""
     keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
     return np.argsort(keys)
 
@@ -41,18 +42,19 @@ def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
 @final
 @dataclass(frozen=True)
 class Network:
-    """A permutation of the numbers below `length`, with a pair of keys for each two rounds.
+    """A permutation of the numbers below `length`, with a pair of keys for every two rounds.
 
-    A number is a row and a column of a rectangle. A round moves each row around by a hash of its number, the next one
-    each column: both can be undone, so together they permute. The rectangle holds less than a row more than `length`.
-    Its rows are of even length: to move one around is then as often an odd permutation as an even one.
+    Each number is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
+    rotates each column by a hash of the column number. Rotations are invertible, so the network is a permutation. The
+    rectangle has less than one row more cells than `length`. Its rows have an even length, so that the rotation of a
+    row is an odd permutation as often as an even permutation.
     """
 
     length: int  # below 2**63
     keys: tuple[tuple[int, int], ...]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number at each position, which are from 0 to `length` - 1: int64 of the same shape."""
+        """Return the numbers at these positions from 0 to `length` - 1: int64 of the same shape."""
         numbers = self._permute(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(numbers >= self.length)):
             numbers.flat[outside] = self._permute(numbers.flat[outside])
@@ -75,6 +77,6 @@ class Network:
 
 
 def _around(numbers: UInt64, by: UInt64, end: int) -> UInt64:
-    """Add to numbers below `end` others below it, which are not kept, and begin again at 0 where `end` is reached."""
+    """Add `by` to `numbers` modulo `end`, where both are below `end`. Overwrites `by`."""
     by += numbers
-    return np.asarray(np.minimum(by, by - np.uint64(end)))  # of what is below `end` the difference wraps, to more
+    return np.asarray(np.minimum(by, by - np.uint64(end)))  # below `end` the difference wraps to a larger number

@@ -1,16 +1,16 @@
-"""How far two correct computations of the same sums may differ: the measure for strategies that are only close.
+"""Tolerances for strategies with close results: the maximum difference of two correct computations of the same sums.
 
-A sum of n terms, rounded at each addition by at most the unit roundoff u, is off by at most gamma_n = n u / (1 - n u)
-times the sum of the terms' magnitudes, in whatever order it is added (Higham 2002, ISBN 978-0-89871-521-7, lemma
-3.1 and section 4.2). That is the worst case. Roundings are not all of one sign: with mean
-zero and independent ones the bound grows with the root of n (Higham and Mary 2019, A New Approach to Probabilistic
-Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
+If each addition has a relative rounding error of at most the unit roundoff u, the error of a sum of n terms is at most
+gamma_n = n u / (1 - n u) times the sum of the magnitudes of the terms, for any order of addition (Higham 2002, ISBN
+978-0-89871-521-7, lemma 3.1 and section 4.2). This is the worst case. If rounding errors are independent and have mean
+zero, the bound grows with the square root of n (Higham and Mary 2019, A New Approach to Probabilistic Rounding Error
+Analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
 """
 
 import math
 from typing import Final
 
-# With the hidden one, of a recipe's precision: of what is rounded most.
+# By the precision of a recipe, for its narrowest dtype, with the hidden bit.
 SIGNIFICAND_BITS: Final = {
     "fp64": 53,
     "fp32": 24,
@@ -22,8 +22,8 @@ SIGNIFICAND_BITS: Final = {
     "bf16-compute": 8,
 }
 
-# The bound of a sum of n terms then fails with a probability of at most 2 n exp(-LAMBDA**2 / 2): for 10**9 terms that
-# is 3e-5.
+# The bound for a sum of n terms fails with a probability of at most 2 n exp(-LAMBDA**2 / 2), which is 3e-5 for 10**9
+# terms.
 LAMBDA: Final = 8.0
 
 
@@ -33,7 +33,7 @@ def unit_roundoff(precision: str) -> float:
 
 
 def worst_case(roundoff: float, length: int) -> float:
-    """Return gamma_n for sums of `length` terms; infinite where n u reaches 1, since nothing is promised there."""
+    """Return gamma_n for sums of `length` terms. Returns infinity if n u is at least 1, because no bound holds then."""
     product = length * roundoff
     return product / (1 - product) if product < 1 else math.inf
 
@@ -45,22 +45,24 @@ def likely(roundoff: float, length: int) -> float:
 
 
 def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
-    """Return how much further a run may be from another where ranks send gradients in another precision.
+    """Return the additional tolerance between two runs if ranks send gradients in a different precision.
 
-    Each rank rounds what it sends, and `ranks` are added: a step's gradient is off by gamma of their number. What that
-    does to the next gradient is less than twice as much while learning rate times curvature is below 2, beyond which no
-    training is stable: hence 2 x steps.
+    Each rank rounds the gradients that it sends, and `ranks` gradients are added, so the error of the gradient of a
+    step is gamma_n with n = `ranks`. The effect on the next gradient is less than twice this error as long as the
+    learning rate times the curvature is below 2. Training isn't stable beyond this. Hence the factor 2 x steps.
     """
     return 2 * steps * worst_case(roundoff, ranks)
 
 
 def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
-    """Return how far two runs may differ, as a part of the largest magnitude of what is compared.
+    """Return the tolerance between two runs, relative to the largest magnitude of the compared values.
 
-    `length` is the number of terms of the longest sum, `depth` how many such sums follow each other in a forward or
-    backward pass, `steps` how many updates were done. To first order in u the errors of what follows each other add
-    up (Higham 2002, section 3.5), and each of the two runs has its own: hence 2 x depth x steps. Of the two bounds on
-    a sum it takes the smaller. It says nothing of models that amplify a small difference from step to step, and is
-    therefore meant for a few steps.
+    - `length`: the number of terms of the longest sum.
+    - `depth`: the number of such sums that follow each other in a forward or backward pass.
+    - `steps`: the number of updates.
+
+    To first order in u, the errors of consecutive sums add up (Higham 2002, section 3.5), and both runs have errors.
+    Hence the factor 2 x depth x steps. The smaller of the two bounds on a sum is used. The tolerance doesn't account
+    for models that amplify a small difference from step to step, so use it for a few steps only.
     """
     return 2 * depth * steps * min(worst_case(roundoff, length), likely(roundoff, length))

@@ -1,12 +1,12 @@
-"""The canonical sum: one binary tree over micro-batch numbers, wherever they are held.
+"""The canonical sum: a binary tree over micro-batch numbers that doesn't depend on which process holds them.
 
-Floating-point addition is not associative, so the sum of M gradients depends on where the brackets stand.
-Here they stand by micro-batch number alone: leaf m is micro-batch m, and a node is an aligned block
-[k * 2^j, (k + 1) * 2^j) of leaves, cut off at M. A block whose right half is beyond M is its left half.
+Floating-point addition isn't associative, so the sum of M gradients depends on the brackets. Here the brackets only
+depend on the micro-batch numbers. Leaf m is micro-batch m, and a node is an aligned block [k * 2^j, (k + 1) * 2^j) of
+leaves, truncated at M. If the right half of a block is beyond M, the block equals its left half.
 
-A process that holds any contiguous range of leaves can add those that fill whole blocks; the few blocks that
-remain (at most two for each level) are the *pieces* it must communicate to the others. Sibling blocks are
-only ever added to each other, so every distribution of the leaves gives the same brackets, hence the same bits.
+A process that holds a contiguous range of leaves can add the leaves that fill whole blocks. The remaining blocks, at
+most two per level, are the *pieces* that it must send to other processes. A block is only ever added to its sibling.
+Therefore every distribution of the leaves has the same brackets, and the sum has the same bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class LeafBlock(NamedTuple):
-    """An aligned block of leaves: [first, first + size), with size a power of two that divides first."""
+    """An aligned block of leaves: [first, first + size). `size` is a power of two that divides `first`."""
 
     first: int
     size: int
@@ -28,7 +28,7 @@ class LeafBlock(NamedTuple):
 
     @property
     def sibling(self) -> "LeafBlock":
-        """The other child of its parent."""
+        """The other child of the parent of this block."""
         return LeafBlock(self.first ^ self.size, self.size)
 
 
@@ -46,9 +46,9 @@ def blocks(leaves: range) -> list[LeafBlock]:
 
 
 class Counter(Generic[T]):
-    """Adds leaves as they arrive, keeping only the blocks that cannot yet be merged.
+    """Adds leaves as they arrive, and keeps only the blocks that can't be merged yet.
 
-    It is a binary counter: of n leaves that arrive from left to right at most log2(n) + 1 partial sums are alive.
+    This is a binary counter. If n leaves arrive from left to right, it holds at most log2(n) + 1 partial sums.
     `add(left, right)` may reuse the memory of `left`.
     """
 
@@ -57,11 +57,11 @@ class Counter(Generic[T]):
         self._held: dict[LeafBlock, T] = {}
 
     def push(self, leaf: int, value: T) -> None:
-        """Add a leaf, merging every pair of sibling blocks that it completes."""
+        """Add a leaf and merge every pair of sibling blocks that it completes."""
         self.take(LeafBlock(leaf, 1), value)
 
     def take(self, block: LeafBlock, value: T) -> None:
-        """Add a block of leaves, likewise."""
+        """Add a block of leaves and merge every pair of sibling blocks that it completes."""
         while (sibling := block.sibling) in self._held:
             other = self._held.pop(sibling)
             value = self._add(other, value) if block.is_right else self._add(value, other)
@@ -69,7 +69,7 @@ class Counter(Generic[T]):
         self._held[block] = value
 
     def pieces(self) -> dict[LeafBlock, T]:
-        """Return the blocks held, from left to right, and forget them."""
+        """Return the blocks from left to right, and clear the counter."""
         held = {block: self._held[block] for block in sorted(self._held)}
         self._held.clear()
         return held
@@ -78,14 +78,15 @@ class Counter(Generic[T]):
 def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
     """Add the pieces of all `leaves` leaves in the order of the tree.
 
-    The pieces must cover the leaves exactly once, as the `blocks` of any cut of them do; a gap raises KeyError.
+    The pieces must cover the leaves exactly once, as the `blocks` of any split of the leaves do. Raises KeyError if a
+    leaf is missing.
     `add(left, right)` may reuse the memory of `left`.
     """
 
     return _value(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
 
 
-# Not a closure: one that calls itself is a cycle, and would keep the pieces alive until the garbage collector comes.
+# Not a closure: a recursive closure is a reference cycle and would keep the pieces alive until garbage collection.
 def _value(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
     if block in pieces:
         return pieces[block]

@@ -1,38 +1,39 @@
-"""How many micro-batches a step has, and whether each process has one of its own, and others to share with.
+"""The number of micro-batches of a step, and checks that each process has a micro-batch and processes to share with.
 
-It imports nothing heavy: a recipe is checked before torch is imported.
+This module has no heavy imports, because recipes are checked before torch is imported.
 """
 
 from typing import Final
 
 from lockstep.errors import UsageError
 
-# The default size of a micro-batch. With it, a batch of 32 is one micro-batch and trains like a plain loop, and a batch
-# of 256 has eight that as many processes can share. It is the same on every machine, so no machine decides the numbers.
+# The default micro-batch size. A batch of 32 is one micro-batch and trains like a plain loop, and a batch of 256 has
+# eight micro-batches, which eight processes can share. The default is the same on every machine, so that the numbers
+# don't depend on the machine.
 MICROBATCH: Final = 32
-_EARLIER: Final = 8  # micro-batches of a recipe that gave neither their number nor their size, before that default
+_EARLIER: Final = 8  # micro-batches of a recipe that set neither their number nor their size, before this default
 
 
 def check_work(processes: int, microbatches: int) -> None:
-    """Raise UsageError where some process would never have a micro-batch of its own."""
+    """Raise UsageError if some process would never have a micro-batch."""
     if processes > microbatches:
         raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
 
 
 def check_divides(key: str, number: int, processes: int) -> None:
-    """Raise UsageError, which begins with `key`, where such a number does not divide the processes."""
+    """Raise UsageError if `number` doesn't divide the number of processes. The message begins with `key`."""
     if processes % number:
         fitting = ", ".join(map(str, divisors(processes)))
         raise UsageError(f"{key} does not divide {processes} processes; use {fitting}")
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, from 1 on."""
+    """Return the divisors of a number in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def check_several(processes: int, strategy: str) -> None:
-    """Raise UsageError for one process under a strategy that shares the model out."""
+    """Raise UsageError for a single process with a strategy that shards the model."""
     if processes == 1:
         raise UsageError(
             f"strategy {strategy}: one process has nobody to share with; use 2 or more, or strategy single"
@@ -55,10 +56,10 @@ def too_few(processes: int, microbatches: int, microbatch: int | None = None) ->
 
 
 def default_microbatches(batch: int, microbatch: int | None = None) -> int:
-    """Return the number of micro-batches of a batch if none has more than `microbatch` samples, by default 32."""
+    """Return the smallest number of micro-batches of at most `microbatch` samples, which defaults to 32."""
     return -(-batch // (microbatch or MICROBATCH))
 
 
 def earlier_microbatches(batch: int) -> int:
-    """Return the number of micro-batches that was the default of earlier versions, for runs that began with it."""
+    """Return the default number of micro-batches of earlier versions, for runs that started with this default."""
     return min(_EARLIER, batch)

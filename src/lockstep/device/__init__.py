@@ -1,1 +1,1 @@
-"""Facts of this machine: its cards, kernels, precision, memory and limits."""
+"""Facts of this machine: its GPUs, kernels, precision, memory and limits."""

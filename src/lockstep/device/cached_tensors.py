@@ -1,7 +1,7 @@
-"""Tensors that user code caches at module level while Lockstep looks at a model, such as masks in an `lru_cache`.
+"""Tensors that user code caches at module level while Lockstep inspects a model, such as masks in an `lru_cache`.
 
-A look computes on the meta device, on the CPU or in float64. A mask that the model caches there would be handed to the
-run, which computes on another device or in another dtype.
+An inspection runs the model on the meta device, on the CPU or in float64. If the model cached a mask during the
+inspection, the run would use it with a different device or dtype.
 """
 
 import gc
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-# Libraries that are not searched, besides Python's own: torch's dependencies and ours, which keep no masks of a model.
-# A library that is missing here costs milliseconds, nothing else.
+# Libraries that aren't searched, in addition to the standard library: the dependencies of torch and of Lockstep, which
+# don't cache masks of a model. A library that is missing here only costs milliseconds.
 _LIBRARIES: Final = frozenset(
     [
         *("PIL", "accelerate", "anyio", "boto3", "botocore", "charset_normalizer", "click", "cryptography", "cuda"),
@@ -28,22 +28,22 @@ _LIBRARIES: Final = frozenset(
         *("tqdm", "transformers", "triton", "typing_extensions", "urllib3", "wandb", "yaml"),
     ]
 )
-# Subclasses may load on access.
+# Exact types, because subclasses can load modules on access.
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
 _HOLDERS: Final = frozenset(
     (*_MAPPINGS, list, tuple, set, frozenset, staticmethod, classmethod, FunctionType, _lru_cache_wrapper)
 )
-_DEPTH: Final = 6  # of containers within containers that are searched
+_DEPTH: Final = 6  # the depth of nested containers that are searched
 
-Tensors = Mapping[int, Tensor]  # by their id, which none of them loses while it is here
+Tensors = Mapping[int, Tensor]  # by id, which stays valid because the tensors are kept alive
 
 
 @contextmanager
 def new_tensors_dropped() -> Iterator[None]:
-    """Drop the tensors that module-level caches gained in the block.
+    """Drop the tensors that the block added to module-level caches.
 
     Searches modules, their types, functions with their defaults and closures, and the containers that these hold. An
-    `lru_cache` that holds a new tensor is cleared. A variable that was rebound to one gets its old value back.
+    `lru_cache` that holds a new tensor is cleared. A variable that was rebound to a new tensor gets its old value back.
     """
     before = {id(each): each for each in _all_tensors()}
     variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
@@ -74,7 +74,7 @@ def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values, and in the containers, caches and functions among them, level by level."""
+    """Return the tensors in `values` and in nested containers, caches and functions, level by level."""
     found: list[Tensor] = []
     seen: set[int] = set()
     level = [*values]
@@ -92,7 +92,7 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return what a container, a cache or a function holds."""
+    """Return the objects that a container, a cache or a function holds."""
     if isinstance(value, _lru_cache_wrapper):
         return [each for each in gc.get_referents(value) if not isinstance(each, FunctionType | ModuleType | type)]
     if type(value) in _MAPPINGS:
@@ -110,7 +110,7 @@ def _cells(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that is not bound yet
+        except ValueError:  # the name isn't bound yet
             continue
 
 
@@ -146,7 +146,7 @@ def _drop_inside(value: Any, before: Tensors, depth: int, seen: set[int]) -> Non
 
 
 def _is_new(value: Any, before: Tensors) -> bool:
-    """Say whether an entry is a new tensor, or a tuple that holds one; other containers are cleaned inside."""
+    """Whether an entry is a new tensor or a tuple with a new tensor. Mutable containers are cleaned from the inside."""
     if type(value) in (tuple, frozenset):
         return _holds_new(value, before)
     return isinstance(value, Tensor) and id(value) not in before

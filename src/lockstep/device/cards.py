@@ -1,6 +1,6 @@
-"""The cards of this host: what NVML knows of them, the driver's files, and what torch makes of them.
+"""The GPUs of this host, as reported by NVML, by the files of the driver and by torch.
 
-Written from the documentation of NVML: it has not been run on a host with cards yet.
+This module is written from the documentation of NVML. It has not been run on a host with GPUs yet.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from lockstep.device.ports import command
 
 _ROOT: Final = Path("/")
 _MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
-# Clocks are low without being held down where the card is idle, or as somebody chose.
+# Clocks are also low if the GPU is idle or if somebody chose low clocks. These reasons aren't listed.
 _SLOWED: Final[Mapping[str, str]] = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "slowdown by hardware",
@@ -30,21 +30,21 @@ _SLOWED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """One card; None is what it, or its driver, does not know. `bus` is its address as sysfs names it."""
+    """A GPU. A field is None if the GPU or its driver doesn't report it. `bus` is the PCI address as in sysfs."""
 
     name: str
     uuid: str
     bus: str = ""
     memory_mib: int | None = None
     mode: str = "Default"
-    users: tuple[str, ...] = ()  # processes that compute on it
+    users: tuple[str, ...] = ()  # processes that compute on the GPU
     mig: bool = False
     ecc: bool | None = None
     persistence: bool | None = None
-    uncorrected: int = 0  # errors of memory since the driver was loaded
+    uncorrected: int = 0  # memory errors since the driver was loaded
     uncorrected_ever: int = 0
-    repair: tuple[str, ...] = ()  # what of the memory waits to be repaired, or could not be
-    slowed: tuple[str, ...] = ()  # why its clocks are held down now
+    repair: tuple[str, ...] = ()  # memory repairs that are pending or failed
+    slowed: tuple[str, ...] = ()  # why its clocks are currently reduced
     power_limit_w: float | None = None
     power_default_w: float | None = None
     link_width: int | None = None
@@ -53,7 +53,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """What NVML reports. `cuda` is the newest CUDA that this driver knows; `problem` is why there is no answer."""
+    """The report of NVML. `cuda` is the newest CUDA version of this driver. `problem` is the error if NVML failed."""
 
     version: str = ""
     cuda: str = ""
@@ -63,7 +63,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A device as torch numbers it; `reads` are those whose memory it may read directly."""
+    """A device by its torch index. `reads` are the devices whose memory it can access directly."""
 
     name: str
     uuid: str
@@ -74,11 +74,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was looked at on this host.
+    """The results of all checks on this host.
 
-    `kernel` is the driver in the kernel, "" where there is none; `files` says of each of its device files whether this
-    user may open it; `library` is why libcuda cannot be loaded, and `raised` what torch said when CUDA did not start:
-    both are "" where nothing is wrong.
+    - `kernel`: the driver in the kernel, or "" if there is none.
+    - `files`: whether this user can open each device file of the driver.
+    - `library`: the error if libcuda can't be loaded, or "".
+    - `raised`: the error of torch if CUDA didn't start, or "".
     """
 
     driver: Driver
@@ -92,7 +93,7 @@ class Evidence:
 
 
 def look(driver: Driver, root: Path = _ROOT) -> Evidence:
-    """Return what `driver` said with all else there is to find. It starts CUDA."""
+    """Return the report of `driver` with the results of all other checks. Starts CUDA."""
     count, raised = _start_cuda()
     version = shown_text(root / "proc/driver/nvidia/version")
     return Evidence(
@@ -108,8 +109,8 @@ def look(driver: Driver, root: Path = _ROOT) -> Evidence:
 
 
 def ask_driver() -> Driver:
-    """Ask NVML. A driver that hangs does not answer: call it with a limit."""
-    import pynvml as nvml  # only now: most hosts have no card
+    """Query NVML. Call this function with a time limit, because a driver that hangs doesn't answer."""
+    import pynvml as nvml  # imported here because most hosts have no GPU
 
     try:
         nvml.nvmlInit()
@@ -120,7 +121,7 @@ def ask_driver() -> Driver:
         handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
         cards = tuple(_card(nvml, handle) for handle in handles)
         return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
-    except nvml.NVMLError as error:  # a card that fell off the bus
+    except nvml.NVMLError as error:  # e.g. a GPU that fell off the bus
         return Driver(problem=str(error))
     finally:
         nvml.nvmlShutdown()
@@ -128,7 +129,7 @@ def ask_driver() -> Driver:
 
 def _card(nvml: Any, handle: Any) -> Card:
     def get(question: str, *arguments: int) -> Any:
-        """Return a card's answer, None where it has none or its driver does not know the question."""
+        """Return the answer of the GPU, or None if the GPU or its driver doesn't support the query."""
         try:
             return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
         except nvml.NVMLError:
@@ -173,7 +174,7 @@ def _card(nvml: Any, handle: Any) -> Card:
 
 
 def sysfs_address(bus: str) -> str:
-    """Return a PCI address as sysfs writes it: 0000:9d:00.0 for 00000000:9D:00.0."""
+    """Return a PCI address in the format of sysfs: 0000:9d:00.0 for 00000000:9D:00.0."""
     domain, colon, rest = bus.lower().partition(":")
     return f"{domain[-4:]}{colon}{rest}"
 
@@ -187,7 +188,7 @@ def _device(number: int, count: int) -> Device:
 
 
 def _libraries() -> dict[str, str | None]:
-    """Return the versions of the libraries that compute on cards, as they came with torch."""
+    """Return the versions of the GPU libraries of torch."""
     built = torch.version.cuda is not None
     cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]
     return {
@@ -199,7 +200,7 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _files(folder: Path) -> dict[str, bool]:
-    """Return the driver's device files, and whether this user may open each."""
+    """Return the device files of the driver, and whether this user can open them."""
     found = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(found) if file.exists()}
 
@@ -213,9 +214,9 @@ def _library() -> str:
 
 
 def _start_cuda() -> tuple[int, str]:
-    """Start CUDA; return how many devices torch sees, and its message if that failed."""
+    """Start CUDA. Returns the number of devices that torch sees, and the error if CUDA didn't start."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it raises what it warned of
+        warnings.simplefilter("ignore")  # init raises the same problem as an error
         count = torch.cuda.device_count()
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]

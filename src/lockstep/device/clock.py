@@ -1,4 +1,4 @@
-"""Where the seconds of a rank go: what it does, and whether it computes, waits for a core or waits for others."""
+"""The time of a rank by activity: computing, waiting for a core and waiting for other ranks."""
 
 import os
 import time
@@ -16,11 +16,11 @@ _PARTS: Final = ("computing", "waiting for a core", "waiting")
 
 @final
 class Clock:
-    """Charges the time of the thread that made it to one activity after another, from now on to `first`.
+    """Charges the time of the thread that created it to activities, starting with the activity `first`.
 
-    The seconds of `split` are divided: `computing` on a core, `waiting for a core` in the kernel's queue for one (only
-    Linux counts these), `waiting` for all else, which is other ranks and what they send. On CUDA they stay whole: the
-    thread spins while it waits for the card.
+    The seconds of the activity `split` are divided into `computing` on a core, `waiting for a core` in the run queue of
+    the kernel (only counted on Linux), and `waiting` for everything else, which is other ranks and their data. On CUDA
+    the seconds aren't divided, because the thread spins while it waits for the GPU.
     """
 
     def __init__(self, device: torch.device, first: str, split: str) -> None:
@@ -28,14 +28,14 @@ class Clock:
         self._parts = _PARTS if device.type == "cpu" else (split,)
         try:
             self._schedstat = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # not Linux, or a kernel that does not count
+        except OSError:  # not Linux, or a kernel without these statistics
             self._schedstat = -1
         self._spent: dict[str, float] = defaultdict(float)
         self._activity = first
         self._before = self._read()
 
     def turn_to(self, activity: str) -> None:
-        """Charge the time from now on to another activity."""
+        """Charge the time from now on to `activity`."""
         now = self._read()
         wall, on_core, for_core = (after - before for after, before in zip(now, self._before, strict=True))
         if self._activity == self._split:
@@ -47,7 +47,7 @@ class Clock:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Charge the time of the block to another activity."""
+        """Charge the time of the block to `activity`."""
         before = self._activity
         self.turn_to(activity)
         try:
@@ -56,7 +56,7 @@ class Clock:
             self.turn_to(before)
 
     def activity_seconds(self) -> dict[str, float]:
-        """Return the seconds so far, by what they went to."""
+        """Return the seconds so far by activity."""
         self.turn_to(self._activity)
         return dict(self._spent)
 
@@ -66,12 +66,12 @@ class Clock:
         return sum(spent.get(part, 0.0) for part in self._parts)
 
     def close(self) -> None:
-        """Read no more; the second time does nothing."""
+        """Close the file of the kernel. A second call does nothing."""
         descriptor, self._schedstat = self._schedstat, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _read(self) -> tuple[float, float, float]:
-        """Return seconds by the clock, on a core, and in the queue for one."""
+        """Return the wall-clock seconds, the seconds on a core and the seconds in the run queue."""
         waited = os.pread(self._schedstat, _LONGEST, 0).split()[1] if self._schedstat >= 0 else b"0"
         return time.perf_counter(), time.thread_time(), int(waited) / 1e9

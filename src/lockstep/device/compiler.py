@@ -1,7 +1,8 @@
-"""What torch.compile builds kernels with: set so that no time decides, checked before a run, part of its fingerprint.
+"""Settings and checks for torch.compile, and the part of a run's fingerprint that describes the compiler.
 
-Kernels follow from torch's settings, which some 200 environment variables change, and from the compiler. So both are
-in the fingerprint of a run, and what one machine has built is never used by another.
+Kernels must never be selected by timing. They depend on the settings of torch, which about 200 environment variables
+can change, and on the compiler. Therefore both are in the fingerprint of a run, and kernels that were built on one
+machine are never used on a different machine.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import torch
 from lockstep.common.importing import version_of
 from lockstep.errors import UsageError
 
-# Nothing that is chosen by the time it takes: two ranks, or two runs, would choose differently.
+# No selection by timing, because two ranks or two runs would select different kernels.
 OPTIONS: Final = {
     "deterministic": True,
     "max_autotune": False,
@@ -28,24 +29,24 @@ OPTIONS: Final = {
     "benchmark_fusion": False,
     "benchmark_combo_kernel": False,
     "triton.multi_kernel": 0,
-    # Else a kernel is made for the alignment of the first tensors that it is given, which differs by placement: what a
-    # stage receives is aligned, and a part of a larger tensor may not be.
+    # Otherwise a kernel is specialized for the alignment of its first inputs, which depends on the placement: tensors
+    # that a stage receives are aligned, but a part of a larger tensor may not be.
     "assume_aligned_inputs": True,
 }
 
-# Of kernels for one piece of code, blocks of one class together. A recipe has about six shapes, in two modes.
+# Kernels per code object, which is shared by all blocks of a class. A recipe has about six shapes, in two modes.
 _LIMIT: Final = 4096
-_OFF: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # torch would compute uncompiled, with other bits
+_OFF: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # torch would run uncompiled, with different bits
 _READ_ELSEWHERE: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
 _PREPARED: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
 _CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 _OWN: Final = "lockstep-"
-_OLDEST_GPU: Final = (7, 0)  # that Triton compiles for
-_SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
+_OLDEST_GPU: Final = (7, 0)  # supported by Triton
+_SHOWN: Final = 12  # digits of a hash; long enough to avoid collisions
 
 
 def check_compiler(gpu: bool) -> None:
-    """Raise UsageError where torch.compile is switched off, or lacks what it builds kernels with on this host."""
+    """Raise UsageError if torch.compile is disabled, or if the tools for building kernels are missing on this host."""
     for name in _OFF:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UsageError(
@@ -62,26 +63,26 @@ def check_compiler(gpu: bool) -> None:
 
 
 def prepare(fingerprint: Mapping[str, Any]) -> None:
-    """Make torch.compile keep to one way, in this process; kernels of another `fingerprint` are not reused.
+    """Set up torch.compile in this process so that it never falls back, and never reuses kernels of other fingerprints.
 
-    Torch's own cache knows neither the version of the C++ compiler nor the CPU, for which that optimises.
+    The cache of torch accounts neither for the version of the C++ compiler nor for the CPU for which it optimizes.
     """
-    from torch._dynamo import config  # here, because it takes a second
+    from torch._dynamo import config  # imported here because it takes a second
     from torch._functorch import config as autograd
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    # Beyond its limits torch continues uncompiled, with other bits and a warning.
+    # Beyond the limits torch continues uncompiled, with different bits and a warning.
     config.recompile_limit = config.accumulated_recompile_limit = _LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
-    autograd.force_non_lazy_backward_lowering = True  # what fails is then seen in the forward, where the block is known
+    autograd.force_non_lazy_backward_lowering = True  # errors appear in the forward, where the block is known
     base = Path(cache_dir())
     base = base.parent if base.name.startswith(_OWN) else base
     os.environ[_CACHE] = str(base / f"{_OWN}{_digest(fingerprint)}")
 
 
 def compiler_facts(gpu: bool) -> dict[str, str]:
-    """Return what decides the bits of compiled blocks besides the recipe and the facts of the machine."""
+    """Return the facts, besides the recipe and the machine, that change the bits of compiled blocks."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as autograd
     from torch._inductor import config as kernels
@@ -97,9 +98,9 @@ def compiler_facts(gpu: bool) -> dict[str, str]:
 
 
 def _plain(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a module of torch's which are numbers, words or lists of them, and no place on this host.
+    """Yield the portable settings of a config module of torch, except for paths on this host.
 
-    Those that `prepare` makes are the same for all.
+    The settings that `prepare` changes are skipped, because they are the same for all runs.
     """
     for name, value in module.save_config_portable().items():
         if "_dir" not in name and "limit" not in name and name not in _PREPARED:

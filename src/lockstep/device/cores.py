@@ -1,4 +1,4 @@
-"""Which cores of its host a rank may run on: those near its card, shared out among the ranks whose cards are there."""
+"""CPU binding: each rank runs on cores near its GPU, which are divided among the ranks with GPUs near these cores."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ Cores = frozenset[int]
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs: its host, the cores near its card (none: nobody knows), and those it may use already.
+    """The host of a rank, the cores near its GPU (empty if unknown), and the cores that it is allowed to use.
 
-    `limited`: these are not all cores of the host.
+    `limited`: whether the allowed cores are not all cores of the host.
     """
 
     host: str
@@ -23,14 +23,14 @@ class Seat:
 
 @dataclass(frozen=True)
 class Binding:
-    """The cores of a rank, and why it has these."""
+    """The cores of a rank, and the reason for this choice."""
 
     cores: Cores
     why: str
 
 
 def parse(text: str) -> Cores:
-    """Return the cores of a list as Linux writes it: `0-3,8,10-11`. ValueError where it is none."""
+    """Parse a list of cores in the format of Linux, such as `0-3,8,10-11`. Raises ValueError if it isn't valid."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -39,7 +39,7 @@ def parse(text: str) -> Cores:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """Return the cores as Linux writes them: `0-3,8,10-11`."""
+    """Return the cores in the format of Linux: `0-3,8,10-11`."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and ranges[-1][1] == core - 1:
@@ -50,11 +50,13 @@ def format_cores(cores: Iterable[int]) -> str:
 
 
 def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], least: int) -> Binding:
-    """Return the cores of `rank` among the `seats` of all ranks; with too few to share, those near its card are shared.
+    """Return the cores of `rank`, given the `seats` of all ranks.
 
-    `siblings` has, for each core of its host, the first core of the same physical one: those stay together. `least` is
-    how many cores a rank needs for its threads. A rank that somebody bound already keeps what it has. Cores that all
-    ranks of a host lack are the limit of a container or a job, and bind none of them.
+    The cores near a GPU are divided among the ranks with GPUs there. If a rank would then have fewer than `least`
+    cores, which is the number it needs for its threads, the ranks share all of these cores instead. `siblings` maps
+    each core of the host to the first core on the same physical core. Siblings are never separated. A rank that was
+    bound before it started keeps its cores. If several ranks of a host all have the same limited cores, this is the
+    limit of a container or a job, and the ranks don't count as bound.
     """
     own = seats[rank]
     here = [number for number, seat in enumerate(seats) if seat.host == own.host]

@@ -1,4 +1,4 @@
-"""Variables of the environment that change what kernels compute: all are recorded, some are refused."""
+"""Environment variables that change the results of kernels. All of them are recorded, and some are rejected."""
 
 import os
 from typing import Final
@@ -7,7 +7,7 @@ import torch
 
 from lockstep.errors import UsageError
 
-NONE: Final = "none"  # set
+NONE: Final = "none"  # no variable is set
 _ON_ALL: Final = ("TIMM_FUSED_ATTN",)
 _TF32: Final = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _ON_CUDA: Final = (
@@ -18,13 +18,13 @@ _ON_CUDA: Final = (
 
 
 def read_switches(device: torch.device) -> str:
-    """Return those that are set and count on this device, as `NAME=value NAME=value`, or NONE."""
+    """Return the variables that are set and affect this device, as `NAME=value NAME=value`, or NONE."""
     names = (*_ON_ALL, *_ON_CUDA) if device.type == "cuda" else _ON_ALL
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
 
 
 def check_switches(precision: str) -> None:
-    """Raise UsageError where one of them would make a run on CUDA compute otherwise than its recipe says."""
+    """Raise UsageError if a variable contradicts the recipe of a run on CUDA."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(
             "PYTORCH_TUNABLEOP_ENABLED is set: kernels for products would be chosen by the time they take, and two "

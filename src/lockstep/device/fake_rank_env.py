@@ -1,4 +1,4 @@
-"""Lets code in this process believe that it is one rank of several: to see whether what it computes depends on that."""
+"""Simulates a rank of several ranks in this process, to check whether results of user code depend on the rank."""
 
 import os
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ _SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """While the block runs, torch.distributed and the environment say that this is rank `rank` of `size`.
+    """Within the block, torch.distributed and the environment report that this is rank `rank` of `size`.
 
-    No process group may exist. Collectives return at once and communicate nothing, so their results mean nothing.
+    No process group can exist already. Collectives return immediately without communication, so their results are
+    meaningless.
     """
-    # Importing it registers torch's backend "fake"; torch's own tests use it, hence the place.
+    # The import registers the backend "fake". The module is internal because the tests of torch use it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = {name: os.environ[name] for name in (*_RANKS, *_SIZES) if name in os.environ}
@@ -33,6 +34,6 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def not_a_rank() -> None:
-    """Let the environment say nothing of ranks from now on."""
+    """Remove the variables that describe a rank from the environment."""
     for name in (*_RANKS, *_SIZES):
         os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""What this process has of its host: versions, devices, memory, variables; ready for JSON."""
+"""The facts of this host that a process reports: versions, devices, memory and variables, ready for JSON."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ _SECRET: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def facts() -> dict[str, Any]:
-    """Return what this process finds of its host, in some 100 ms; with a GPU it starts CUDA."""
+    """Return the facts of this host. Takes about 100 ms. Starts CUDA if there is a GPU."""
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -38,7 +38,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, Lockstep and each package that it can use, None for one that is not installed."""
+    """Return the versions of Python, Lockstep and all packages that it can use. None means not installed."""
     required = [each for each in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(each)]
     names = {re.split(r"[^A-Za-z0-9._-]", each, maxsplit=1)[0] for each in required} - {_PACKAGE}
     source = machine.source()
@@ -47,23 +47,23 @@ def versions() -> dict[str, str | None]:
 
 
 def _numerics() -> dict[str, Any]:
-    """Return what decides the bits of a run on this rank's first device, but for the threads, which a recipe sets."""
+    """Return the facts that change the bits of a run on the first device, except for the threads of the recipe."""
     device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     return {name: value for name, value in machine.numerics(device).items() if name != "threads"}
 
 
 def cards() -> dict[str, Any]:
-    """Return the CUDA devices that torch finds, and whether there is a driver of any."""
+    """Return the CUDA devices that torch finds, and whether a GPU driver is present."""
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {"devices": names, "driver": has_gpu_driver()}
 
 
 def memory() -> dict[str, int | None]:
-    """Return bytes of memory: all, free for programs, and the least limit of a container."""
+    """Return the memory in bytes: total, available, and the lowest limit of a container."""
     now = psutil.virtual_memory()
     return {"all": now.total, "free": now.available, "limit": limit_bytes()}
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the libraries that compute and communicate, without any that may hold a secret."""
+    """Return the environment variables of compute and communication libraries, except those that may be secret."""
     return {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name) and not _SECRET.search(name)}

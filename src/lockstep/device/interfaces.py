@@ -1,4 +1,4 @@
-"""The network of this host: its interfaces, what its name stands for, and which interface the ranks' traffic takes."""
+"""The network of this host: its interfaces, the addresses of its name, and the interface that gloo uses."""
 
 import os
 import socket
@@ -13,13 +13,13 @@ _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 
 
 def network() -> dict[str, Any]:
-    """Return the interfaces that are up, what this host's own name stands for, and which interface gloo would take."""
+    """Return the interfaces that are up, the addresses of this host's name, and the interface that gloo would use."""
     found, named = interfaces(), addresses(socket.gethostname())
     return {"interfaces": found, "addresses": named, "gloo": gloo_interface(found, named, os.environ)}
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """Return the interfaces that are up and have an address: their addresses, MTU and speed in Mbit/s (0: unknown)."""
+    """Return the addresses, MTU and speed in Mbit/s (0 if unknown) of interfaces that are up and have an address."""
     states = psutil.net_if_stats()
     found = {}
     for name, listed in psutil.net_if_addrs().items():
@@ -30,7 +30,7 @@ def interfaces() -> dict[str, dict[str, Any]]:
 
 
 def addresses(host: str) -> list[str]:
-    """Return the addresses that a name stands for here; none where it is not known."""
+    """Resolve a name on this host and return its addresses, or [] if the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -39,17 +39,17 @@ def addresses(host: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether no other host can reach an address."""
+    """Whether an address is a loopback address, which no other host can reach."""
     with suppress(ValueError):
         return ip_address(address.partition("%")[0]).is_loopback
     return False
 
 
 def gloo_interface(found: Mapping[str, Any], named: list[str], env: Mapping[str, str]) -> str | None:
-    """Return the interface that gloo takes for a job of several hosts, None where that is unknown.
+    """Return the interface that gloo uses for a job of several hosts, or None if it's unknown.
 
-    It is that of GLOO_SOCKET_IFNAME, else the one with the first address of the host's own name that is this host's,
-    else loopback (torch, `ProcessGroupGloo::createDefaultDevice`).
+    This is the interface of GLOO_SOCKET_IFNAME if it is set. Otherwise, it is the interface with the first address of
+    the host name that belongs to this host, or else loopback (torch, `ProcessGroupGloo::createDefaultDevice`).
     """
     if _VARIABLE in env:
         first = env[_VARIABLE].partition(",")[0]
@@ -59,7 +59,7 @@ def gloo_interface(found: Mapping[str, Any], named: list[str], env: Mapping[str,
 
 
 def owner(address: str, found: Mapping[str, Any]) -> str | None:
-    """Return which of the interfaces has an address; all of 127.0.0.0/8 is loopback's."""
+    """Return the interface that has an address, or None. All of 127.0.0.0/8 belongs to loopback."""
     for name, interface in found.items():
         if address in interface["addresses"] or (is_loopback(address) and "127.0.0.1" in interface["addresses"]):
             return name

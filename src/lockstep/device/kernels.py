@@ -1,9 +1,9 @@
-"""Which operations cannot give the same bits each time on CUDA: the list that everything else reads.
+"""The operations without deterministic kernels on CUDA. This is the only list, and all checks read it.
 
-REFUSED is what torch 2.15 itself refuses under `torch.use_deterministic_algorithms` (the calls of
-`alertNotDeterministic` in its CUDA libraries), and what it does not refuse although its kernels add in the order in
-which threads arrive: those have `torch_raises=False`. What Lockstep relies on instead is measured by
-benchmarks/gpu_kernels.py; docs/gpu.md is written from both.
+REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms` (the calls of
+`alertNotDeterministic` in its CUDA libraries). It also contains operations that torch doesn't reject although their
+kernels add in the order in which threads arrive. These have `torch_raises=False`. The operations that Lockstep relies
+on instead are measured by benchmarks/gpu_kernels.py. docs/gpu.md is based on both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,19 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-Call = Mapping[str, Any]  # what an operation is called with, by the names of its schema
+Call = Mapping[str, Any]  # the arguments of an operation, by the names of its schema
 
-OLDEST: Final = "2.11"  # torch that Lockstep runs with
+OLDEST: Final = "2.11"  # torch version that Lockstep supports
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An operation without an exact kernel on CUDA.
+    """An operation without a deterministic kernel on CUDA.
 
-    `named` is what torch calls it, without the last underscore of its in-place form; `applies` says for which calls
-    it is refused. Where `avoided`, the function of torch.nn.functional takes another path on CUDA, in torch of version
-    `since` and later: such an operation counts only if it is seen there, and not if it is seen on the CPU.
+    - `named`: the torch name, without the last underscore of the in-place form.
+    - `applies`: returns whether a call is rejected.
+    - `avoided`: whether the function of torch.nn.functional takes a different path on CUDA, from torch version `since`
+      on. Such an operation only counts if it is seen on CUDA, not if it is seen on the CPU.
     """
 
     named: str
@@ -37,12 +38,12 @@ class Refused:
     since: str = OLDEST
 
     def is_avoided(self) -> bool:
-        """Return whether the function of torch.nn.functional takes another path on CUDA in this torch."""
+        """Whether the function of torch.nn.functional takes a different path on CUDA in this version of torch."""
         return self.avoided and torch.__version__ >= self.since
 
 
 def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
-    """Return why this call of an operation would not be exact on CUDA; None where it is."""
+    """Return the entry that rejects this call of an operation on CUDA, or None if the call is deterministic."""
     named = operation._schema.name.rstrip("_")
     entries = [each for each in REFUSED if each.named == named]
     if not entries:
@@ -61,7 +62,7 @@ def _multiplies(call: Call) -> bool:
 
 
 def _along_its_only_dim(call: Call) -> bool:
-    """Return whether one scan runs over the whole tensor: then it is cut among blocks that do not wait in order."""
+    """Whether a single scan runs over the whole tensor. It is then split among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
@@ -91,7 +92,7 @@ _SCANNED: Final = "its blocks combine what they have in the order in which they 
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
-    """Return an operation whose backward adds by atomic additions; one that is `avoided` has a name of its own."""
+    """Return the entry of a backward with atomic additions. `what` is used unchanged if it is `avoided`."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 
@@ -195,8 +196,8 @@ REFUSED: Final = (
     _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
 )
 
-# An LSTM, GRU or RNN with dropout between its layers: cuDNN keeps one generator for each device and goes on with it
-# from call to call, so that the masks would depend on what was computed before on the same rank.
+# An LSTM, GRU or RNN with dropout between its layers: cuDNN has one generator per device and continues it from call to
+# call, so the masks would depend on previous computations on the same rank.
 RNN_DROPOUT: Final = Refused(
     "aten::_cudnn_rnn",
     "LSTM, GRU, RNN with dropout between layers",

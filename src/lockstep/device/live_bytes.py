@@ -1,9 +1,9 @@
-"""How many bytes of a process's memory are in use, and how many were at most.
+"""The current and the peak number of bytes that a process has allocated.
 
-Counted by the C library (glibc), from which torch takes a CPU tensor's memory: all threads' tensors, whoever holds
-them, are in its figure, and what is freed is not. The resident set also has what the allocator keeps for later; a walk
-over Python's objects misses what autograd and the reducers of C++ hold. The peak is found by asking again and again
-from a thread, so one that is over within a millisecond may be missed.
+The bytes are counted by the C library (glibc), which allocates the memory of CPU tensors. The count includes the
+tensors of all threads, regardless of which object holds them, and excludes freed memory. In contrast, the resident set
+includes memory that the allocator keeps for later, and a walk over Python objects misses tensors that are held by
+autograd and C++ reducers. A thread polls the count to find the peak, so it can miss a peak shorter than a millisecond.
 """
 
 import ctypes
@@ -17,44 +17,44 @@ from typing import Final, final
 import psutil
 
 _EVERY_S: Final = 0.0002
-_SWITCH_S: Final = 0.0001  # the interpreter's lock goes round so often, else the thread waits 5 ms for it
+_SWITCH_S: Final = 0.0001  # switch interval of the GIL, because by default the thread waits 5 ms for it
 
 
 def can_count() -> bool:
-    """Whether the C library counts: glibc from version 2.33 on."""
+    """Whether the C library counts bytes, which requires glibc 2.33 or later."""
     return getattr(ctypes.CDLL(None), "mallinfo2", None) is not None
 
 
 @final
 class LiveBytes:
-    """Counts from what is in use at its making on."""
+    """Counts the bytes that are allocated after it was created."""
 
     def __init__(self) -> None:
-        assert can_count()  # psutil asks an older one too, for figures of 32 bits
+        assert can_count()  # on an older glibc, psutil falls back to 32-bit figures
         self._start = 0
         self._start = self.now()
 
     def now(self) -> int:
-        """Return the bytes in use, without garbage."""
+        """Return the bytes in use after garbage collection."""
         gc.collect()
         return self._bytes() - self._start
 
     def peak(self, work: Callable[[], object]) -> int:
-        """Do the work and return the most bytes that were in use meanwhile."""
+        """Call `work` and return the peak of the bytes in use during the call."""
         with self.watched() as most:
             work()
         return most[0]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Count what the block leaves behind as if it had been there before."""
+        """Exclude the memory that the block leaves allocated from the count."""
         before = self.now()
         yield
         self._start += self.now() - before
 
     @contextmanager
     def watched(self) -> Iterator[list[int]]:
-        """Give a list of one number: the most bytes in use since the block began, until it ends."""
+        """Yield a list with one number, the peak of the bytes in use since the block began, until it ends."""
         most = [self.now()]
         done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a run ran on: everything for the record, and the few facts that decide the bits."""
+"""The machine of a run: the full record, and the few facts that change the bits."""
 
 import hashlib
 import os
@@ -20,19 +20,20 @@ from lockstep.device.env_flags import read_switches
 from lockstep.device.precision import attention
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
-# Instruction sets that libraries choose their kernels by.
+# Instruction sets by which libraries select kernels.
 _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni")
 _X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
-_SHOWN: Final = 12  # digits of a hash, of which no two are alike by chance
+_SHOWN: Final = 12  # digits of a hash; long enough to avoid collisions
 
 
 def environment() -> dict[str, Any]:
-    """Return the record of this process's machine, as JSON, for the run folder.
+    """Return the record of this machine for the run folder, ready for JSON.
 
-    Versions are read from installed metadata, so nothing is imported for them. Environment variables are left
-    out: they hold secrets. With GPUs it starts CUDA: call it in a process that trains, not in one that forks.
+    Versions are read from installed metadata, so packages aren't imported. Environment variables are excluded, because
+    they can contain secrets. With GPUs, this function starts CUDA, so call it in a process that trains, not in a
+    process that forks.
     """
     return {
         "argv": sys.argv,
@@ -47,11 +48,10 @@ def environment() -> dict[str, Any]:
 
 
 def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
-    """Return what decides the bits besides the recipe: where it is the same, the same bits are promised.
+    """Return the facts, besides the recipe, that change the bits. If they are equal, the same bits are promised.
 
-    Of a model that is `compiled`, that is also what it is compiled with.
-
-    Another CPU model of the same instruction set may have other caches, by which libraries block their sums.
+    With `compiled`, the facts include the compiler and its settings. On the CPU, they include the CPU model, because a
+    different model with the same instruction set can have different caches, by which libraries block their sums.
     """
     fingerprint: dict[str, Any] = {
         "torch": str(torch.__version__),
@@ -71,7 +71,7 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
 
 
 def source() -> str:
-    """Return a hash of Lockstep's own code as it is on the disk: checkouts of one version may differ. Takes 6 ms."""
+    """Return a hash of the code of Lockstep on disk, because checkouts of one version can differ. Takes 6 ms."""
     package = Path(__file__).parent.parent
     sha256 = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -80,7 +80,7 @@ def source() -> str:
 
 
 def numerics_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Name what differs between two fingerprints, such as `threads: 1 before, 2 now`."""
+    """Return the differences between two fingerprints, such as `threads: 1 before, 2 now`."""
     return [
         f"{name}: {before.get(name, 'nothing')} before, {now.get(name, 'nothing')} now"
         for name in sorted({*before, *now})
@@ -101,7 +101,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the first processor's entries, empty where the system does not list them."""
+    """Return the entries of the first processor, or {} if the system doesn't list them."""
     if not _LINUX_CPUINFO.exists():
         return {}
     first, _, _ = _LINUX_CPUINFO.read_text().partition("\n\n")
@@ -123,7 +123,7 @@ def _gpu_libraries() -> dict[str, Any]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Return the commit that `folder` is at and whether files differ from it; None outside a repository."""
+    """Return the commit of `folder` and whether files differ from it, or None outside of a repository."""
     commit = _git_says(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -132,7 +132,7 @@ def _git(folder: Path) -> dict[str, Any] | None:
 
 
 def _git_says(folder: Path, *arguments: str) -> str | None:
-    # A repository on a slow network disk must not hold up a run: the commit is a convenience.
+    # The commit is only for information, so a repository on a slow network disk must not delay a run.
     line = ["git", "-C", str(folder), *arguments]
     try:
         answer = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True)

@@ -1,7 +1,7 @@
-"""Memory of the host: what a process keeps of it for its next step, and what a GPU copies from and to.
+"""Host memory: memory that a process keeps for its next step, and pinned memory for copies to and from a GPU.
 
-A step frees its activations and gradients, and the next one wants as many bytes again. What is free at the end of its
-heap glibc hands back to the kernel, which then has to find and clear every page anew.
+A step frees its activations and gradients, and the next step needs the same number of bytes. By default, glibc returns
+free memory at the end of the heap to the kernel, which then has to find and clear each page again.
 """
 
 import ctypes
@@ -13,11 +13,11 @@ from torch import Tensor
 _M_TRIM_THRESHOLD: Final = -1  # of <malloc.h>
 _M_MMAP_THRESHOLD: Final = -3
 _NEVER: Final = 2**31 - 1
-_LARGEST_BYTES: Final = 32 << 20  # the most glibc takes; larger blocks go back to the system in any case
+_LARGEST_BYTES: Final = 32 << 20  # the maximum of glibc; larger blocks always go back to the system
 
 
 def keep_freed_memory() -> None:
-    """Let this process, and those it forks, keep what they free. Another C library than glibc is left as it is."""
+    """Keep freed memory in this process and in its forks. Has no effect with a C library other than glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -25,9 +25,9 @@ def keep_freed_memory() -> None:
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Return memory of the CPU for a copy of `tensor`, pinned where that is a GPU's: copied at the speed of the bus.
+    """Return an uninitialized CPU tensor for a copy of `tensor`, pinned if `tensor` is on a GPU for fast copies.
 
-    Fresh each time: torch hands out pinned memory again only when the copies from and to it are done, since each of
-    them leaves an event there (CachingHostAllocator), so no buffer is written to while a stream still reads it.
+    Call this function for each copy. Copies record an event in pinned memory, and torch only reuses the memory when
+    these copies are done (CachingHostAllocator). Therefore no buffer is overwritten while a stream still reads it.
     """
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""The meta device, whose tensors have shapes and no values: a model is looked at there without memory for it."""
+"""Models on the meta device, where tensors have shapes but no values and take no memory."""
 
 import warnings
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from lockstep.device.cached_tensors import new_tensors_dropped
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model on the meta device, or on the CPU where that fails: for its names and shapes."""
-    with warnings.catch_warnings(action="ignore"):  # the real build warns too, and not of values that are not there
+    """Build a model for its names and shapes, on the meta device or on the CPU if that fails."""
+    with warnings.catch_warnings(action="ignore"):  # the real build warns too, but not about missing values
         try:
             with new_tensors_dropped(), torch.device("meta"):
                 return build()
-        except Exception:  # a model may read values while it is built; what fails on the CPU too is told
+        except Exception:  # the build may read values; errors on the CPU are raised
             return build()
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has more than a shape."""
+    """Whether a tensor has values, not only a shape."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -1,4 +1,4 @@
-"""How fast training goes and how much memory it takes."""
+"""Training throughput and peak memory."""
 
 import resource
 import sys
@@ -10,24 +10,24 @@ import torch
 
 @final
 class Meter:
-    """Counts samples against the clock; only reading it waits for the device."""
+    """Measures samples per second. Only `read` synchronizes with the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.restart()
 
     def add(self, samples: int, weight: int) -> None:
-        """Count samples as trained on, and what they weigh."""
+        """Count trained samples and their weight."""
         self._samples += samples
         self._weight += weight
 
     def restart(self) -> None:
-        """Forget what was counted: what comes between now and the last read is not training."""
+        """Reset the counts and the clock, because the time since the last read wasn't spent on training."""
         self._samples = self._weight = 0
         self._since = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
-        """Return samples and weight per second since the last read or restart."""
+        """Return the samples and the weight per second since the last read or restart."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._since
@@ -36,7 +36,7 @@ class Meter:
         return rates
 
     def peak_bytes(self) -> int:
-        """Return the most memory this process has had: of the GPU where there is one, else resident."""
+        """Return the peak memory of this process in bytes: GPU memory on CUDA, and resident memory otherwise."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB

@@ -1,7 +1,8 @@
-"""The peak of known GPUs: floating-point operations a second of dense products, by the precision of a recipe.
+"""The peak FLOP/s of known GPUs for dense matrix products, by the precision of a recipe.
 
-From NVIDIA's data sheets and architecture whitepapers, in TFLOP/s, without sparsity; where those give only the figure
-with sparsity, half of it. Tensor cores multiply 16 bits and add in 32; fp32 is that of CUDA cores: TF32 is not fp32.
+The numbers are from data sheets and architecture whitepapers of NVIDIA, in TFLOP/s without sparsity. If a source only
+has a number with sparsity, half of it is used. Tensor cores multiply 16 bits and add in 32 bits. The numbers for fp32
+are for CUDA cores, because TF32 isn't fp32.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class Peak(NamedTuple):
-    """TFLOP/s; None where the card has no such unit."""
+    """Peak TFLOP/s by precision. None means that the GPU has no unit for the precision."""
 
     fp32: float
     tf32: float | None
@@ -18,7 +19,7 @@ class Peak(NamedTuple):
     bf16: float | None
 
 
-# By the whole name that the driver gives: parts of a card (MIG) and mobile ones have other names, and other peaks.
+# By the full name from the driver, because MIG instances and mobile GPUs have different names and different peaks.
 _PEAKS: Final[Mapping[str, Peak]] = {
     r"Tesla V100-SXM2-\d+GB(-LS)?": Peak(15.7, None, 125, None),  # V100 data sheet
     r"Tesla V100-PCIE-\d+GB": Peak(14, None, 112, None),
@@ -46,7 +47,7 @@ _PEAKS: Final[Mapping[str, Peak]] = {
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return the peak of a GPU in FLOP/s, by its name and a recipe's precision; None where it is not known."""
+    """Return the peak of a GPU in FLOP/s for the precision of a recipe, or None if it's unknown."""
     for name, peak in _PEAKS.items():
         if re.fullmatch(name, device) and " MIG " not in device:
             teraflops: float | None = peak._asdict().get(precision)

@@ -1,4 +1,4 @@
-"""Where rank 0 is to listen: at one address, and no more of the network than that; and who is there already."""
+"""The listening socket of rank 0, on a single address if possible, and the process that holds a port in use."""
 
 import errno
 import socket
@@ -11,22 +11,23 @@ from lockstep.errors import UsageError
 
 
 def check(host: str, port: int, near: bool) -> None:
-    """Raise UsageError where rank 0 cannot listen at `host`, as `listener` does."""
+    """Raise UsageError if rank 0 can't listen at `host`. The errors are those of `listener`."""
     listener(host, port, near).close()
 
 
 def listener(host: str, port: int, near: bool) -> socket.socket:
-    """Return a socket that listens at the address that `host` has here; `near`: all ranks are on this host.
+    """Return a socket that listens at the address of `host`. Pass `near` if all ranks are on this host.
 
-    UsageError, with the reason and what to do, where that cannot be; it names who holds a port that is in use.
+    Raises UsageError with the reason and advice if this isn't possible. If the port is in use, the error names the
+    process that holds it.
     """
     place = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
         raise UsageError(f"{place}ports go from 1 to 65535; choose another port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may have IPv6 alone
-        # Debian gives a loopback address to a host's own name, for itself alone.
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may only have IPv6
+        # Debian assigns a loopback address to the host's own name, which only works on the host.
         if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
             return _everywhere(port)
         return socket.create_server(address, family=family)
@@ -42,7 +43,7 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
 
 
 def check_known(host: str, port: int) -> None:
-    """Raise UsageError where a name stands for no address on this host."""
+    """Raise UsageError if this host can't resolve a name."""
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror as error:
@@ -50,7 +51,7 @@ def check_known(host: str, port: int) -> None:
 
 
 def unknown(host: str, port: int, error: OSError) -> UsageError:
-    """Return the error of a name that stands for no address on this host."""
+    """Return the error for a name that this host can't resolve."""
     return UsageError(
         f"rendezvous {host}:{port}: {socket.gethostname()} does not know the host {host} ({error.strerror}); "
         f"name an address of rank 0's host instead: placement.rendezvous=tcp://ADDRESS:{port}"
@@ -58,21 +59,21 @@ def unknown(host: str, port: int, error: OSError) -> UsageError:
 
 
 def loopback() -> str:
-    """Return the name of the interface by which the processes of a host reach each other, and nobody else them."""
+    """Return the name of the loopback interface."""
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
 
 
 def _everywhere(port: int) -> socket.socket:
-    """Return a socket that listens on all interfaces: the other hosts know this one by an address that it does not."""
+    """Return a socket on all interfaces, because other hosts use an address that this host doesn't know."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 def holder(port: int) -> str:
-    """Return who holds a TCP port here, as `pid 17 (command line)`; "" where that is nobody, or not for us to see."""
-    with suppress(psutil.Error):  # macOS shows it to root alone
-        # Connections that were accepted have the port of their listener, maybe in another process.
+    """Return the process that holds a TCP port, as `pid 17 (command line)`, or "" if there is none or it is hidden."""
+    with suppress(psutil.Error):  # macOS only shows it to root
+        # Accepted connections have the port of their listener, and can be in a different process.
         found = sorted(
             (each.status != psutil.CONN_LISTEN, each.pid)
             for each in psutil.net_connections("tcp")
@@ -84,7 +85,7 @@ def holder(port: int) -> str:
 
 
 def command(pid: int) -> str:
-    """Return the command line of a process, shortened."""
+    """Return the command line of a process, shortened to 200 characters."""
     with suppress(psutil.Error):
         text = " ".join(psutil.Process(pid).cmdline())
         if text:

@@ -1,4 +1,4 @@
-"""Precision of the forward pass and the scale that keeps fp16 gradients from vanishing."""
+"""The precision of a run, loss scaling for fp16, and deterministic kernels."""
 
 import os
 import threading
@@ -22,42 +22,42 @@ _COMPUTING: Final[Mapping[Precision, torch.dtype]] = {
 _TF32_CAPABILITY: Final = (8, 0)
 
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
-_EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with which products do not depend on other streams
+_EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with these, products don't depend on other streams
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which the forward pass runs in `precision`; it may be entered again and again."""
+    """Return a context for the forward pass in `precision`. The context can be entered many times."""
     dtype = _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def computing_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype that all of a model computes in, None where it is that of its weights or autocast's choice."""
+    """Return the compute dtype of the whole model, or None if the dtype of the weights or autocast decides."""
     return _COMPUTING.get(precision)
 
 
 def stored_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype that weights are trained in, None where they stay in that which the model has."""
+    """Return the dtype in which weights are trained, or None if they keep the dtype of the model."""
     return torch.float16 if precision == "fp16-true" else None
 
 
 def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler, of a dynamic scale or for one that is `static`; for all but fp16 it does nothing."""
+    """Return the loss scaler with a dynamic or a `static` scale. It is disabled except for the fp16 precisions."""
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,
         growth_interval=loss_scale.growth_interval,
         enabled=precision in SCALED,
     )
-    # It makes its tensors when it first scales; a rank without work in its first step would have none to update.
+    # The first call creates the tensors of the scaler. Otherwise a rank without work in its first step would have none.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
 
 def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Divide an optimizer's gradients by the loss scale, and let the scaler note which are not finite.
+    """Divide the gradients of an optimizer by the loss scale, and record in the scaler whether they are finite.
 
-    It is what the scaler's own `unscale_` does, which refuses gradients in fp16: those of weights in fp16.
+    This does the same as the `unscale_` of the scaler, which raises for fp16 gradients, i.e. for fp16 weights.
     """
     assert scaler._scale is not None
     inverse = scaler._scale.double().reciprocal().float()
@@ -66,10 +66,10 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 
 def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:
-    """Choose kernels that give the same bits each time: `threads` for each process, deterministic, no autotuning.
+    """Select deterministic kernels without autotuning, and set the number of threads of this process.
 
-    An operation without a deterministic kernel raises RuntimeError that names it. UsageError where `device` cannot
-    compute in `precision`. On CUDA see `fix_workspace` too.
+    An operation without a deterministic kernel then raises a RuntimeError with its name. Raises UsageError if `device`
+    doesn't support `precision`. On CUDA, also call `fix_workspace`.
     """
     check_precision(precision, device or torch.device("cpu"))
     check_threads(threads)
@@ -77,21 +77,21 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    # Filling fresh memory finds reads of uninitialised memory; it costs a pass over every tensor.
+    # Filling new memory is for finding reads of uninitialized memory. It costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _keep_float32()
     if precision == "tf32":
         _take_tf32()
     _choose_attention()
-    # torch's attention layers fuse their forward in evaluation, but not in modules that have hooks, as those of
-    # fully_shard have: the same weights would be evaluated in two ways.
+    # In evaluation, the attention layers of torch fuse their forward, except in modules with hooks such as those of
+    # fully_shard. The same weights would be evaluated in two ways.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
 def fix_workspace() -> None:
-    """Make cuBLAS deterministic; call it before CUDA starts, which reads this.
+    """Make cuBLAS deterministic. Call this function before CUDA starts, because CUDA reads the variable at its start.
 
-    A value of the user's own is kept where it is as exact, and else is a UsageError.
+    A value that you have set is kept if it is deterministic. Otherwise, raises UsageError.
     """
     chosen = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
     if chosen not in _EXACT_WORKSPACES:
@@ -102,7 +102,7 @@ def fix_workspace() -> None:
 
 
 def attention() -> str:
-    """Return the kernels that scaled_dot_product_attention may choose from on CUDA, by shape and dtype."""
+    """Return the kernels from which scaled_dot_product_attention can select on CUDA, by shape and dtype."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
         "flash": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
@@ -113,10 +113,11 @@ def attention() -> str:
 
 
 def _choose_attention() -> None:
-    """Leave out cuDNN's attention, whose backward adds in any order.
+    """Disable the attention of cuDNN, because its backward adds in any order.
 
-    That of flash and of memory-efficient attention adds in one order under use_deterministic_algorithms, and the third
-    is made of products and a softmax. torch takes the first of the three that has a kernel for shape and dtype.
+    With use_deterministic_algorithms, the backward of flash and memory-efficient attention adds in a fixed order. The
+    third kernel consists of products and a softmax. torch uses the first of the three with a kernel for the shape and
+    dtype.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(True)
@@ -125,9 +126,9 @@ def _choose_attention() -> None:
 
 
 def _keep_float32() -> None:
-    """Compute in no less precision than tensors have: cuDNN's convolutions would take TF32, cuBLAS add in 16 bits."""
-    # The first line reaches every operation whose own setting nobody has touched; the others reach the rest. torch's
-    # older settings (allow_tf32) are set too, since it raises where they contradict the newer ones.
+    """Compute in at least the precision of the tensors. By default, cuDNN uses TF32 and cuBLAS adds in 16 bits."""
+    # The first line affects every operation without a separate setting, and the other lines affect the rest. The older
+    # settings of torch (allow_tf32) are set too, because torch raises if they contradict the newer settings.
     torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -141,8 +142,8 @@ def _keep_float32() -> None:
 
 
 def _take_tf32() -> None:
-    """Let products of fp32 on CUDA round what they multiply to TF32: all of matrices, convolutions and RNNs alike."""
-    # The older settings first, as above. They reach the CPU's matrix products too, which no device here computes so.
+    """Let all fp32 products on CUDA round their factors to TF32: matrix products, convolutions and RNNs."""
+    # The older settings first, as above. They also affect matrix products on the CPU, which must stay in fp32.
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
@@ -151,7 +152,7 @@ def _take_tf32() -> None:
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise UsageError where `device` has no products in `precision`, and others would silently stand in for them."""
+    """Raise UsageError if `device` doesn't support `precision`, and would silently use different products."""
     if precision != "tf32":
         return
     if device.type != "cuda":
@@ -168,7 +169,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 
 def check_threads(threads: int) -> None:
-    """Raise PreflightError where this process may not start so many threads: OpenMP would end it without a word."""
+    """Raise PreflightError if this process can't start `threads` threads. OpenMP would exit without a message."""
     if threads <= (os.cpu_count() or 1):
         return
     over = threading.Event()

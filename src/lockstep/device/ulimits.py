@@ -1,4 +1,4 @@
-"""What this user or this process may have of files and processes, where that is too little for a run."""
+"""Errors for limits on open files and processes that are too low for a run."""
 
 import errno
 import os
@@ -15,14 +15,14 @@ _WHY: Final[Mapping[int, str]] = {
 
 
 def limit_error(what: str, error: OSError) -> PreflightError:
-    """Return the error of a run that `error` kept from doing `what`."""
+    """Return the error for a run that couldn't do `what` because of `error`."""
     return _error(f"cannot {what}: {error.strerror or error}", _WHY.get(error.errno or 0, ""))
 
 
 def too_many_files(error: BaseException) -> PreflightError | None:
-    """Return the error of a run that failed because a process may open no more files, None where it did of another.
+    """Return the error for a run that failed at the limit on open files, or None if it failed for a different reason.
 
-    What C++ could not open comes as text alone, and from inside communication too.
+    Errors of C++ only contain the text of the error, and can also come from communication.
     """
     text = os.strerror(errno.EMFILE)
     each: BaseException | None = error
@@ -34,7 +34,7 @@ def too_many_files(error: BaseException) -> PreflightError | None:
 
 
 def _error(what: str, why: str) -> PreflightError:
-    import resource  # only now: Windows has none, and can show strategies without
+    import resource  # imported here because Windows has no such module but can list strategies
 
     files, processes = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     limits = f": {why}; now at most {files} files and {processes} processes" if why else ""

@@ -1,7 +1,7 @@
-"""The strategies a user can name: one file each, whose name is the strategy's and whose class is `Strategy`.
+"""The strategies. Each file is a strategy with the name of the file, and defines a class `Strategy`.
 
-What one has to have is written in base.py, which alone is none. This file imports nothing heavy, so that names can be
-checked without torch.
+The exception is base.py, which defines the interface of a strategy. This file has no heavy imports, so that names can
+be checked without torch.
 """
 
 import pkgutil

@@ -1,4 +1,4 @@
-"""What a strategy is: the contract of each file of this folder, and of a strategy of the user's own."""
+"""The interface of a strategy, for each file of this folder and for your own strategies."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import Build, Problem
 
-# What a strategy's file takes from here, so that it needs few imports of its own.
+# The names that strategies import from here, so that they need few imports.
 __all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
 __all__ += ["Problem", "Strategy", "Traits", "World"]
 
@@ -26,18 +26,29 @@ Mib = Annotated[float, Field(gt=0)]
 
 @dataclass(frozen=True)
 class Traits:
-    """What is to be known of a strategy before it starts; the first three in words, for `lockstep strategies`.
+    """The properties of a strategy that are known before it starts.
 
-    `cuts` is what the ranks share out, `needs` what a model, an optimizer or the number of processes must be like, and
-    `communication` what ranks send each other, and how often. `exactness` promises the `bits` of one process, a
-    result `close` to it, or `none` of both: then there is nothing to verify. With `cuts_rows` the optimizer sees rows
-    of tensors, and one for which that is not the same as the whole is refused. Unless `compiles`, `recipe.compile` is
-    refused: no block is called as one, forward and backward. Unless `audits`, `placement.audit_every` is: no two ranks
-    have the same weights. Unless `syncs_batchnorm`, `recipe.batchnorm: sync` is: the engine does not heed it; nor,
-    unless `cuts_sequences`, `recipe.model.sequence_chunks`. With `spreads_sequences` ranks along tensor share these
-    chunks, too. `sent` is the precision that gradients are rounded to before they are sent, where they are. Where what
-    a rank does follows from what others send it, `by_peers`, a rank alone shows nothing (`lockstep plan`). One that
-    `unpickles` what it receives lets others run code: only who names it gets it.
+    The first three are texts for `lockstep strategies`:
+
+    - `cuts`: what the ranks shard.
+    - `needs`: the requirements on the model, the optimizer and the number of processes.
+    - `communication`: what ranks send each other, and how often.
+
+    The other properties:
+
+    - `exactness`: `bits` promises the same bits as one process, and `close` promises a result that is close to it.
+      `none` promises neither, so there is nothing to verify.
+    - `cuts_rows`: the optimizer sees rows of tensors. An optimizer whose result on rows differs is rejected.
+    - `compiles`: if False, `recipe.compile` is rejected, because no block is called as a whole, forward and backward.
+    - `audits`: if False, `placement.audit_every` is rejected, because no two ranks have the same weights.
+    - `syncs_batchnorm`: if False, `recipe.batchnorm: sync` is rejected, because the engine doesn't support it.
+    - `cuts_sequences`: if False, `recipe.model.sequence_chunks` is rejected, because the engine doesn't support it.
+    - `spreads_sequences`: ranks along tensor share the chunks of sequences, too.
+    - `sent`: the precision to which gradients are rounded before they are sent, or None if they aren't rounded.
+    - `by_peers`: the work of a rank depends on data from other ranks, so a single rank can't be measured alone
+      (`lockstep plan`).
+    - `unpickles`: a rank unpickles data that it receives, so its peers can run code on it. The strategy is only used if
+      you name it.
     """
 
     cuts: str
@@ -56,51 +67,51 @@ class Traits:
 
 
 class Strategy(Protocol):
-    """How a model is spread over ranks: a frozen dataclass whose fields are its options.
+    """A way to distribute a model over ranks. It is a frozen dataclass, and its fields are its options.
 
-    An option decides time and memory, never numbers: those are the recipe's. The exception is one that trades the bits
-    of one process for time, as ddp's `compress` does: with it the traits promise less. One named `recompute` takes the
-    place of `placement.recompute`, which otherwise is applied to the model before `start`.
+    Options change time and memory, but not the numbers, which are set by the recipe. The exception is an option that
+    gives up the bits of one process for speed, such as `compress` of ddp. With such an option, the traits promise less.
+    An option named `recompute` replaces `placement.recompute`, which is otherwise applied to the model before `start`.
     """
 
     @property
     def traits(self) -> Traits:
-        """What is to be known before it starts, with these options."""
+        """The properties of the strategy with these options."""
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError, before any process starts, for a number of processes or options that cannot work."""
+        """Raise UsageError for options or a number of processes that can't work. Called before any process starts."""
 
     def mesh(self, processes: int) -> Mesh:
-        """Return the ranks as a mesh of so many processes, from which the micro-batches of each follow."""
+        """Return the mesh of `processes` ranks. It determines the micro-batches of each rank."""
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine (parallel/engine.py) of this rank. All ranks call it at once."""
+        """Return the engine (parallel/engine.py) of this rank. All ranks must call this method."""
 
 
 @runtime_checkable
 class ExternalEngine(Protocol):
-    """What a strategy has besides that trains in the engine of another framework."""
+    """The additional interface of a strategy that trains in the engine of a different framework."""
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
-        """Raise UsageError for what of a recipe the framework cannot do; `make` makes its optimizer."""
+        """Raise UsageError for parts of the recipe that the framework doesn't support. `make` makes its optimizer."""
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raise UsageError for parameters, by their names, that the framework would train in another dtype."""
+        """Raise UsageError if the framework would train a parameter in a different dtype. `dtypes` are by name."""
 
     def preload(self) -> None:
-        """Import what each rank will need, in the process that forks the ranks of a CPU: they then share it."""
+        """Import the modules that each rank needs in the process that forks the CPU ranks, so that ranks share them."""
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """Return what the framework is given, ready for JSON, by the name of the file that shows it."""
+        """Return the configuration of the framework, ready for JSON, by the name of the file that shows it."""
 
 
 @runtime_checkable
 class CutsModel(Protocol):
-    """What a strategy has besides whose ranks compute a part of the model each."""
+    """The additional interface of a strategy in which each rank computes a part of the model."""
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError where the model that `build` builds cannot be cut for so many processes.
+        """Raise UsageError if the model that `build` builds can't be split for this number of processes.
 
-        `example` has the inputs of two samples, on the meta device, where they are known. With `whole_blocks` no cut
-        may lie within a block.
+        `example` are the inputs of two samples on the meta device, or None if they aren't known. With `whole_blocks`,
+        the model is never split within a block.
         """

@@ -1,8 +1,8 @@
-"""Context parallelism: sequences cut into chunks, which processes share.
+"""Context parallelism: sequences are split into chunks, which the processes share.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
-Models". Into how many chunks is the recipe's (`recipe.model.sequence_chunks`): so the bits are those of one process
-that computes all chunks (parallel/context/sequence_chunks.py).
+Models". The recipe sets the number of chunks (`recipe.model.sequence_chunks`), so the bits are the same as in one
+process that computes all chunks (parallel/context/sequence_chunks.py).
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Nu
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: how many replicas share the micro-batches. `bucket_mib`: gradients are exchanged in pieces of about
-    this size, while the last backward goes on.
+    """`replicate`: the number of replicas that share the micro-batches. `bucket_mib`: the approximate bucket size of
+    the gradient communication, which overlaps with the last backward.
     """
 
     replicate: Count = 1
@@ -33,7 +33,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
+        """Raise UsageError if the replicas don't divide the processes, or a process would never have a micro-batch."""
         check_divides(f"strategy context: replicate={self.replicate}", self.replicate, processes)
         check_work(self.replicate, microbatches)
 
@@ -42,5 +42,5 @@ class Strategy:
         return Mesh(replicate=self.replicate, context=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib)

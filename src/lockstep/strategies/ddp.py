@@ -1,7 +1,7 @@
-"""Data parallelism: the whole model in each process, which shares the micro-batches of a step.
+"""Data parallelism: each process has the whole model, and the processes share the micro-batches of a step.
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB), gave the name and the
-buckets. What is ours is the order of the sum: that of one process.
+The name and the buckets are from Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training" (VLDB). Unlike there, gradients are added in the same order as in one process.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ _AS: Final = {
     "bf16": "in bf16",
     "powersgd": "as two matrices of few columns: neither exact nor close, since what these leave out comes steps later",
 }
-_RANK: Final = 2  # of Vogels et al. 2019 for ResNets
+_RANK: Final = 2  # as in Vogels et al. 2019 for ResNets
 
 
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward. `compress`: what they are
-    rounded to before they are sent and added; the result then is close to that of one process, and no more. With
-    `powersgd` two matrices of `powersgd_rank` columns (by default 2) are sent of each gradient that has
-    rows; the result is what these let through.
+    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with backward.
+    `compress`: the precision to which gradients are rounded before they are sent and added. The result is then only
+    close to the result of one process. With `powersgd`, ranks send two matrices of `powersgd_rank` columns (by default
+    2) for each gradient with rows, and the result is a low-rank approximation.
     """
 
     bucket_mib: Mib = 8.0
@@ -53,7 +53,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work, or an option is that of another."""
+        """Raise UsageError if a process would never have a micro-batch, or if options contradict each other."""
         if self.powersgd_rank is not None and self.compress != "powersgd":
             raise UsageError(
                 f"strategy ddp: powersgd_rank goes with compress=powersgd, and compress is {self.compress}; add it, or "
@@ -66,7 +66,7 @@ class Strategy:
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if self.compress == "powersgd" and world.size > 1:
             make_layout = low_rank(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)

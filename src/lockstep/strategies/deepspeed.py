@@ -1,4 +1,4 @@
-"""ZeRO's three stages as DeepSpeed does them, in its own engine, with its own offload.
+"""The three stages of ZeRO in the engine of DeepSpeed, with its offload.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models"; Rasley et al. 2020,
 "DeepSpeed" (KDD); Rajbhandari et al. 2021, "ZeRO-Infinity", for the offload to NVMe.
@@ -28,9 +28,9 @@ _PRECISIONS: Final = ("fp32", "tf32", "bf16", "fp16")
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`stage`: what the ranks share: the optimizer's state (1), gradients too (2), parameters too (3). `offload`: where
-    it is: `none` for the device, `cpu` for the memory of the CPU, which then does the update, and `nvme`, of stage 3,
-    for files below `nvme_path`. `bucket_mib`: what is exchanged travels in pieces of about this size.
+    """`stage`: what the ranks shard: the optimizer state (1), also gradients (2), also parameters (3). `offload`: where
+    the shards are: `none` for the device, `cpu` for CPU memory, with the update on the CPU, and `nvme`, only with
+    stage 3, for files below `nvme_path`. `bucket_mib`: the approximate bucket size of the communication.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -49,7 +49,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where DeepSpeed is not installed, cannot offload so, or some process would have no work."""
+        """Raise UsageError if DeepSpeed isn't installed or can't offload so, or if a process would have no work."""
         if find_spec("deepspeed") is None:
             raise UsageError(
                 "strategy deepspeed: the library deepspeed is not installed; run: pip install "
@@ -87,7 +87,7 @@ class Strategy:
         check_flat(make, "deepspeed")
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """See ExternalEngine: its masters are in float32, whatever the model's weights are in."""
+        """See ExternalEngine. The master weights are in float32, regardless of the dtype of the model."""
         other = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
         if other is not None:
             raise UsageError(
@@ -104,36 +104,36 @@ class Strategy:
         return {"deepspeed.json": self.configuration(numerics)}
 
     def configuration(self, numerics: Numerics) -> dict[str, Any]:
-        """Return what DeepSpeed is given; what is left out is at its default."""
-        bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements: a multiple of 2, for alignment
+        """Return the configuration of DeepSpeed. All other keys have their defaults."""
+        bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements; a multiple of 2 for alignment
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if self.stage == 3:
-            # The first would stay in torch for all that the process does later.
+            # memory_efficient_linear would stay patched into torch for the rest of the process.
             zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}
         if self.offload != "none":
             place = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
             zero |= {"offload_optimizer": place} | ({"offload_param": place} if self.stage == 3 else {})
         return {
             "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
-            "gradient_accumulation_steps": 1,  # where a step ends is said to the engine
+            "gradient_accumulation_steps": 1,  # the engine is told when a step ends
             "gradient_clipping": numerics.recipe.clip_norm or 0.0,
-            "zero_allow_untested_optimizer": True,  # the recipe's, of torch
+            "zero_allow_untested_optimizer": True,  # the optimizer of the recipe, from torch
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy: in rounds, since each backward may be an exchange."""
+        """See Strategy. Ranks compute in rounds, because each backward can communicate."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         configuration = self.configuration(numerics)
         return DeepSpeedEngine(problem, make_optimizer, world, numerics, self.mesh(world.size), configuration)
 
 
 def _check_nvme() -> None:
-    """Raise UsageError where DeepSpeed cannot build what reads and writes the files."""
+    """Raise UsageError if DeepSpeed can't build its operation for asynchronous file access."""
     builders: Any = import_module("deepspeed.ops.op_builder")
     if not builders.AsyncIOBuilder().is_compatible(verbose=False):
         raise UsageError(

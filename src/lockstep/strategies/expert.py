@@ -1,8 +1,8 @@
-"""Expert parallelism: data parallelism whose processes share out the experts of mixtures.
+"""Expert parallelism: data parallelism in which the processes shard the experts of mixtures.
 
-Lepikhin et al. 2021, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). Rows go
-to the process that has their expert, and what it makes of them comes back (parallel/tensor/experts.py). Into how many
-groups the experts are cut is the recipe's (`recipe.model.chunks`).
+Lepikhin et al. 2021, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). Each
+row is sent to the process that has its expert, which sends the output back (parallel/tensor/experts.py). The recipe
+sets the number of groups into which the experts are split (`recipe.model.chunks`).
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: how many replicas of the experts there are, each shared by as many processes. `bucket_mib`:
-    gradients of all but experts are exchanged in pieces of about this size, during backward.
+    """`replicate`: the number of replicas of the experts, each sharded over the same number of processes. `bucket_mib`:
+    the approximate bucket size of the communication of all gradients except for experts, which overlaps with backward.
     """
 
     replicate: Count = 1
@@ -34,16 +34,16 @@ class Strategy:
         "backward; the sum of the other gradients once a step, with replicate of all gradients",
         cuts_rows=True,
         compiles=False,
-        by_peers=True,  # how many rows come
+        by_peers=True,  # the number of rows that it receives
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
+        """Raise UsageError if the replicas don't divide the processes, or a process would never have a micro-batch."""
         check_divides(f"strategy expert: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError where the model that `build` builds has no groups of experts for so many processes."""
+        """Raise UsageError if the model that `build` builds has no groups of experts for this number of processes."""
         check_experts(build, self.mesh(processes).expert, "expert")
 
     def mesh(self, processes: int) -> Mesh:
@@ -51,5 +51,5 @@ class Strategy:
         return Mesh(replicate=self.replicate, expert=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib)

@@ -1,9 +1,10 @@
-"""Horovod: data parallelism whose gradients Horovod adds, in its own order.
+"""Data parallelism in which Horovod adds the gradients, in its own order.
 
 Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv:1802.05799). Its
-DistributedOptimizer hands each gradient to an all-reduce in a hook, and waits for them before the step. So does the
-engine of `ddp` (parallel/gradients.py), by buckets; here its sum is Horovod's, whose order of adding depends on the
-number of processes. BatchNorm statistics, losses and figures are added as everywhere.
+DistributedOptimizer starts an all-reduce of each gradient in a hook, and waits for all of them before the step. The
+engine of `ddp` (parallel/gradients.py) does the same with buckets. With this strategy, the engine uses the sum of
+Horovod, whose order depends on the number of processes. BatchNorm statistics, losses and metrics are added as in all
+strategies.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`compress`: gradients travel, and are added, in this precision; `none` is the one that they have.
-    `bucket_mib`: they are handed to Horovod in pieces of about this size, during backward.
+    """`compress`: the precision in which gradients are sent and added. `none` keeps their precision.
+    `bucket_mib`: the approximate size of the buckets that are passed to Horovod during backward.
     """
 
     compress: Compression = "none"
@@ -49,7 +50,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work, or Horovod is not there."""
+        """Raise UsageError if a process would never have a micro-batch, or if Horovod isn't installed."""
         check_work(processes, microbatches)
         if processes > 1 and find_spec("horovod") is None:
             raise UsageError(
@@ -62,14 +63,14 @@ class Strategy:
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if world.size == 1:
             return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         horovod = Horovod(world)
 
         def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-            horovod.broadcast(model.state_dict())  # they are the same already, which the ranks compare as well
+            horovod.broadcast(model.state_dict())  # already identical, which the ranks also compare
             weights, added = Weights(model, dtype), horovod.sum_by(self.compress)
             gradients = Gradients(trainable_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
             return weights, gradients

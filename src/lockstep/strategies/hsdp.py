@@ -1,7 +1,8 @@
-"""Hybrid sharding: replicas of the model, each cut over its members as by ZeRO's third stage.
+"""Hybrid sharding: replicas of the model, each sharded over its members as in stage 3 of ZeRO.
 
 Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), section 3.2.2. Members are
-ranks that follow each other, as on one host, so parameters travel within it, and between hosts but the gradients' sum.
+consecutive ranks. If a replica is on one host, parameters are only sent within the host, and only the sum of the
+gradients is sent between hosts.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numeric
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: into how many replicas the processes are divided. `offload`: what is cut is in the memory of the
-    CPU, but while a block or its update computes with it.
+    """`replicate`: the number of replicas. `offload`: shards are kept in CPU memory, except while a block or its update
+    computes with them.
     """
 
     replicate: Count = 2
@@ -32,7 +33,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where the processes cannot be divided, or some would never have work."""
+        """Raise UsageError if replicas don't divide the processes or have only one, or a process would have no work."""
         check_divides(f"strategy hsdp: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
         if processes == self.replicate:
@@ -46,5 +47,5 @@ class Strategy:
         return Mesh(replicate=self.replicate, shard=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)

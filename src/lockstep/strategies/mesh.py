@@ -1,8 +1,8 @@
-"""Any product of the others: replicas, pipelines, sharding, slices of sequences and tensors; or replicas and experts.
+"""Combined parallelism: replicas, pipelines, shards, and slices of sequences and tensors, or replicas and experts.
 
-Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combines three
-of them. Ranks that share the chunks of a layer are next to each other, then those that share the chunks of a sequence,
-then the members that share parameters, then the stages of a pipeline: what talks most is nearest.
+Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combine three
+of these. Ranks that communicate most are nearest to each other: first the ranks that share the chunks of a layer, then
+the ranks that share the chunks of a sequence, then the members that shard parameters, then the stages of a pipeline.
 """
 
 from dataclasses import dataclass
@@ -29,15 +29,25 @@ _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """The lengths of the mesh: `replicate`, how many replicas share the micro-batches, by default as many as the other
-    lengths leave; `pipe`, how many stages a pipeline has; `shard`, how many members share parameters, gradients and
-    optimizer state by rows, in pipelines the optimizer state alone; `expert`, how many processes share the experts of
-    mixtures, with `replicate` alone; `tensor`, how many processes share the chunks of each layer; `context`, how many
-    share the chunks of each sequence; `sequence_parallel`, whether those that share layers share sequences outside of
-    these, with `replicate` and `context` alone. Of pipelines, `schedule`: the order of the work; `stages_per_rank`: how
-    many stages each process has (interleaved: 2 unless said otherwise, else 1); `cut`: the modules that begin the
-    stages but the first; left out, stages are cut by cost. `bucket_mib`: without `shard` and `pipe`, gradients are
-    exchanged in pieces of about this size, while backward goes on.
+    """The lengths of the mesh:
+
+    - `replicate`: the number of replicas that share the micro-batches. By default, all processes that remain.
+    - `pipe`: the number of processes of a pipeline.
+    - `shard`: the number of members that shard parameters, gradients and optimizer state by rows. In pipelines, they
+      only shard the optimizer state.
+    - `expert`: the number of processes that shard the experts of mixtures. It can only be combined with `replicate`.
+    - `tensor`: the number of processes that share the chunks of each layer.
+    - `context`: the number of processes that share the chunks of each sequence.
+
+    `sequence_parallel`: processes that share layers also share sequences outside of these layers. It can only be
+    combined with `tensor`, `replicate` and `context`. `bucket_mib`: the approximate bucket size of the gradient
+    communication without `shard` and `pipe`. It overlaps with backward.
+
+    Options of pipelines:
+
+    - `schedule`: the order of the work.
+    - `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise.
+    - `cut`: the modules that begin the stages, except for the first stage. By default, stages are split by cost.
     """
 
     replicate: Count | None = None
@@ -71,7 +81,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where the lengths do not give so many processes, or some would never have work."""
+        """Raise UsageError if the lengths don't multiply to the processes, or if a process would never have work."""
         lengths = {name: getattr(self, name) for name in _AXES}
         given = {name: each for name, each in lengths.items() if each and (each > 1 or name == "replicate")}
         product = prod(given.values())
@@ -104,7 +114,7 @@ class Strategy:
         check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError where the model that `build` builds cannot be cut into these stages or chunks."""
+        """Raise UsageError if the model that `build` builds can't be split into these stages or chunks."""
         if self.expert > 1:
             check_experts(build, self.expert, "mesh")
             return
@@ -116,14 +126,14 @@ class Strategy:
             find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy: pipelines that share the optimizer's work have micro-batches of their own, as replicas have."""
+        """See Strategy. Like replicas, pipelines that shard the optimizer state have different micro-batches."""
         if self.pipe > 1:
             pipelines = self._replicas(processes) * self.shard
             return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)
         return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         if self.pipe > 1:
             replicas, per_rank = self._replicas(world.size), self._per_rank()

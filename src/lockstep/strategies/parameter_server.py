@@ -1,10 +1,10 @@
-"""A parameter server: one process has the optimizer; the others push gradients to it and pull weights from it.
+"""A parameter server: one process has the optimizer. The other processes push gradients to it and pull weights.
 
-Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI); with `asynchronous` the
-Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Of W processes rank 0 serves, beside
-its own work: all W compute. Everything goes in and out at that one process, W - 1 times the gradients and W - 1 times
-the weights, where an all-reduce moves about twice the gradients at each of them, however many there are. That is why
-rings and trees replaced it; benchmarks/parameter_server.py has figures.
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI). With `asynchronous`, this is
+the Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Rank 0 is the server and also
+computes, so all W processes compute. All communication goes through rank 0: W - 1 times the gradients and W - 1 times
+the weights. An all-reduce moves about twice the gradients at each process, for any number of processes. Therefore rings
+and trees have replaced parameter servers. For measurements, see benchmarks/parameter_server.py.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`asynchronous`: each gradient is applied as it comes, and nobody waits for another. `bucket_mib`: otherwise
-    gradients are pushed in pieces of about this size, during backward.
+    """`asynchronous`: each gradient is applied when it arrives, and no rank waits for another rank. `bucket_mib`: if
+    not asynchronous, the approximate size of the buckets in which gradients are pushed during backward.
     """
 
     asynchronous: bool = False
@@ -46,7 +46,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work."""
+        """Raise UsageError if a process would never have a micro-batch."""
         check_work(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
@@ -54,7 +54,7 @@ class Strategy:
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         if self.asynchronous:
             return AsynchronousEngine(problem, make_optimizer, world, numerics)
         mesh = self.mesh(world.size)

@@ -1,6 +1,7 @@
-"""Pipeline parallelism: the model cut into stages, one or several for each process, which micro-batches pass through.
+"""Pipeline parallelism: the model is split into stages, one or more per process. Micro-batches pass through them.
 
-Huang et al. 2019, "GPipe", has the idea and the first schedule; parallel/pipeline/schedule.py names the others'.
+The idea and the first schedule are from Huang et al. 2019, "GPipe". For the sources of the other schedules, see
+parallel/pipeline/schedule.py.
 """
 
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`schedule`: the order of the work. `replicate`: how many replicas share the micro-batches. `shard`: how many
-    pipelines a replica has, which share its micro-batches and, by rows, the optimizer's state. `stages_per_rank`: how
-    many stages each process has (interleaved: 2 unless said otherwise, else 1). `cut`: the modules that begin the
-    stages but the first; left out, stages are cut by cost. `recompute`: hold the inputs of a stage instead of its
-    activations, and compute its forward again in its backward.
+    """`schedule`: the order of the work. `replicate`: the number of replicas that share the micro-batches. `shard`: the
+    number of pipelines in a replica, which share its micro-batches and shard the optimizer state by rows.
+    `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise. `cut`:
+    the modules that begin the stages, except for the first stage. By default, stages are split by cost. `recompute`:
+    keep the inputs of a stage instead of its activations, and compute its forward again in its backward.
     """
 
     schedule: Schedule = "1f1b"
@@ -44,13 +45,13 @@ class Strategy:
             communication="what crosses from stage to stage, and its gradient, for each micro-batch; with replicate or "
             "shard the sum of the gradients once a step, with shard the new parameters too",
             cuts_rows=self.shard > 1,
-            compiles=self.schedule != "zero_bubble",  # which takes a block's backward in two halves
-            cuts_sequences=self.schedule != "zero_bubble",  # and so that of forwards which went together
+            compiles=self.schedule != "zero_bubble",  # which splits the backward of a block in two
+            cuts_sequences=self.schedule != "zero_bubble",  # and the backward of forwards that ran together
             by_peers=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where the options do not fit each other or the number of processes."""
+        """Raise UsageError if the options contradict each other or the number of processes."""
         per_rank = self._per_rank()
         pipelines = self._pipelines
         asked = " x ".join(
@@ -64,20 +65,20 @@ class Strategy:
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError where the model that `build` builds cannot be cut into the stages for so many processes.
+        """Raise UsageError if the model that `build` builds can't be split into the stages for these processes.
 
-        It is built on the meta device, or on the CPU where that fails; `example` are its inputs. With `whole_blocks` no
-        cut may lie within a block.
+        The model is built on the meta device, or on the CPU if that fails. `example` are its inputs. With
+        `whole_blocks`, the model is never split within a block.
         """
         stages = processes // self._pipelines * self._per_rank()
         find_cut(on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy: all ranks of a pipeline have the same micro-batches."""
+        """See Strategy. All ranks of a pipeline have the same micro-batches."""
         return Mesh(replicate=self._pipelines, pipe=processes // self._pipelines)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         each = self._per_rank()
         pipe = PipelineShape(
             self.schedule, self.replicate, self.shard, stages_per_rank=each, cut=self.cut, recompute=self.recompute

@@ -11,7 +11,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """No other process takes part; more micro-batches than one are gradient accumulation."""
+    """No options. Several micro-batches are gradient accumulation."""
 
     traits: ClassVar[Traits] = Traits(
         cuts="nothing",
@@ -31,5 +31,5 @@ class Strategy:
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size))

@@ -1,8 +1,8 @@
-"""Tensor parallelism: layers cut into chunks of heads and features, which processes share.
+"""Tensor parallelism: layers are split into chunks of heads and features, which the processes share.
 
 Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
-Which layers are cut, and into how many chunks, is the recipe's (`recipe.model.chunks`): so the bits are those of one
-process that computes all chunks (parallel/tensor/chunks.py).
+The recipe sets the layers that are split and the number of chunks (`recipe.model.chunks`), so the bits are the same as
+in one process that computes all chunks (parallel/tensor/chunks.py).
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: how many replicas share the micro-batches. `sequence_parallel`: the processes of a replica share the
-    chunks of sequences outside of cut layers. `bucket_mib`: gradients are exchanged between them in pieces of about
-    this size, while backward goes on.
+    """`replicate`: the number of replicas that share the micro-batches. `sequence_parallel`: the processes of a replica
+    share the chunks of sequences outside of split layers. `bucket_mib`: the approximate bucket size of the gradient
+    communication between replicas, which overlaps with backward.
     """
 
     replicate: Count = 1
@@ -46,12 +46,12 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where the replicas do not divide the processes, or some would never have work."""
+        """Raise UsageError if the replicas don't divide the processes, or a process would never have a micro-batch."""
         check_divides(f"strategy tensor: replicate={self.replicate}", self.replicate, processes)
         check_work(self.replicate, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError where the chunks of the model that `build` builds cannot be shared by so many processes."""
+        """Raise UsageError if these processes can't share the chunks of the model that `build` builds."""
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.mesh(processes).tensor)
         if self.sequence_parallel:
@@ -62,7 +62,7 @@ class Strategy:
         return Mesh(replicate=self.replicate, tensor=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         mesh, spread = self.mesh(world.size), self.sequence_parallel
         return mesh_engine(
             problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread

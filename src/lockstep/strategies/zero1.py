@@ -1,4 +1,4 @@
-"""ZeRO, first stage: data parallelism whose processes share the optimizer's state.
+"""ZeRO stage 1: data parallelism in which the processes shard the optimizer state.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1.
 """
@@ -15,8 +15,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: gradients are exchanged in pieces of about this size, during backward. `offload`: the
-    optimizer's state is in the memory of the CPU, but while its update computes with it.
+    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with backward. `offload`:
+    the optimizer state is kept in CPU memory, except during its update.
     """
 
     bucket_mib: Mib = 8.0
@@ -32,7 +32,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work."""
+        """Raise UsageError if a process would never have a micro-batch."""
         check_work(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
@@ -40,7 +40,7 @@ class Strategy:
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
         make_layout = rows(world, mesh, bucket_bytes, offload=self.offload, chunks=chunks)

@@ -1,7 +1,8 @@
-"""ZeRO, second stage: processes share the optimizer's state and the gradients, and from step to step the parameters.
+"""ZeRO stage 2: processes shard the optimizer state and the gradients, and between steps the parameters.
 
-Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.2. On torch's
-fully_shard, as FSDP's SHARD_GRAD_OP: parameters are gathered once a step, and are whole from forward to backward.
+Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.2. Uses
+fully_shard of torch like SHARD_GRAD_OP of FSDP: parameters are gathered once per step, and stay gathered from forward
+to backward.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: what is cut is in the memory of the CPU, but while a block or its update computes with it."""
+    """`offload`: shards are kept in CPU memory, except while a block or its update computes with them."""
 
     offload: bool = False
 
@@ -28,7 +29,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work, or none would share with another."""
+        """Raise UsageError for one process, or if a process would never have a micro-batch."""
         check_work(processes, microbatches)
         check_several(processes, "zero2")
 
@@ -37,6 +38,6 @@ class Strategy:
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         return mesh_engine(problem, make_optimizer, world, numerics, mesh, keep_gathered=True, offload=self.offload)

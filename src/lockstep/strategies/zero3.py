@@ -1,7 +1,7 @@
-"""ZeRO, third stage: processes share parameters, gradients and optimizer state.
+"""ZeRO stage 3: processes shard parameters, gradients and optimizer state.
 
-Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.3; torch's
-fully_shard (FSDP2) does it block by block.
+Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.3.
+Uses fully_shard of torch (FSDP2), block by block.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: what is cut is in the memory of the CPU, but while a block or its update computes with it."""
+    """`offload`: shards are kept in CPU memory, except while a block or its update computes with them."""
 
     offload: bool = False
 
@@ -28,7 +28,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError where some process would never have work, or none would share with another."""
+        """Raise UsageError for one process, or if a process would never have a micro-batch."""
         check_work(processes, microbatches)
         check_several(processes, "zero3")
 
@@ -37,5 +37,5 @@ class Strategy:
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
-        """Return the engine."""
+        """Return the engine of this rank."""
         return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)

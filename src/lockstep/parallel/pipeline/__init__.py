@@ -1,1 +1,1 @@
-"""The engine of pipelines: how a model is cut, who holds which stage, and what travels when."""
+"""The pipeline engine: splitting a model into stages, placing the stages, and communication between them."""

@@ -1,10 +1,11 @@
-"""A model's forward as a row of calls, found by running its code without values, where it cannot be traced.
+"""The forward of a model as a sequence of module calls, recorded by running its code without values.
 
-Code between modules may then look at shapes, at Python values, and at what follows from the inputs alone, such as a
-mask of padding; each stage runs it again. What it may not look at are values that modules have computed.
+This is for models that can't be traced. Code between modules can use shapes, Python values and everything that only
+depends on the inputs, such as a padding mask. Each stage runs this code again. The code can't use values that modules
+have computed.
 
-It runs on a meta model, whose tensors have shape, dtype and device alone. A stage of such a model runs the model's own
-forward, and calls the meta model's modules in the place of those that other ranks hold (replay.py).
+The code runs on a meta model. Its tensors only have a shape, a dtype and a device. A stage of such a model runs the
+forward of the model, and calls modules of the meta model instead of the modules on other ranks (replay.py).
 """
 
 import copy
@@ -30,20 +31,20 @@ from lockstep.parallel.pipeline.part import tensors_in_attributes, tensors_of
 
 @dataclass
 class _TracedCall:
-    """A call of a module that stays whole, and what is computed behind it up to the next call."""
+    """A call of a module that is never split, and the computation between this call and the next."""
 
     name: str
-    arguments: dict[str, int] = field(default_factory=dict)  # what has no value of them: its identity, by its path
+    arguments: dict[str, int] = field(default_factory=dict)  # the identity of each argument without values, by path
     made: set[int] = field(default_factory=set)  # identities of tensors without values
-    read_behind: set[int] = field(default_factory=set)  # by code that is in no module
+    read_behind: set[int] = field(default_factory=set)  # by code outside of these modules
     operations: int = 0
 
 
 @final
 class CallTrace:
-    """A forward that was run; see GraphTrace for its methods. `crossing` are the arguments that the meta model gave.
+    """A recorded forward, with the methods of GraphTrace. `crossing` are the arguments from the meta model.
 
-    The model is put into the mode that `training` says. Code that cannot be run so raises UsageError.
+    Puts the model into training or evaluation mode by `training`. Raises UsageError if the code can't be run like this.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
@@ -54,10 +55,10 @@ class CallTrace:
         self._leaves = dict(leaf_modules(self._meta.model, cut))
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
         self._own = dict(tensors_of(model))
-        self._alive: list[Any] = []  # so that no identity is given twice
+        self._alive: list[Any] = []  # keeps tensors alive, so that no id is reused
         self._calls: list[_TracedCall] = []
         self._inside = False
-        # Row numbers that every table has, and masks that leave nothing out.
+        # Ones are valid row indices for every table, and masks that mask nothing.
         ones = batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), cut.example)
         self.outputs: Any = self._run(ones)
         self.used = [self._tensors_of_call(call) for call in self._calls]
@@ -79,11 +80,11 @@ class CallTrace:
         return None
 
     def crossing(self, place: int) -> tuple[str, ...]:
-        """Return the paths of those arguments of a call which depend on modules before it."""
+        """Return the paths of the arguments of a call that depend on modules before it."""
         return tuple(self._calls[place].arguments)
 
     def measure(self, example: Inputs) -> list[int]:
-        """See GraphTrace; it was done as the forward ran."""
+        """See GraphTrace. The operations were counted when the forward ran."""
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
@@ -100,7 +101,7 @@ class CallTrace:
                 outputs = batches.call(self._meta.model, inputs)
         except LockstepError:
             raise
-        except Exception as error:  # a stranger's code may raise anything without values
+        except Exception as error:  # user code can raise any exception if there are no values
             found = describe_error(error, UntraceableError.advice)
             why = f"its code between modules depends on values that modules compute: {found}"
             raise UntraceableError(why) from error
@@ -112,7 +113,7 @@ class CallTrace:
         return outputs
 
     def _note_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stand for the forward of a module that stays whole."""
+        """Replaces the forward of a module that is never split."""
         if self._inside:
             return forward(*args, **kwargs)
         fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if isinstance(leaf, FakeTensor)]
@@ -129,7 +130,7 @@ class CallTrace:
         return outputs
 
     def _read(self, values: Any) -> None:
-        """Note what code between modules, or the end of the forward, makes use of."""
+        """Record the tensors that code between modules, or the end of the forward, uses."""
         if self._calls:
             self._calls[-1].read_behind |= {
                 id(each) for each in pytree.tree_leaves(values) if isinstance(each, FakeTensor)
@@ -145,7 +146,7 @@ class CallTrace:
 
 @final
 class _Reading(TorchFunctionMode):
-    """Notes what code between modules computes, and from what; to look at a shape is no use of a tensor."""
+    """Records the inputs and outputs of code between modules. Reading a shape isn't a use of a tensor."""
 
     def __init__(self, line: CallTrace) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class _Reading(TorchFunctionMode):
 
 
 def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a call's arguments by their paths."""
+    """Yield the path and the value of each leaf in the arguments of a call."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         yield pytree.keystr(path), leaf
 
@@ -170,7 +171,7 @@ Forward = Callable[..., Any]
 
 @final
 class MetaModel:
-    """A copy of `model` whose tensors have no values, and seem to lie on `device`."""
+    """A copy of `model` without values. Its tensors appear to be on `device`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -186,7 +187,7 @@ class MetaModel:
         self._known: dict[Any, Any] = {}
 
     def call(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
-        """Return what the module `name` gives for these arguments, each tensor of it without values and new."""
+        """Return the outputs of the module `name` for these arguments, as new tensors without values."""
         key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
         if key not in self._known:
             with torch.no_grad(), torch.random.fork_rng([]):
@@ -195,7 +196,7 @@ class MetaModel:
         return map_tensors(self._copy, self._known[key])
 
     def without_values(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of that form."""
+        """Return a tensor without values, with the same shape, dtype and device."""
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ class MetaModel:
 
 
 def intercept(module: nn.Module, instead: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Let each call of a module go to `instead`, which is given the module's own forward and the arguments."""
+    """Redirect each call of a module to `instead`, with the original forward and the arguments."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_unpack, instead, module.forward)
 
@@ -219,10 +220,10 @@ def _unpack(instead: Any, forward: Forward, arguments: tuple[tuple[Any, ...], di
 
 
 def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that stay whole where the code of the model and of those entered is followed, by name."""
+    """Yield the modules that are never split, by name, for the model and the modules that are entered."""
     for child_name, child in module.named_children():
         name = prefix + child_name
-        container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has none of its own
+        container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has no forward
         if name not in cut.kept and (container or name in cut.entered):
             yield from leaf_modules(child, cut, f"{name}.")
         else:
@@ -230,7 +231,7 @@ def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Itera
 
 
 def _signature(arguments: Any) -> Any:
-    """Return what decides the shapes that come out; what has no value of its own counts by its identity."""
+    """Return a key for the shapes of the outputs. Objects other than tensors and plain values count by identity."""
     leaves, form = pytree.tree_flatten(arguments)
     return str(form), tuple(_form(leaf) for leaf in leaves)
 

@@ -1,9 +1,10 @@
-"""Where a model is cut into stages: by cost, or by hand.
+"""Splits a model into stages, by cost or at given modules.
 
-What lies before a module's first call can be cut off there if only tensors and whole numbers cross and no weight is
-used on both sides. A module's cost is the mean of two shares: of the model's operations, which are time, and of its
-parameters, which are memory. Modules are entered (graph_trace.py) only where that makes more stages, or evener ones.
-A row of costs is cut into contiguous parts, so that the dearest part is as cheap as it can be.
+A model can be split before the first call of a module if only tensors and integers cross the split, and if no weight is
+used on both sides. The cost of a module is the mean of two fractions: its fraction of the operations of the model,
+which stands for time, and its fraction of the parameters, which stands for memory. Modules are only entered
+(graph_trace.py) if this results in more stages or in more even stages. The sequence of costs is split into contiguous
+parts so that the cost of the most expensive part is minimal.
 """
 
 import copy
@@ -28,21 +29,21 @@ from lockstep.parallel.pipeline.part import empty_like, tensors_in_attributes, t
 from lockstep.parallel.pipeline.replay import StagePart
 from lockstep.parallel.tensor.plan import region_names
 
-Line = CallTrace | GraphTrace  # a forward as a row of places
+Line = CallTrace | GraphTrace  # a forward as a sequence of places
 
-EVEN_ENOUGH: Final = 1.2  # times the mean cost: no more modules are entered for a dearest stage below that
-PATIENCE: Final = 8  # modules entered without a gain, once there is a cut
+EVEN_ENOUGH: Final = 1.2  # times the mean cost; if the most expensive stage is below, no more modules are entered
+PATIENCE: Final = 8  # modules entered without improvement after the first cut
 
 
 def find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str] = (), *, whole_blocks: bool = False
 ) -> PipelineCut:
-    """Return a cut of `model` into so many stages, by cost or before the modules `names`.
+    """Return a cut of `model` into `stages` stages, by cost or before the modules `names`.
 
-    With `whole_blocks` none lies within a block (parallel/blocks.py), and none ever within a region that is computed
-    chunk by chunk (parallel/tensor/chunks.py). Operations are counted on the inputs `example`;
-    with None parameters alone are. `model`, which may lie on the meta device, is left as it is. A model that cannot be
-    cut so raises UsageError that says why.
+    With `whole_blocks`, the model is never split within a block (parallel/blocks.py). It is never split within a region
+    that is computed chunk by chunk (parallel/tensor/chunks.py). Operations are counted on the inputs `example`. If it
+    is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified. Raises
+    UsageError with the reason if the model can't be split like this.
     """
     with new_tensors_dropped():
         return _find_cut(model, stages, example, names, whole_blocks)
@@ -69,13 +70,13 @@ def _find_cut(
     except UsageError as error:
         if example is None:
             raise
-        try:  # to run what no trace can follow
+        try:  # run the code, which can't be traced
             return find(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
     if names or not found.shut or found.dearest <= EVEN_ENOUGH / stages:
         return found.cut
-    try:  # whether that gives a better one
+    try:  # try whether running the code allows a better cut
         replayed = find(replace(start, replayed=True), True)
     except UsageError:
         return found.cut
@@ -83,23 +84,23 @@ def _find_cut(
 
 
 def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
-    """Return the model's forward as a row of what its own code and that of the modules entered calls."""
+    """Return the forward of the model as a sequence of calls in its code and in the code of entered modules."""
     if cut.replayed and cut.example is not None:
         return CallTrace(model, cut, training)
     return GraphTrace(model, cut, training)
 
 
 class Ownership(NamedTuple):
-    """The stage of each parameter and buffer by name, and of what a second stage uses too, that one."""
+    """The stage that owns each parameter and buffer, by name, and the second stage that uses it, if there is one."""
 
     owner: dict[str, int]
     borrower: dict[str, int]
 
 
 def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
-    """Return which stages use each tensor, under all of its names; what none uses is the last one's.
+    """Return the stages that use each tensor, for all of its names. The last stage owns tensors that aren't used.
 
-    UsageError where two use what cannot be lent (tied_weights.py).
+    Raises UsageError if two stages use a tensor that can't be lent (tied_weights.py).
     """
     users: dict[int, list[int]] = {}
     names = {id(tensor): name for name, tensor in reversed(tensors_of(model))}
@@ -123,10 +124,11 @@ def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
 
 
 def _lendable(model: nn.Module, line: Line) -> set[int]:
-    """Return what may be used on both sides of a cut: a table whose rows are looked up once, and which is used again.
+    """Return the ids of weights that can be used on both sides of a cut.
 
-    Of such a weight two gradients are added for a micro-batch, in whatever order: a sum of two has the same bits in
-    both. That of the look-up is the last one, however often the other place uses it.
+    These are embedding tables that are looked up once and used at one other place. For such a weight, two gradients are
+    added per micro-batch, and a sum of two terms has the same bits in any order. The gradient of the look-up is the
+    last one, regardless of how often the other place uses the weight.
     """
     places: dict[int, list[int]] = {}
     for place, used in enumerate(line.used):
@@ -144,7 +146,7 @@ def _lendable(model: nn.Module, line: Line) -> set[int]:
 
 
 def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
-    """Return why the line cannot be cut before `place`, if so."""
+    """Return the reason why the forward can't be split before `place`, or None if it can."""
     before = {key for used in line.used[:place] for key in used}
     behind = {key for used in line.used[place:] for key in used}
     both = (before & behind) - _lendable(model, line)
@@ -158,14 +160,14 @@ def _trains(used: Mapping[int, Tensor]) -> bool:
 
 
 def stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
-    """Return a stage in the model's present mode: from the tensors that cross into it to a list of those that leave."""
+    """Return a stage in the current mode of the model, from the values that enter to a list of values that leave."""
     line = GraphTrace(model, cut, model.training)
     part = _parts(line, cut)[stage]
     return line.module(part.start, part.stop)
 
 
 def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[StagePart]:
-    """Return the stages of a model whose code is run, each with what crosses into it and out of it."""
+    """Return the stages of a model whose code is run, with the paths of the values that enter and leave each stage."""
     line = CallTrace(model, cut, training)
     names = {place: name for name, place in line.calls.items()}
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
@@ -177,7 +179,7 @@ def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[Sta
 def _parts(line: Line, cut: PipelineCut) -> list[range]:
     places = [0]
     for name in cut.begins:
-        # Where the module, or the first of its parts, is called first.
+        # The first call of the module or of its first submodule.
         inside = (place for called, place in line.calls.items() if called == name or called.startswith(f"{name}."))
         place = next(inside, None)
         if place is None or place <= places[-1]:
@@ -218,7 +220,7 @@ def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Pipe
 
 
 class _Found(NamedTuple):
-    """A cut, what its dearest stage has of the model's cost, and whether there was code that could not be followed."""
+    """A cut, the cost fraction of its most expensive stage, and whether some code couldn't be followed."""
 
     cut: PipelineCut
     dearest: float = 0.0
@@ -226,7 +228,7 @@ class _Found(NamedTuple):
 
 
 def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _Found:
-    # What cannot be entered. Run as it is, code in a block would read what crosses a cut there.
+    # Modules that can't be entered. If the code is run, code in a block would read the values that cross a cut there.
     shut = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     given = len(shut)
     best, lowest, vain = None, float("inf"), 0
@@ -268,7 +270,7 @@ def _costs(line: Line, example: Inputs | None) -> list[float]:
 
 
 def _elements(line: Line) -> list[int]:
-    """Return the parameters' elements at each place, each counted where it is used first."""
+    """Return the number of parameter elements at each place. Each parameter counts where it is used first."""
     counted: set[int] = set()
     found = []
     for used in line.used:
@@ -283,7 +285,7 @@ def _shares(amounts: list[int]) -> list[float]:
 
 
 def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
-    """Return the dearest module that has parts and is not torch's own: attention, say, is one computation."""
+    """Return the most expensive module with children, except modules of torch, such as attention, which stay whole."""
     modules = dict(model.named_modules())
     open_ones = [
         (costs[place], name)
@@ -330,12 +332,12 @@ def _names_to_compile(model: nn.Module) -> frozenset[str]:
 
 
 def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
-    """Return a copy on the meta device, and whether the example runs there; the model where it has no copy."""
+    """Return a copy on the meta device, and whether the example runs there, or the model if it can't be copied."""
     tensors = [*(tensor for _, tensor in tensors_of(model)), *tensors_in_attributes(model)]
     memo = {id(tensor): empty_like(tensor) for tensor in tensors}
     try:
         blank = copy.deepcopy(model, memo)
-    except Exception:  # a stranger's model may hold what has no copy
+    except Exception:  # a user model can hold objects that can't be copied
         return model, False
     if example is None:
         return blank, False
@@ -343,16 +345,17 @@ def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
         with torch.no_grad():
             blank.train()
             call(blank, example)
-    except Exception:  # it reads values, which are not there
+    except Exception:  # the model reads values, which don't exist on the meta device
         return blank, False
     return blank, True
 
 
 def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
-    """Return where to cut: `parts` - 1 rising positions out of `allowed`, or None where there is no such cut.
+    """Return `parts` - 1 ascending positions from `allowed` at which to split, or None if there is no such split.
 
-    Position p is before item p. Each part holds at least one item that is `needed`. Of all cuts whose dearest part
-    is cheapest it is the one with the cheapest sum of squares, so that the other parts are even too.
+    Position p is before item p. Each part contains at least one item that is `needed`. The split minimizes the cost of
+    the most expensive part. Of all such splits, it has the smallest sum of squared costs, so that the other parts are
+    even, too.
     """
     length = len(costs)
     sums, wanted = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
@@ -360,8 +363,8 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     ends = [*places, length]
 
     def cheapest(most: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
-        """Return the smallest sum by `add`, and its cut, of those without a part that costs more than `most`."""
-        # best[end]: the same for the items before it, in as many parts as rounds so far.
+        """Return the smallest sum by `add`, and its positions, among splits without a part above `most`."""
+        # best[end]: the best split of the items before `end` into as many parts as rounds so far.
         best: dict[int, tuple[float, tuple[int, ...]]]
         best = {end: (add(0.0, sums[end]), ()) for end in ends if wanted[end] and sums[end] <= most}
         for _ in range(parts - 1):
@@ -377,7 +380,7 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
             best = {end: min(row) for end, row in rows.items() if row}
         return best.get(length)
 
-    # One after the other: what begins the best cut need not be the best of what ends there.
+    # In two passes, because the beginning of the best split isn't always the best split of these items.
     dearest = cheapest(math.inf, max)
     found = dearest and cheapest(dearest[0], lambda total, cost: total + cost * cost)
     return None if found is None else list(found[1])

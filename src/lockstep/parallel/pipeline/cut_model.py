@@ -1,4 +1,4 @@
-"""A model that is followed while it is whole, and the code of its stages once a rank has its own tensors alone."""
+"""The analysis of a model while it is whole, and the code of its stages once a rank only has its own tensors."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
@@ -13,13 +13,13 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 
-# Given what enters a stage, of the first one the tensors of the inputs, and the inputs; returns what leaves it, or the
-# tensors of the outputs.
+# Takes the values that enter a stage, which are the tensors of the inputs for the first stage, and the inputs. Returns
+# the values that leave the stage, which are the tensors of the outputs for the last stage.
 StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 
 
 class StageCode(NamedTuple):
-    """What computes a stage in both modes, and the module that has its parameters while it trains."""
+    """The functions that compute a stage in both modes, and the module with its parameters in training."""
 
     training: StageForward
     evaluating: StageForward
@@ -28,28 +28,28 @@ class StageCode(NamedTuple):
 
 @final
 class CutModel:
-    """Make it while `model` is whole; `code` may be asked for later. `outputs` has the form of the model's."""
+    """Create it while `model` is whole. Call `code` later. `outputs` has the structure of the outputs of the model."""
 
     def __init__(self, model: nn.Module, cut: PipelineCut, place: StagePlace, device: torch.device) -> None:
         self._model = model
         self._cut = cut
         self._place = place
         self.owner, self.borrower = ownership(model, cut)
-        # The names of what this rank's stages own, and of what they borrow.
+        # The names of the tensors that the stages of this rank own, and of those that they borrow.
         self.own, self.borrowed = (
             {name for name, stage in of.items() if stage in place.own} for of in (self.owner, self.borrower)
         )
         self._meta = MetaModel(model, device) if cut.replayed else None
         self._parts = [replay_parts(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = line_of(model, cut, training=False).outputs
-        model.train()  # following it has put it into its own mode
+        model.train()  # the analysis has changed the mode
 
     def names_of(self, stage: int) -> set[str]:
-        """Return the names of what a stage owns."""
+        """Return the names of the tensors that a stage owns."""
         return {name for name, owner in self.owner.items() if owner == stage}
 
     def code(self, held: Collection[str]) -> dict[int, StageCode]:
-        """Return the code of this rank's stages, where the tensors `held` have values. Call it once."""
+        """Return the code of this rank's stages. The tensors `held` must have values. Call this method once."""
         model, cut = self._model, self._cut
         if self._meta is None:
             found = {}

@@ -1,16 +1,16 @@
-"""The engine for a model cut into stages: each rank holds some of them, and micro-batches pass through.
+"""The engine for a model that is split into stages. Each rank has some of the stages, and micro-batches pass through.
 
-The micro-batches are the recipe's, and each is computed as in one process, stage after stage:
+The recipe sets the micro-batches, and each micro-batch is computed as in one process, stage after stage:
 
-1. the first stage seeds the generators by (seed, step, micro-batch); each stage starts with the state that the one
-   before ended with, which travels along where anything was drawn;
-2. the last stage takes the loss; the gradient of what crossed a cut comes back the same way;
-3. each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
+1. The first stage seeds the generators with (seed, step, micro-batch). Each following stage starts with the generator
+   state at the end of the previous stage. If random numbers were drawn, this state is sent along.
+2. The last stage computes the loss. The gradients of the values that crossed a cut are sent back the same way.
+3. Each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
 
-Where a micro-batch is cut into several leaves of the tree (parallel/work_units.py), each is passed on by itself, and
-seeded by its number; of a stage their forwards are under way together.
+If a micro-batch is split into several leaves of the tree (parallel/work_units.py), each leaf is sent separately, and
+seeded with its number. The forwards of these leaves run together in a stage.
 
-In which order a rank does what is the schedule's business (parallel/pipeline/schedule.py) and changes no number.
+The schedule (parallel/pipeline/schedule.py) sets the order of the work of a rank. It doesn't change the numbers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -59,7 +59,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @dataclass(eq=False)
 class _Passing:
-    """A leaf in a stage of this rank, and the states of the generators that have come with it and go on with it."""
+    """A leaf in a stage of this rank, and the generator states that arrived with it and are sent along with it."""
 
     leaf: MicroBatch
     model_inputs: Inputs
@@ -69,9 +69,9 @@ class _Passing:
 
 @final
 class PipelineEngine:
-    """A model whose stages are on the ranks of `world`; every rank is given all micro-batches of its pipeline.
+    """A model with its stages on the ranks of `world`. Every rank must be passed all micro-batches of its pipeline.
 
-    Where the task knows no sample, for which operations are counted, stages are cut by their parameters alone.
+    If the task has no example inputs for counting operations, the cost of stages only depends on their parameters.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class PipelineEngine:
         self._pipe = pipe
         self._place = place = StagePlace(pipe, world)
         self._model = problem.build_model()
-        self._model.train()  # of the user's own it may return nothing
+        self._model.train()  # not chained, because `train` of a user model may return None
         self._generators = world.generators()
         self._together = Cooperative(self._generators)
         self._leaves = leaves_of(
             problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._together
         )
-        # While the model is whole: what needs all of its tensors, or code that runs without other ranks.
+        # The model is still whole here. This part needs all of its tensors, or runs its code without other ranks.
         cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
         cut_model = CutModel(self._model, cut, place, world.device)
         self._outputs = cut_model.outputs
         self._names = self._name_state(make_optimizer)
-        # From here on tensors of other ranks have no memory.
+        # From here on, the tensors of other ranks have no memory.
         own_slice = self._keep_own(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
         self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.own}
         numerics.prepare(self._model, world.device)
         self._code = cut_model.code(cut_model.own | cut_model.borrowed)
         self._model.train()
-        # Over the ranks that have the same stages as this one.
+        # The sum over the ranks with the same stages as this rank.
         self._across = world.canonical(place.mesh, "replicate", "context", chunks=self._leaves.count)
         part = part_of(self._model, cut_model.own)
         self._layout = StageLayout(world, self._model, part, place, numerics.copied, own_slice)
@@ -112,23 +112,23 @@ class PipelineEngine:
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        self._offload = numerics.offload_activations and not pipe.recompute  # else there is no graph that waits
+        self._offload = numerics.offload_activations and not pipe.recompute  # recomputation keeps no graph
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._links = Links(world, place, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
-        self._observed = NamedSums()  # the task's, of a step under way
+        self._observed = NamedSums()  # the sums of the task in the current step
         self._losses: Counter[Tensor] = Counter(add_)
 
     def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
-        """Return the names in the optimizer of the whole model; UsageError for one that cannot be cut."""
+        """Return the names in the optimizer of the whole model. Raises UsageError if the optimizer can't be split."""
         trained = trainable_parameters(self._model)
         if self._place.last:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
         return OptimizerNames(trained, make_optimizer(trained, whole_norms))
 
     def _keep_own(self, cut_model: CutModel) -> Slice:
-        """Leave this rank the tensors that its stages own or borrow; return which slice of them it has."""
+        """Keep only the tensors that the stages of this rank own or borrow. Returns the slice that this rank has."""
         if self._pipe.tensor > 1:
             keep_own_chunks(self._model, self._world, self._place.mesh)
         own_slice = Slice.of(self._model, self._world, self._place.mesh)
@@ -178,12 +178,12 @@ class PipelineEngine:
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
-        """See Engine. All ranks predict the same inputs in the same order, and all get the outputs."""
+        """See Engine. All ranks must predict the same inputs in the same order, and all ranks get the outputs."""
         with evaluating(self._model, self._ema, self._reload):
             yield self._predict
 
     def state(self) -> State:
-        """See Engine. All ranks call it."""
+        """See Engine. All ranks must call this method."""
         primary = self._place.rows_primary and self._place.at.tensor == 0
         tensors, scalars = self._names.state(self._world, self._slots, self._updates.optimizer, primary)
         return State(
@@ -259,7 +259,7 @@ class PipelineEngine:
                 self._links.send([each.drawn, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, passing: _Passing, step: Step, values: Values) -> Sequence[Tensor | int]:
-        """Return what leaves the stage for a leaf, of the last one the loss."""
+        """Return the values that leave the stage for a leaf. For the last stage, this is the loss."""
         leaf = passing.leaf
         before = self._seed(step, leaf.index, passing.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
@@ -271,7 +271,7 @@ class PipelineEngine:
                 outputs = [self._loss_of(leaf, outputs)]
             else:
                 passing.drawn = self._generator_states(before, passing.arrived)
-            # None leaves autocast before all have come here: that would clear what it keeps for the others, too.
+            # No leaf exits autocast before all leaves are here, because this clears the autocast cache of all leaves.
             self._together.exchange("its end", list, None)
         return outputs
 
@@ -284,13 +284,13 @@ class PipelineEngine:
         return loss
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
-        """Return the gradients of what the stage gave, those of the loss being what it counts in the step."""
+        """Return the gradients of the outputs of a stage. For the loss, this is its share in the step."""
         if number != self._place.last:
             return self._links.receive(self._links.gradients_of(number), number + 1, index)
         return [self._updates.scale(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradients that stages which borrow from this one have made for a micro-batch."""
+        """Return the gradients of lent parameters that the borrowing stages computed for a leaf."""
         arrived = [
             (tie, self._links.receive(self._links.of_tie(tie), tie.borrower, index)[0])
             for tie in self._ties.of_owner(number)
@@ -302,7 +302,7 @@ class PipelineEngine:
         self._links.send_tied_weights()
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
-        """Bring the generators to where this stage starts on micro-batch `index`, and return their states."""
+        """Set the generators to the state in which this stage starts on leaf `index`, and return their states."""
         if not isinstance(states, Tensor):
             self._world.seed(random.extend_key(self._forward_key, step.number, index))
         else:
@@ -312,20 +312,20 @@ class PipelineEngine:
         return [generator.get_state() for generator in self._generators]
 
     def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
-        """Return the states for the next stage, unless nothing has been drawn for the micro-batch so far."""
+        """Return the states for the next stage, or None if no random number was drawn for the leaf so far."""
         now = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
         return None if states is None and unchanged else torch.cat(now)
 
     def _total_loss(self, leaves: int) -> Tensor:
-        """Return the sum of all losses, which the last stages have, on every rank."""
+        """Return the sum of all losses on every rank. The last stages have the losses."""
         loss = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         if self._place.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
             if self._place.whole_primary and not self._place.at.tensor:
                 loss = added
-        # As whole numbers, since every other rank has zero: a float's sum would turn -0.0 into 0.0.
+        # As integers, because all other ranks have zero, and a float sum would turn -0.0 into 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]
 
     def _predict(self, inputs: Inputs) -> Any:
@@ -348,7 +348,7 @@ class PipelineEngine:
 
 
 def _check(values: Sequence[object]) -> list[Tensor | int]:
-    """Return what crosses out of a stage, which only a run can tell for certain."""
+    """Return the values that leave a stage. Raises TrainingError unless all of them are tensors or integers."""
     fit = [value for value in values if isinstance(value, Tensor | int)]
     if len(fit) < len(values):
         kinds = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | int))

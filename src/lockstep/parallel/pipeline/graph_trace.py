@@ -1,8 +1,8 @@
-"""A model's forward as a straight line of larger modules, which can be cut between them.
+"""The forward of a model as a sequence of large modules, between which it can be split.
 
-The model is traced coarsely (torch.fx): only the code that strings its modules together is followed, and each of those
-stays the Python module that it is, whatever its code does, for any batch size. Containers are followed; of other
-modules only the model itself and those that are `entered`.
+The model is traced coarsely with torch.fx. Only the code that connects its modules is traced. The modules stay Python
+modules, so they can contain any code and work for any batch size. Containers are traced. Of all other modules, only the
+model itself and the modules in `entered` are traced.
 """
 
 import random as python_random
@@ -27,7 +27,7 @@ _ROOT: Final = "model"
 
 
 class UntraceableError(UsageError):
-    """Raised for a model whose code a trace cannot follow; it may still be run without values (call_trace.py)."""
+    """Raised if the code of a model can't be traced. It may still run without values (call_trace.py)."""
 
     advice: ClassVar = "move that code into a module of its own, or use another strategy"
 
@@ -37,25 +37,26 @@ class UntraceableError(UsageError):
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """Where stages 1, 2, ... begin: names of modules, and the modules whose own code is followed to get there."""
+    """The names of the modules at which stages 1, 2, ... begin, and the modules whose code is followed for this."""
 
     begins: tuple[str, ...] = ()
     entered: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()  # names of blocks that stay whole
-    example: Inputs | None = field(default=None, compare=False)  # of the model's inputs
-    replayed: bool = False  # whether each stage runs the model's code (replay.py), since it cannot be traced
+    example: Inputs | None = field(default=None, compare=False)  # example inputs of the model
+    replayed: bool = False  # whether each stage runs the code of the model (replay.py), because it can't be traced
 
 
 @final
 class GraphTrace:
-    """A traced forward, as a row of places: each a call of a module, or what is computed between two of them.
+    """A traced forward as a sequence of places. Each place is a call of a module, or a computation between two calls.
 
-    `body` are its nodes in order, without its inputs, its output and its weights. `used` are the parameters and buffers
-    used at each place, by their identity, and `calls` the place of each module where it is called first, by name, in
-    order.
+    - `body`: the nodes in order, without inputs, output and weights.
+    - `used`: the parameters and buffers used at each place, by id.
+    - `calls`: the place of the first call of each module, by name, in order.
 
-    The model is put into the mode that `training` says. What `cut` says is kept is not followed, container or not.
-    Its `example` says what the model takes: with None one tensor. Code that cannot be followed raises UsageError.
+    Puts the model into training or evaluation mode by `training`. Modules in `cut.kept` aren't traced, even if they are
+    containers. `cut.example` are the inputs of the model. If it is None, the model takes one tensor. Raises UsageError
+    if the code can't be traced.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
@@ -74,9 +75,9 @@ class GraphTrace:
         for place, node in enumerate(self.body):
             if node.op == "call_module":
                 self.calls.setdefault(_name(node), place)
-        self._unfit: frozenset[str] = frozenset()  # what is neither a tensor nor a whole number
+        self._unfit: frozenset[str] = frozenset()  # nodes that are neither tensors nor integers
         self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
-        if any(node.target is getattr for node in self._given):  # which may be None, and no trace tells
+        if any(node.target is getattr for node in self._given):  # these can be None, which a trace doesn't show
             raise UntraceableError(
                 "its outputs are attributes of what a module gives; let its forward return tensors, or use another "
                 "strategy"
@@ -84,19 +85,19 @@ class GraphTrace:
 
     @property
     def outputs(self) -> Any:
-        """What the model gives, with tensors of no meaning."""
+        """The outputs of the model, with meaningless tensors."""
         nothing = torch.empty(0, device="meta")
         return pytree.tree_map_only(fx.Node, lambda _: nothing, self._output.args[0])
 
     def obstacle(self, place: int) -> str | None:
-        """Return why what crosses before `place` keeps the line from being cut there, if so."""
+        """Return the reason why the values that cross before `place` prevent a cut there, or None."""
         others = [node.name for node in self._crossing(place) if node.name in self._unfit]
         return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
 
     def measure(self, example: Inputs) -> list[int]:
-        """Return the operations of the forward at each place, for these inputs; the model is on the meta device.
+        """Return the operations of the forward at each place for these inputs. The model must be on the meta device.
 
-        From here on `obstacle` knows what cannot cross, too.
+        After this call, `obstacle` also checks the types of the values that cross.
         """
         run = _Measuring(self._root, self._graph)
         run.run(*batches.tensors_of(example))
@@ -104,11 +105,10 @@ class GraphTrace:
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
     def module(self, start: int, stop: int) -> fx.GraphModule:
-        """Return what lies between two places: from the values that cross into it to a list of those that cross out.
+        """Return the module between two places: from the values that enter it to a list of those that leave it.
 
-        The last one's are the tensors of the outputs, in their order.
-
-        Its parts are the model's own modules and weights.
+        The values that leave the last place are the tensors of the outputs in their order. The module shares the
+        submodules and weights of the model.
         """
         graph = fx.Graph()
         copied = {node: graph.placeholder(node.name) for node in self._crossing(start)}
@@ -137,9 +137,9 @@ class GraphTrace:
 
 @final
 class _FlatInputs(nn.Module):
-    """A model called with its inputs alone, so that no default of its forward becomes one more input.
+    """A model that is called only with its inputs, so that defaults of its forward don't become additional inputs.
 
-    They come as a list of the tensors in `example`; without it there is one.
+    The inputs are a list of the tensors in `example`. Without an example, it is one tensor.
     """
 
     def __init__(self, model: nn.Module, example: Inputs | None) -> None:
@@ -156,7 +156,7 @@ class _FlatInputs(nn.Module):
 
 
 def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
-    """Give each tensor of the traced list of inputs a placeholder of its own, and return them."""
+    """Create a separate placeholder for each tensor in the traced list of inputs, and return the placeholders."""
     whole = next(iter(graph.nodes))
     with graph.inserting_before(whole):
         separate = [graph.placeholder(f"input_{number}") for number in range(inputs)]
@@ -169,14 +169,14 @@ def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
 
 @final
 class _CoarseTracer(fx.Tracer):
-    proxy_buffer_attributes = True  # else a buffer's value would be that of the trace
+    proxy_buffer_attributes = True  # otherwise the trace would fix the values of buffers
 
     def __init__(self, cut: PipelineCut) -> None:
         super().__init__()
         self._cut = cut
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module stays whole."""
+        """Whether a module isn't traced."""
         name = module_qualified_name.removeprefix(_ROOT).removeprefix(".")
         if name in self._cut.kept:
             return True
@@ -191,12 +191,12 @@ class _Measuring(fx.Interpreter):
         self.unfit: set[str] = set()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give a module lists of its own, as a call would: the graph's refuse to be written into."""
+        """Copy list arguments for a module, as in a normal call, because the lists of the graph are immutable."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return tuple(list(each) if isinstance(each, list) else each for each in args), kwargs
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node and count; with a graph, since the counter's hooks stumble over a weight's views without."""
+        """Run a node and count its operations. Without autograd, the counter fails on views of weights."""
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
         self.operations[n.name] = counter.get_total_flops()
@@ -206,13 +206,13 @@ class _Measuring(fx.Interpreter):
 
 
 def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
-    """Trace, and refuse what a trace would silently fix: tensors of the moment and drawn numbers."""
+    """Trace, and reject code that a trace would silently fix: temporary tensors and random numbers."""
     before = generators()
     try:
         graph = _CoarseTracer(cut).trace(root)
     except LockstepError:
         raise
-    except Exception as error:  # a stranger's code may raise anything without real tensors
+    except Exception as error:  # user code can raise any exception without real tensors
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
             f"its code {_blame(error)} depends on values or shapes of tensors ({type(error).__name__}: {first}); "
@@ -229,7 +229,7 @@ def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
 
 
 def generators() -> list[object]:
-    """Return the states of the usual generators of the CPU."""
+    """Return the states of the CPU generators of torch, NumPy and Python."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return [bytes(torch.get_rng_state().numpy()), np.asarray(numbers).tobytes(), rest, python_random.getstate()]
 

@@ -1,7 +1,7 @@
-"""What is trained on a rank of a pipeline: the parameters of its stages, whole, or rows of them.
+"""The trained tensors on a rank of a pipeline: the parameters of its stages, or rows of these parameters.
 
-Ranks with the same stages in pipelines side by side may share the work of the optimizer, each for its rows, as the
-first stage of ZeRO does (parallel/layouts/rows.py). Norms that a step needs are over the stages of all ranks.
+Ranks with the same stages in parallel pipelines can shard the optimizer state by rows, as in stage 1 of ZeRO
+(parallel/layouts/rows.py). The norms of a step are over the stages of all ranks.
 """
 
 from dataclasses import replace
@@ -23,9 +23,9 @@ from lockstep.parallel.weights import Weights
 
 @final
 class StageLayout:
-    """The part of `model` on this rank, which is `part`; what is not has no memory here.
+    """The part of `model` on this rank, which is `part`. The other tensors have no memory here.
 
-    `at` says which stages this rank has, and `place` which slice of them. All ranks make it.
+    `at` has the stages of this rank, and `place` its slice of them. All ranks must create a layout.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StageLayout:
         self._at = at
         self._place = place
         self._all = trainable_parameters(model)
-        # In the dtypes of the weights: what is borrowed will be in that which the model computes in.
+        # In the dtypes of the weights, because borrowed weights are later converted to the compute dtype.
         self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
         sharers = world.among(at.sharers)
         alone = sharers.size == 1
@@ -47,7 +47,7 @@ class StageLayout:
         every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), own.values())
         of_stages: dict[Tensor, Shard] = {each: self.as_shard(name, each) for name, each in self.trained}
         of_tensors = self._own.norms.of_tensors
-        if at.mesh.tensor > 1:  # other ranks have other slices of the same stages
+        if at.mesh.tensor > 1:  # other ranks have different slices of the same stages
             beside = world.among(at.mesh.groups("replicate", "tensor", "context"))
             of_tensors = norms_of_rows(beside, of_stages).of_tensors
         self.norms = Norms(every.all_rows, of_tensors, every.agree_)
@@ -61,7 +61,7 @@ class StageLayout:
         }
 
     def own_state(self) -> dict[str, MaybeSharded]:
-        """Return what of the state is on this rank."""
+        """Return the part of the state that is on this rank."""
         return {name: self._place.as_part(name, held) for name, held in self._own.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
@@ -69,7 +69,7 @@ class StageLayout:
         return self._as_part(name, self._own.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
-        """Return the gradient of each of the model's parameters, as it lies between a backward and an update."""
+        """Return the gradients of all parameters of the model, between a backward and an update, as shards."""
         own = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 

@@ -1,13 +1,13 @@
-"""What goes from stage to stage: values and their gradients, and what is known of tied weights.
+"""The communication between stages: values, their gradients, and the gradients and values of tied weights.
 
-With S stages each pair of stages beside each other has two lines, and each tied weight one:
+With S stages, each pair of neighboring stages has two lines, and each tied weight has one line:
 
-| line | from | to | what |
+| line | from | to | data |
 |---|---|---|---|
-| s | stage s - 1 | stage s | values that cross the cut, behind the states of the generators |
-| S + s | stage s + 1 | stage s | their gradients |
+| s | stage s - 1 | stage s | the generator states, then the values that cross the cut |
+| S + s | stage s + 1 | stage s | gradients of these values |
 | 2 S + t | borrower | owner | gradients of the tied weight t |
-| 2 S + t | owner | borrower | its new values |
+| 2 S + t | owner | borrower | new values of the tied weight t |
 """
 
 from typing import final
@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
 
 @final
 class Links:
-    """The lines of this rank's stages to those beside them, and to those with the same weights."""
+    """The lines from the stages of this rank to neighboring stages and to stages with tied weights."""
 
     def __init__(self, world: World, place: StagePlace, ties: TiedWeights) -> None:
         self._place = place
@@ -32,11 +32,11 @@ class Links:
         linked |= {tie.owner for tie in ties.all if tie.borrower in place.own}
         linked |= {tie.borrower for tie in ties.all if tie.owner in place.own}
         self._post = PointToPoint(world, place.ranks_of(linked))
-        self.finish = self._post.finish  # waits until what was sent may be written to
-        self._inbox: dict[tuple[int, int], Values] = {}  # by line and micro-batch, what stays on this rank
+        self.finish = self._post.finish  # waits until sent tensors can be overwritten
+        self._inbox: dict[tuple[int, int], Values] = {}  # values that stay on this rank, by line and micro-batch
 
     def gradients_of(self, stage: int) -> int:
-        """Return the line on which gradients come to `stage`; that of the forward has the stage's own number."""
+        """Return the line on which `stage` receives gradients. Its line for the forward is `stage`."""
         return self._place.last + 1 + stage
 
     def of_tie(self, tie: TiedWeight) -> int:
@@ -44,20 +44,20 @@ class Links:
         return 2 * (self._place.last + 1) + tie.number
 
     def send(self, values: Values, line: int, stage: int, index: int) -> None:
-        """Give values for a micro-batch to `stage`, on its rank."""
+        """Send values for a micro-batch to `stage`."""
         if stage in self._place.own:
             self._inbox[line, index] = values
         else:
             self._post.send(values, self._place.rank_of(stage), line)
 
     def receive(self, line: int, stage: int, index: int) -> Values:
-        """Return what `stage` gave for a micro-batch."""
+        """Receive the values that `stage` sent for a micro-batch."""
         if stage in self._place.own:
             return self._inbox.pop((line, index))
         return self._post.receive(self._place.rank_of(stage), line)
 
     def share_outputs(self, outputs: Values) -> Values:
-        """Return what the last stage gives, on all ranks of the pipeline: it goes from rank to rank, the last first."""
+        """Return the outputs of the last stage on all ranks of a pipeline. Ranks pass them on in reverse order."""
         line, own, before = self.gradients_of(self._place.last), self._place.own, self._place.at.pipe - 1
         if self._place.last not in own:
             outputs = self._post.receive(self._place.rank_of(before + 2), line)
@@ -68,7 +68,7 @@ class Links:
 
     @torch.no_grad()
     def send_tied_weights(self) -> None:
-        """Bring tied weights to the ranks that have borrowed them. All ranks call it after each change of weights."""
+        """Send tied weights to the ranks that borrow them. All ranks must call this after the weights change."""
         place = self._place
         between = [tie for tie in self._ties.all if place.rank_of(tie.owner) != place.rank_of(tie.borrower)]
         for tie in between:

@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: its own tensors are real, those of other ranks have no memory."""
+"""The part of a model on one rank. The tensors of other ranks are on the meta device and have no memory."""
 
 from collections.abc import Collection
 
@@ -9,16 +9,17 @@ from lockstep.core.shard import Shard
 
 
 def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return a module that has the parameters and buffers `names` of `model`, by the same names in the same order.
+    """Return a module with the parameters and buffers `names` of `model`, with the same names in the same order.
 
-    A module whose tensors all are among them is there itself; of others there is an empty one with what is left.
+    A submodule with all of its tensors in `names` is included itself. A submodule with some of its tensors in `names`
+    is replaced by an empty module with these tensors.
     """
     part = _part(model, names, "")
     return nn.Module() if part is None else part
 
 
 def keep_only(model: nn.Module, names: Collection[str], device: torch.device, layout: torch.memory_format) -> None:
-    """Move the tensors `names` to `device`, as Module.to would, and all others to the meta device."""
+    """Move the tensors `names` to `device` like Module.to, and all other tensors to the meta device."""
     gone = {id(tensor): empty_like(tensor) for name, tensor in tensors_of(model) if name not in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -34,18 +35,18 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers by name, shared ones by each of their names."""
+    """Return all parameters and buffers by name. A shared tensor is listed once for each of its names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Return what modules keep of a computation in their attributes, as the old weight_norm does: it has no copy."""
+    """Return non-leaf tensors in module attributes, as kept by the old weight_norm. They can't be deep-copied."""
     kept = (value for each in module.modules() for value in vars(each).values())
     return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def absent(tensor: Tensor) -> Shard:
-    """Return a tensor of other ranks as a shard of no rows, which gives its shape and dtype alone."""
+    """Return a shard without rows for a tensor of other ranks. It only has the shape and the dtype."""
     return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
 
 
@@ -70,7 +71,7 @@ def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module |
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor, or a parameter, of that form on the meta device."""
+    """Return a tensor or parameter of the same form on the meta device."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

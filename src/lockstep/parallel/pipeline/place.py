@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline are."""
+"""The placement of the stages of a pipeline on ranks."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from lockstep.parallel.pipeline.schedule import Schedule
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How a model is distributed: in pipelines of consecutive ranks, stage s on rank s mod ranks of each.
+    """The distribution of a model over pipelines. Stage s is on rank s mod n of each pipeline of n ranks.
 
-    There are `replicas` times `sharers` of them; each next `sharers` share the optimizer's work. `tensor` ranks share
-    the chunks of each stage, and `context` ranks the leaves of a micro-batch. `cut` names the modules that begin the
-    stages but the first; without, the stages are cut by cost.
+    There are `replicas` times `sharers` pipelines, and each group of `sharers` consecutive pipelines shards the
+    optimizer state. `tensor` ranks share the chunks of each stage, and `context` ranks share the leaves of a
+    micro-batch. `cut` are the names of the modules that begin the stages, except for the first stage. If it is empty,
+    the model is split by cost.
     """
 
     schedule: Schedule = "1f1b"
@@ -30,7 +31,7 @@ class PipelineShape:
 
 @final
 class StagePlace:
-    """This rank's place in the pipelines of a world: it has the stages `own` of `last` + 1."""
+    """The place of this rank in the pipelines of a world. It has the stages `own` of `last` + 1 stages."""
 
     def __init__(self, pipe: PipelineShape, world: World) -> None:
         pipelines = pipe.replicas * pipe.sharers
@@ -39,11 +40,11 @@ class StagePlace:
         self.at = self.mesh.coordinate(world.rank)
         self.last = self.ranks * pipe.stages_per_rank - 1
         self.own = range(self.at.pipe, self.last + 1, self.ranks)
-        # Of the ranks that have the same rows of the same stages one reports what all of them know, and of those that
-        # have the same stages whole one.
+        # One of the ranks with the same rows of the same stages reports on behalf of all of them, and so does one of
+        # the ranks with the same whole stages.
         self.rows_primary = self.at.replicate < pipe.sharers and self.at.context == 0
         self.whole_primary = self.at.replicate == self.at.context == 0
-        # The ranks that share the optimizer's work for the same stages, which Mesh knows under the name of pipes.
+        # The ranks that shard the optimizer state of the same stages. In this Mesh, they are along the axis `pipe`.
         lengths = {"shard": self.ranks, "tensor": pipe.tensor, "context": pipe.context}
         self.sharers = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")
 
@@ -52,6 +53,6 @@ class StagePlace:
         return self.mesh.rank(self.at._replace(pipe=stage % self.ranks))
 
     def ranks_of(self, stages: Collection[int]) -> set[int]:
-        """Return the other ranks that have these stages, of which some may not exist."""
+        """Return the other ranks that have these stages. Numbers of stages that don't exist are ignored."""
         mine = self.rank_of(self.at.pipe)
         return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {mine}

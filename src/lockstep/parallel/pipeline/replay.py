@@ -1,7 +1,8 @@
-"""A stage that runs the model's own forward: up to its first module without values, then with them, and no further.
+"""Stages that run the forward of the model: without values up to their first module, then with values to their end.
 
-What enters are the arguments of its first module that depend on modules before it. The rest, such as a mask, follows
-from the model's inputs alone, which each rank has: it is computed again, as in a single process.
+The values that enter a stage are the arguments of its first module that depend on earlier modules. Everything else,
+such as a mask, only depends on the inputs of the model. Each rank has the inputs, and computes it again as in one
+process.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,35 +24,35 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 @dataclass(frozen=True)
 class StagePart:
-    """A stage: the modules whose first call begins it and ends it, and the paths of what crosses there."""
+    """A stage: the modules at whose first call it begins and ends, and the paths of the values that cross there."""
 
     begin: str | None  # None for the first stage
     arriving: tuple[str, ...]
-    end: str | None  # None for the last one
+    end: str | None  # None for the last stage
     leaving: tuple[str, ...]
 
 
 @dataclass
 class _Run:
-    """A forward of a stage; `real` are the values of what code between modules has without a value, by its identity."""
+    """A forward of a stage. `real` maps the ids of tensors without values in code between modules to their values."""
 
     part: StagePart
     values: list[Any]
     begun: bool
-    drawn: Tensor  # the state of the generator where it began
+    drawn: Tensor  # the state of the generator at the beginning
     real: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @final
 class _Under(local):
-    """The forward that is under way in this thread: those of several leaves have one each (parallel/cooperative.py)."""
+    """The current forward of this thread. Each of several leaves has a separate thread (parallel/cooperative.py)."""
 
     run: _Run | None = None
-    inside = False  # a module that stays whole
+    inside = False  # whether a module that is never split is running
 
 
 class _Left(BaseException):
-    """Ends a forward at the first module of the next stage. No `except Exception` of the model may catch it."""
+    """Ends a forward at the first module of the next stage. An `except Exception` in the model doesn't catch it."""
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class _Left(BaseException):
 
 @final
 class Replay:
-    """Runs stages of `model`, of whose tensors those in `own` have values here; `meta` is a copy without any."""
+    """Runs stages of `model`. The tensors in `own` have values on this rank. `meta` is a copy without values."""
 
     def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, own: Collection[str]) -> None:
         self._model = model
@@ -75,7 +76,7 @@ class Replay:
                 self._hide(path, module, own)
 
     def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
-        """Return the stage: given what enters it and the model's inputs, it returns what leaves it."""
+        """Return the function of a stage, from the values that enter and the model inputs to the values that leave."""
         return partial(self._run, part)
 
     def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
@@ -93,7 +94,7 @@ class Replay:
         return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stand for the forward of a module that stays whole."""
+        """Replaces the forward of a module that is never split."""
         run = self._now.run
         if run is None or self._now.inside:
             return forward(*args, **kwargs)
@@ -112,11 +113,11 @@ class Replay:
             self._now.inside = False
 
     def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
-        """Let code between modules find tensors without values where those of other ranks are."""
+        """Replace tensors of other ranks by tensors without values, for code between modules."""
         blank = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
             if f"{path}.{name}".lstrip(".") not in own:
-                vars(module)[name] = getattr(blank, name)  # found before the module's parameters and buffers
+                vars(module)[name] = getattr(blank, name)  # hides the parameter or buffer of the module
 
 
 def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,8 +130,8 @@ def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _real(run: _Run, value: Any) -> Any:
-    """Return a value itself or, where it comes without a value, what has arrived of it."""
-    if not isinstance(value, FakeTensor):  # which comes from a meta model
+    """Return the value itself, or the value that arrived if it is a tensor without values."""
+    if not isinstance(value, FakeTensor):  # fake tensors come from a meta model
         return value
     if id(value) not in run.real:
         _refuse("what a stage needs of those before it changes from one micro-batch to the next")

@@ -1,17 +1,18 @@
-"""What each rank of a pipeline does in a step, in order: forwards and backwards of stages on micro-batches.
+"""Pipeline schedules: the order of the forwards and backwards of stages that each rank runs in a step.
 
-Stage s is on rank s mod ranks, so a rank with several stages sees a micro-batch several times. What a rank needs
-from another it waits for, and it never waits for what it sends: any order in which some rank can always go on is legal.
+Stage s is on rank s mod ranks, so a rank with several stages sees a micro-batch several times. A rank waits for values
+that it receives, but never for values that it sends. Therefore an order is valid if some rank can always continue.
 
-- naive: one micro-batch at a time goes all the way; the other ranks wait.
+- naive: one micro-batch at a time passes through all stages, while the other ranks wait.
 - gpipe: all forwards, then all backwards (Huang et al. 2019, "GPipe").
-- 1f1b: as soon as the first backward can come, one forward and one backward in turn, so that a stage holds at most as
-  many micro-batches as there are stages from it to the end (Narayanan et al. 2019, "PipeDream"; 2021, "Efficient
-  Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
-- interleaved: the same with several stages on each rank, in rounds of micro-batches; the wait at both ends of a step is
-  shorter by that factor (Narayanan et al. 2021, section 2.2.2).
-- zero_bubble: backward is split: the gradient of the input, for which the rank before waits, comes first, and that of
-  the weights later, where the rank would wait (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", ZB-H1).
+- 1f1b: from the first possible backward on, forwards and backwards alternate. A stage holds at most as many
+  micro-batches as there are stages from it to the end (Narayanan et al. 2019, "PipeDream"; 2021, "Efficient Large-Scale
+  Language Model Training on GPU Clusters Using Megatron-LM").
+- interleaved: 1f1b with several stages on each rank, in rounds of micro-batches. The number of stages per rank divides
+  the idle time at both ends of a step (Narayanan et al. 2021, section 2.2.2).
+- zero_bubble: the backward is split. The gradient of the input comes first, because the previous rank waits for it. The
+  gradient of the weights comes later, when the rank would be idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+  ZB-H1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ _BOTH: Final[tuple[Kind, Kind]] = ("forward", "backward")
 
 
 class Action(NamedTuple):
-    """One piece of work: `backward` is both of the other two at once."""
+    """One piece of work. `backward` combines `backward_input` and `backward_weight`."""
 
     kind: Kind
     stage: int
@@ -35,14 +36,14 @@ class Action(NamedTuple):
 
 
 def stages_of_each(schedule: Schedule, stages_per_rank: int | None) -> int:
-    """Return how many stages each rank has, where none are asked for as many as the schedule is made for."""
+    """Return the number of stages of each rank. If it isn't set, this is the default of the schedule."""
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 
 
 def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, begins: Sequence[str]) -> None:
-    """Raise UsageError where the schedule is none for so many stages of each rank.
+    """Raise UsageError if the schedule doesn't support this number of stages per rank.
 
-    Or where the modules that are said to begin the stages but the first, if any are, are not as many as these.
+    Also raises UsageError if `begins` is set and isn't one module for each stage except for the first stage.
     """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
@@ -59,9 +60,9 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, 
 
 
 def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
-    """Return what `rank` does in a step of so many micro-batches; only the last two schedules take several stages.
+    """Return the actions of `rank` in a step. Only interleaved and zero_bubble support several stages per rank.
 
-    Of each stage, forwards come in the order of the micro-batches, and so do backwards of each kind.
+    For each stage, the forwards are in the order of the micro-batches, and so are the backwards of each kind.
     """
     if schedule in ("naive", "gpipe"):
         forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
@@ -72,8 +73,8 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
     rounds = cut(microbatches, max(1, microbatches // ranks))
     ahead = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
     back = list(_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
-    # Two for each rank below: with several stages a rank's next forward comes from the rank before at the same time as
-    # the backward from the rank behind.
+    # Two per following rank if interleaved: with several stages, the next forward arrives from the previous rank at the
+    # same time as the backward from the following rank.
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(ahead))
     order = _alternating(ahead, back, warm_up)
@@ -96,7 +97,7 @@ def _alternating(ahead: list[Action], back: list[Action], warm_up: int) -> Itera
 
 
 def _weights_later(order: Iterator[Action], delay: int) -> Iterator[Action]:
-    """Put the gradient of the weights `delay` backwards after that of the input."""
+    """Delay the gradient of the weights by `delay` backwards after the gradient of the input."""
     waiting: list[Action] = []
     for action in order:
         yield action

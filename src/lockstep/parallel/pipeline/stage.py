@@ -1,10 +1,11 @@
-"""One stage at work: its forwards, its backwards, and the canonical sums of what they give.
+"""The computation of a stage: its forwards, its backwards, and the canonical sums of their results.
 
-What crosses into a stage enters its graph by a function that catches the gradient which comes back, as autograd made
-it: a leaf's `grad` would be laid out anew, and a stage that writes into its input could not do so with a leaf.
+The inputs of a stage enter its graph through an autograd function that catches their gradients exactly as autograd
+computed them. A leaf tensor wouldn't work: its `grad` can get a different memory layout, and a stage can't modify a
+leaf in place.
 
-Of a micro-batch that is cut into several leaves of the tree (parallel/work_units.py) the forwards of a stage are under
-way together, and one backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
+If a micro-batch is split into several leaves of the tree (parallel/work_units.py), the forwards of the leaves run
+together, and one backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +39,13 @@ from lockstep.parallel.isolated_grads import IsolatedGradients
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
-Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that another stage uses too, and its gradients of them
+Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that another stage also uses, with its gradients
 
-_SENT_BYTES: Final = 32 << 20  # at a time, so that all gradients of a stage are not there twice
+_SENT_BYTES: Final = 32 << 20  # per sum, so that not all gradients of a stage are in memory twice
 
 
 class Forward(NamedTuple):
-    """What there is to compute of the leaf `number`, from what has crossed into the stage."""
+    """The forward of the leaf `number`, from the values that enter the stage."""
 
     number: int
     inputs: Values
@@ -52,14 +53,14 @@ class Forward(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a backward begins with: gradients of what the forward gave, and those that borrowers have made."""
+    """The inputs of a backward: the gradients of the outputs of the forward, and the gradients from borrowers."""
 
     gradients: Values
     lent: Lent = ()
 
 
 class Back(NamedTuple):
-    """What a backward gives: the gradients of what crossed into the stage, and of what it has borrowed."""
+    """The results of a backward: the gradients of the inputs of the stage and of borrowed parameters."""
 
     inputs: Gradients
     borrowed: Gradients
@@ -70,10 +71,10 @@ class _Leaf:
     """A leaf between its forward and its backward."""
 
     number: int
-    restore_after: list[Tensor]  # those inputs that want a gradient
+    restore_after: list[Tensor]  # the inputs that require a gradient
     caught: dict[int, Tensor]  # the gradient of each input that has one
     width: int  # number of inputs
-    edges: list[GradientEdge | None]  # of the outputs that want a gradient
+    edges: list[GradientEdge | None]  # of the outputs that require a gradient
 
     def input_gradients(self) -> Gradients:
         return [self.caught.get(place) for place in range(self.width)]
@@ -81,19 +82,19 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch between its forward and its backward; of several leaves the parameters are kept `apart`."""
+    """A micro-batch between its forward and its backward. With several leaves, `apart` isolates their gradients."""
 
     leaves: list[_Leaf]
     apart: IsolatedGradients | None
-    finish: Callable[[], list[Tensor]] | None = None  # what a split backward put off
+    finish: Callable[[], list[Tensor]] | None = None  # the deferred part of a split backward
 
 
 @final
 @dataclass(eq=False)
 class Stage:
-    """A stage of a model, whose tensors are those of `part`. With `recompute` it holds inputs instead of a graph.
+    """A stage of a model with the tensors of `part`. With `recompute`, it keeps inputs instead of a graph.
 
-    What it has `borrowed` are parameters of another stage, whose gradients it gives back.
+    `borrowed` are parameters of a different stage. The gradients of these are returned to that stage.
     """
 
     part: InitVar[nn.Module]
@@ -107,17 +108,18 @@ class Stage:
         self.running = RunningStatistics(part, counted=not compiled)
         self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        self.observations = torch.empty(0)  # by the last step, for each sample
+        self.observations = torch.empty(0)  # mean per sample in the last step
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
         self._split: dict[int, _InFlight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(add_parts_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
-        """Compute the leaves of a micro-batch, of so many samples, with the parameters of `module`.
+        """Compute the leaves of a micro-batch with `samples` samples, with the parameters of `module`.
 
-        Returns what crosses out for each, cut off from here. From here on the micro-batch is called by the number of
-        its first leaf. With recomputation each leaf is computed again in the backward, and must then give the same.
+        Returns the detached values that leave the stage for each leaf. From here on, the micro-batch is identified by
+        the number of its first leaf. With recomputation, each leaf is computed again in the backward, and must have the
+        same results.
         """
         number = forwards[0].number
         self.running.before_forward()
@@ -133,7 +135,7 @@ class Stage:
         return [[_cut_off(output) for output in of_leaf] for of_leaf in outputs]
 
     def backward(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
-        """Do the whole backward of micro-batch `number`, and return what it gives for each of its leaves."""
+        """Run the whole backward of micro-batch `number`, and return its results for each leaf."""
         in_flight = self._in_flight.pop(number)()
         apart = in_flight.apart
         both = list(zip(in_flight.leaves, arrived, strict=True))
@@ -149,9 +151,9 @@ class Stage:
         return found
 
     def backward_input(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
-        """Return what `backward` does, and put off what only the weights need, but for what is borrowed.
+        """Return the same results as `backward`, but defer the computation that only the weights need.
 
-        That is for micro-batches which are one leaf.
+        If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf.
         """
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, lent)] = in_flight.leaves, arrived
@@ -160,26 +162,26 @@ class Stage:
             in_flight.finish = lambda: _finish_whole(pairs, self.parameters, lent)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
             in_flight.finish = _split(leaf, pairs, self.parameters, lent)
-        else:  # torch would lose the weights of an output in which no input takes part
+        else:  # torch would lose the weight gradients of an output that doesn't depend on an input
             gradients_now = _finish_whole(pairs, self.parameters, lent)
             in_flight.finish = lambda: gradients_now
         self._split[number] = in_flight
         return [Back(leaf.input_gradients(), self._of_borrowed())]
 
     def backward_weight(self, number: int) -> None:
-        """Do what backward_input put off."""
+        """Run the part that `backward_input` deferred."""
         in_flight = self._split.pop(number)
         assert in_flight.finish is not None
         [leaf] = in_flight.leaves
         self._gradients.push(leaf.number, in_flight.finish())
 
     def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
-        """Leave the canonical sums of a step of so many leaves in `grad`.
+        """Set `grad` to the canonical sums of a step with `leaves` leaves.
 
-        `across` adds over the ranks that have the same stage; all of them call this.
+        `across` adds over the ranks with the same stage. All of these ranks must call this method.
         """
         pieces = self._gradients.pieces()
-        if across.alone:  # then nothing has to be flat
+        if across.alone:  # no flat buffers are needed
             give_gradients(self.parameters, total(pieces, leaves, add_parts_))
             return
         place = {parameter: number for number, parameter in enumerate(self.parameters)}
@@ -189,7 +191,7 @@ class Stage:
             give_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
 
     def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
-        """Leave the mean of what a step's leaves observed in `observed`, as add_gradients does the sums."""
+        """Set `observations` to the mean of the statistics of a step. Ranks must call it like `add_gradients`."""
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()
@@ -197,7 +199,7 @@ class Stage:
             self.observations = whole / samples
 
     def move(self, applied: bool) -> None:
-        """Move the running statistics towards what the step observed, or leave them where it was not applied."""
+        """Update the running statistics with the observations of the step, or keep them if the step wasn't applied."""
         self.running.settle(applied, self.observations)
 
     def _start(self, forwards: Sequence[Forward], module: nn.Module) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
@@ -211,7 +213,7 @@ class Stage:
         return _InFlight([leaf for leaf, _ in found], apart), [outputs for _, outputs in found]
 
     def _of_borrowed(self) -> Gradients:
-        """Take away the gradients of what is borrowed."""
+        """Return the gradients of borrowed parameters, and clear them."""
         found = []
         for tensor in self.borrowed:
             found.append(tensor.grad)
@@ -221,7 +223,7 @@ class Stage:
 
 @final
 class _Enter(torch.autograd.Function):
-    """The same tensor inside the graph of a stage; the gradient that arrives goes into `caught`, and no further."""
+    """The identity at the input of a stage. Its backward puts the gradient into `caught`, and stops there."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, caught: dict[int, Tensor], place: int) -> Tensor:
@@ -256,7 +258,7 @@ def _cut_off(output: Tensor | int) -> Tensor | int:
 
 
 def _forgetting(forward: Forward) -> Forward:
-    """Return a forward that leaves nothing for a backward, and its inputs as they are."""
+    """Return a forward that saves no tensors for a backward, and doesn't modify its inputs."""
 
     def compute(values: Values) -> Sequence[Tensor | int]:
         with saved_tensors_hooks(_drop, _drop):
@@ -266,7 +268,7 @@ def _forgetting(forward: Forward) -> Forward:
 
 
 def _copy(value: Value) -> Value:
-    """Copy what a stage might write into, since it will be read again."""
+    """Copy an input that the stage can modify in place, because the input is read again."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -292,7 +294,7 @@ def _finish_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) 
 def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.restore_after, parameters)
-    # A weight's gradient may be the very tensor that is on its way to the stage before, and sums are made in place.
+    # The gradient of a weight can be the tensor that is being sent to the previous stage, and sums are in place.
     shared = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
 
     def finish() -> list[Tensor]:
@@ -307,9 +309,9 @@ def _reaches_input(node: Node) -> bool:
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
-    """Take the gradients away; each lies in memory as autograd lays it out, and is zero where there is none.
+    """Return the gradients and clear them. A missing gradient is zero, and strides are those of the parameter.
 
-    The other stage's gradients of what is lent are added as autograd would, in the dtype they came in.
+    The gradients of lent parameters from the borrowing stage are added as in autograd, in their dtype.
     """
     for parameter, gradient in lent:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline says of its optimizer's state: under the names and numbers of a single process."""
+"""The optimizer state of a rank in a pipeline, with the parameter names and group numbers of a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -18,9 +18,9 @@ from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state
 
 
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
-    """Raise UsageError where what the optimizer does to a parameter depends on the others, which are on other ranks.
+    """Raise UsageError if the update of a parameter depends on other parameters, which are on other ranks.
 
-    It moves tiny parameters of so many `dims` together and one by one, by gradients that any clipping would cut.
+    Updates tiny parameters of `dims` dims, together and one by one, with gradients large enough for any clipping.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
     together = [_tiny(*shape) for shape in shapes]
@@ -38,7 +38,7 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
 
 @final
 class OptimizerNames:
-    """The parameter groups of the optimizer that has all of a model's parameters, by name."""
+    """The parameter groups, by name, of an optimizer for all parameters of the model."""
 
     def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
@@ -49,10 +49,10 @@ class OptimizerNames:
     def state(
         self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return what optimizer_state would return in one process, its tensors as shards. All ranks call it.
+        """Return the same as optimizer_state in one process, with tensors as shards. All ranks must call this method.
 
-        `optimizer` is this rank's, and its tensors lie as `slots` says; where several ranks have the same, one of them
-        is `primary`.
+        `optimizer` is the optimizer of this rank, and `slots` has the layout of its tensors. If several ranks have the
+        same tensors, one of the ranks is `primary`.
         """
         own, scalars = optimizer_state(slots.trained, optimizer)
         groups = self._own_groups(slots.trained, optimizer)
@@ -77,7 +77,7 @@ class OptimizerNames:
     def load(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Take over this rank's part of what `state` returned, with whole tensors."""
+        """Load this rank's part of a result of `state`, with whole tensors."""
         groups = self._own_groups(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         mine: dict[str, Tensor] = {}
@@ -96,7 +96,7 @@ class OptimizerNames:
         load_optimizer_state(slots.trained, optimizer, mine, own)
 
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
-        """Return the number, in the whole optimizer, of each group that this rank has."""
+        """Return the numbers of the groups of this rank in the optimizer for all parameters."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [self._group_of[by_parameter[group["params"][0]]] for group in optimizer.param_groups]
 

@@ -1,7 +1,8 @@
-"""Weights that two stages of a pipeline use: the one that looks rows of them up owns them, the other borrows them.
+"""Weights that are tied between two stages of a pipeline. The stage with the embedding owns them, and lends them.
 
-The owner trains them. For each micro-batch it is sent the borrower's gradient, and adds its own to it as autograd does
-in one process, before the sum over micro-batches. After each change the borrower is sent the new values.
+The owner trains the weights. For each micro-batch, the borrower sends its gradient to the owner. The owner adds its own
+gradient as autograd does in one process, before the sum over micro-batches. After each change of the weights, the owner
+sends the new values to the borrower.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from lockstep.errors import TrainingError
 
 @dataclass(frozen=True, eq=False)
 class TiedWeight:
-    """A tensor that stage `owner` lends to stage `borrower`; `number` is the same on all ranks."""
+    """A tensor that stage `owner` lends to stage `borrower`. `number` is the same on all ranks."""
 
     number: int
     name: str
@@ -29,7 +30,7 @@ class TiedWeight:
 
 @final
 class _LookedUp(local):
-    """How often each table was looked up in a forward: those that are under way together have a thread each."""
+    """The number of look-ups of each table in a forward. Forwards that run together have separate threads."""
 
     def __init__(self) -> None:
         self.times: Counter[nn.Module] = Counter()
@@ -37,7 +38,7 @@ class _LookedUp(local):
 
 @final
 class TiedWeights:
-    """The loans of a model, given the stages of its tensors by name; those lent to this rank are real here."""
+    """The tied weights of a model, by the stages of its tensors. Weights lent to this rank have values here."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -54,16 +55,16 @@ class TiedWeights:
                     module.register_forward_pre_hook(self._count)
 
     def of_owner(self, stage: int) -> Iterator[TiedWeight]:
-        """Yield what a stage lends and gets gradients of."""
+        """Yield the weights that a stage lends and receives gradients for."""
         return (loan for loan in self.all if loan.owner == stage and loan.tensor.requires_grad)
 
     def of_borrower(self, stage: int) -> Iterator[TiedWeight]:
-        """Yield what a stage has borrowed and makes gradients of."""
+        """Yield the weights that a stage borrows and computes gradients for."""
         return (loan for loan in self.all if loan.borrower == stage and loan.tensor.requires_grad)
 
     @torch.no_grad()
     def convert(self, stages: Mapping[int, object], dtype: torch.dtype) -> None:
-        """Let what was borrowed be in the dtype that the model computes in, as weights.py does with the rest."""
+        """Convert borrowed weights to the compute dtype, as weights.py does for all other weights."""
         for loan in self.all:
             if loan.borrower in stages and loan.owner not in stages and isinstance(loan.tensor, nn.Parameter):
                 loan.tensor.data = loan.tensor.data.to(dtype)
@@ -71,11 +72,11 @@ class TiedWeights:
                     loan.tensor.grad_dtype = None
 
     def begin_forward(self) -> None:
-        """Call before a forward of a stage."""
+        """Reset the count of look-ups. Call this before a forward of a stage."""
         self._looked_up.times.clear()
 
     def end_forward(self) -> None:
-        """Raise TrainingError where a forward looked up what is lent more than once: three gradients have an order."""
+        """Raise TrainingError if a forward looked up a lent table twice. The bits would depend on the order."""
         for table, times in self._looked_up.times.items():
             if times > 1:
                 loan = self._loan_of[table]
