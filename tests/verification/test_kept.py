@@ -100,3 +100,9 @@ def test_tensors_of_a_library_s_objects_are_found_and_those_of_the_placed_model_
     assert found[0] is own
     assert len(found) == 1 + len(nn.BatchNorm1d(2).state_dict())
     assert digest_of(found) != digest_of([torch.zeros(3), *found[1:]])
+
+
+def test_a_tensor_without_memory_counts_by_its_shape_alone() -> None:
+    without = [torch.zeros(4096, device="meta")]
+    assert len({digest_of(without) for _ in range(8)}) == 1
+    assert digest_of(without) != digest_of([torch.zeros(4097, device="meta")])

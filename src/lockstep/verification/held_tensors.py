@@ -24,7 +24,7 @@ def held_tensors(value: Any, placed: Collection[int]) -> list[Tensor]:
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """Return a digest of tensors. A tensor without plain bytes counts by its shape only."""
-    return digest(each if _is_plain(each) else torch.empty(each.shape, dtype=torch.bool) for each in tensors)
+    return digest(each if _is_plain(each) else torch.zeros(each.shape, dtype=torch.bool) for each in tensors)
 
 
 def parts(value: Any) -> Iterable[Any]:
