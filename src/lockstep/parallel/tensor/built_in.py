@@ -1,4 +1,4 @@
-"""Built-in plans: timm and Lockstep models by their module classes, and transformers models by their own plans."""
+"""Built-in plans: by module class for timm and Lockstep models, and from their own plans for transformers models."""
 
 from fnmatch import fnmatchcase
 from typing import Final

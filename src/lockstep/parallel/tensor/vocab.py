@@ -1,4 +1,4 @@
-"""Vocabulary parallelism: embeddings and heads whose rows are split into chunks.
+"""Tables whose rows are split into chunks: embeddings, and heads that compute logits.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows doesn't have to be a multiple of the number of chunks.
 Only the forwards of modules are replaced. Modules keep their names and their weights, and two modules can share a
