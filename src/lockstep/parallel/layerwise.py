@@ -52,7 +52,7 @@ class Lars(Optimizer):
         super().__init__(params, options)
 
     def step(self) -> None:  # type: ignore[override]
-        """Do a step."""
+        """Update the parameters that have a gradient."""
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Lamb(Optimizer):
         super().__init__(params, {**options, "betas": tuple(betas)})
 
     def step(self) -> None:  # type: ignore[override]
-        """Do a step."""
+        """Update the parameters that have a gradient."""
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
