@@ -1,1 +1,1 @@
-"""Verbs on models, shared by the strategies."""
+"""Engines and layouts: the training of a model on many ranks, shared by all strategies."""

@@ -1,9 +1,11 @@
-"""Offload of activations: what autograd saves in a forward waits in the memory of the CPU for its backward.
+"""Activation offloading: the tensors that autograd saves in a forward are stored in CPU memory until the backward.
 
-Each byte of a storage travels once in a forward, however many operations save it or views of it. It comes back with the
-strides and the alignment that it had, since kernels choose their way by them: not a bit of the backward changes. The
-model's parameters and buffers, and views of them, stay where they are; so do small tensors. Copies of parameters that
-autocast makes in its precision are saved like activations, and travel.
+Each part of a storage is copied once per forward, even if several operations save it or views of it. Tensors come back
+with the same strides and the same alignment, because these can change which kernel runs. Therefore the bits of the
+backward don't change.
+
+These tensors stay on the device: parameters and buffers of the model, their views, and small tensors. The copies of
+parameters that autocast makes are offloaded like activations.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -18,17 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.device.memory import host_like
 
-# To start a copy takes some microseconds, in which a PCIe bus carries about this much.
+# Starting a copy takes a few microseconds. A PCIe bus transfers about this much in the same time.
 _LEAST_BYTES: Final = 1 << 16
-_ALIGNED_BYTES: Final = 512  # where torch's allocator lets a storage begin on a GPU
+_ALIGNED_BYTES: Final = 512  # the alignment of a storage in torch's GPU allocator
 
 
 def around_forward(
     inner: AbstractContextManager[None], model: nn.Module, device: torch.device, offload: bool
 ) -> AbstractContextManager[None]:
-    """Return the context of the model's training forwards: `inner` and, where asked for, the offload of activations.
+    """Return the context for forwards in training: `inner`, and with `offload` activation offloading around it.
 
-    Activations of a CPU are where they would be moved to: for it `inner` alone is returned.
+    On a CPU, activations are already in CPU memory. In this case, only `inner` is returned.
     """
     return Offload(model, device, inner) if offload and device.type != "cpu" else inner
 
@@ -36,10 +38,10 @@ def around_forward(
 @final
 @dataclass(eq=False)
 class Offload:
-    """A context for one forward after the other, around `inner`: it moves what they save on `device` to the CPU.
+    """A reusable context for forwards, around `inner`, that moves the tensors saved on `device` to the CPU.
 
-    Tensors of fewer than `least_bytes` stay. The backward may be run within the context or after it. It must be on the
-    stream of its forward, as autograd runs it.
+    Tensors smaller than `least_bytes` stay on the device. You can run the backward inside the context or after it. It
+    must run on the stream of its forward, which is autograd's default.
     """
 
     model: nn.Module
@@ -60,14 +62,14 @@ class Offload:
 
 
 class Kept(NamedTuple):
-    """A saved tensor that stays where it is."""
+    """A saved tensor that stays on the device."""
 
     tensor: Tensor
     version: int
 
 
 class Moved(NamedTuple):
-    """A saved tensor whose elements are in the memory of the CPU; `watched` is empty, but has its version."""
+    """A saved tensor whose elements are in CPU memory. `watched` is empty, but shares the version counter."""
 
     elements: "Elements"
     size: torch.Size
@@ -79,20 +81,20 @@ class Moved(NamedTuple):
 
 @final
 class Packing:
-    """What becomes of the tensors that autograd saves in one forward of `model`."""
+    """Packs the tensors that autograd saves in one forward of `model`."""
 
     def __init__(self, model: nn.Module, device: torch.device, least_bytes: int) -> None:
-        # As they lie now. fully_shard puts other parameters in their place while a block computes: see `_moves`.
+        # The storages at this moment. While a block computes, fully_shard replaces its parameters: see `_moves`.
         own = [each for each in chain(model.parameters(), model.buffers()) if type(each) in (Tensor, nn.Parameter)]
         self._stay = {each.untyped_storage().data_ptr() for each in own}
         self._type = device.type
         self._least_bytes = least_bytes
-        # A storage's weak reference is kept with what was moved of it, so that no other gets its identity.
+        # Keep a weak reference to the storage of moved elements, so that no new storage gets the same address.
         self._moved: dict[tuple[int, int, int, torch.dtype, int], tuple[Elements, StorageWeakRef]] = {}
 
     def pack(self, tensor: Tensor) -> Kept | Moved:
-        """Return what is saved instead of `tensor`."""
-        saved = tensor.detach()  # what is returned must not hold `tensor` itself; this shares its memory and version
+        """Return the object that is saved instead of `tensor`."""
+        saved = tensor.detach()  # the result must not hold `tensor` itself; this shares its memory and version
         if not self._moves(tensor):
             return Kept(saved, saved._version)
         storage = saved.untyped_storage()
@@ -103,15 +105,15 @@ class Packing:
             self._moved[key] = Elements(saved.as_strided([count], [1], first)), weak
         elements, _ = self._moved[key]
         size, stride, offset = saved.size(), saved.stride(), int(saved.storage_offset()) - first
-        saved.data = saved.new_empty(0)  # gives up the memory, and keeps the version
+        saved.data = saved.new_empty(0)  # releases the memory, but keeps the version counter
         return Moved(elements, size, stride, offset, saved, saved._version)
 
     def _moves(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor  # a parameter is none, and others need not have a storage
+            type(tensor) is Tensor  # not a parameter, and not a subclass, which may have no storage
             and tensor.device.type == self._type
             and tensor.layout == torch.strided
-            and not (tensor.is_conj() or tensor.is_neg())  # their memory holds other values than they have
+            and not (tensor.is_conj() or tensor.is_neg())  # their values differ from the values in memory
             and tensor.nbytes >= self._least_bytes
             and not isinstance(tensor._base, nn.Parameter)
             and tensor.untyped_storage().data_ptr() not in self._stay
@@ -120,18 +122,18 @@ class Packing:
 
 @final
 class Elements:
-    """Neighbouring elements of a storage, which is free to go: they are in the memory of the CPU."""
+    """A copy of consecutive elements of a storage in CPU memory. The storage can be freed."""
 
     def __init__(self, elements: Tensor) -> None:
         self._device = elements.device
-        # From a GPU it runs beside the CPU, in order with what the GPU computes.
+        # From a GPU, the copy is asynchronous for the CPU, and in order with the computation of the GPU.
         self._host = host_like(elements).copy_(elements, non_blocking=elements.is_cuda)
         self._last: StorageWeakRef | None = None
 
     def back(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """Return a tensor of these elements on the device that they came from.
+        """Return a tensor of these elements on their original device.
 
-        All tensors of them that are in use there at one time share memory, as those did which were saved.
+        All returned tensors that are in use at the same time share memory, like the saved tensors did.
         """
         tensor = torch.empty(0, dtype=self._host.dtype, device=self._device)
         storage = None
@@ -155,7 +157,7 @@ def _unpack(packed: Kept | Moved) -> Tensor:
 
 
 def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
-    """Raise what autograd raises, which leaves versions to whoever packs."""
+    """Raise the error that autograd would raise. Autograd doesn't check versions if saved tensors are packed."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -164,9 +166,10 @@ def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
 
 
 def _extent(tensor: Tensor, elements: int) -> tuple[int, int]:
-    """Return the first element and the number of those that move, of a storage of so many.
+    """Return the first element and the number of elements to move, for a storage of `elements` elements.
 
-    All of them where the tensor spans half or more: other views, such as query, key and value, are likely to follow.
+    If the tensor spans at least half of the storage, move the whole storage, because more views are likely to follow,
+    e.g. query, key and value.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if 2 * span >= elements:

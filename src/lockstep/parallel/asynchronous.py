@@ -1,15 +1,22 @@
-"""Asynchronous data parallelism: rank 0 applies each rank's gradient to the weights as it comes.
+"""Asynchronous data parallelism: rank 0 applies the gradient of each rank as soon as it arrives.
 
-Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, called it Downpour SGD. Each rank trains
-as if it were alone, with an optimizer whose step pushes the gradient and pulls the weights. By then others may have
-moved them, so a gradient may be of weights that are no longer there. Which, depends on who is faster: no two runs are
-alike, and none is that of one process.
+Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, called this Downpour SGD. A step of a
+rank, phase by phase:
 
-What remains of a step: a rank's gradient is that of its own micro-batches, divided by the weight of the whole step, so
-that the gradients of all ranks add up to the usual one, and a rate means about what it means elsewhere (for an
-optimizer such as Adam, which rescales each gradient, it means more). Clipping, the loss scale and skipped steps are
-each rank's own. Nobody is more than two steps ahead, since the ranks agree on when to stop. To evaluate and to save
-they wait for each other, and all take the newest weights, with the BatchNorm statistics and averaged weights of rank 0.
+1. The rank computes the gradient of its own micro-batches, as if it were alone. The gradient is divided by the weight
+   of the whole step, so the gradients of all ranks add up to the usual gradient. Therefore a learning rate has about
+   the same effect as in other strategies. With optimizers that rescale each gradient, such as Adam, it has a larger
+   effect.
+2. Each rank clips gradients, scales the loss and skips steps separately.
+3. The rank pushes its gradient to rank 0, which applies it to the shared weights.
+4. The rank pulls the new weights.
+
+Other ranks can update the shared weights between phases 1 and 3. In this case, the gradient is stale. The order of the
+updates depends on the speed of the ranks. Therefore no two runs have the same results, and no run has the results of a
+single process. No rank is more than two steps ahead, because the ranks agree on when to stop.
+
+For evaluation and for checkpoints, the ranks wait for each other. All of them then load the newest weights, and the
+BatchNorm statistics and averaged weights of rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,14 +48,14 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optim
 from lockstep.parallel.optimizer_step import gradient, keep_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
-Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # gives a rate and gradients, gets the newest weights
+Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a rate and gradients, and returns the new weights
 
-_LOSS: Final = ""  # no figure of a task has this name
+_LOSS: Final = ""  # no sum of a task has this name
 
 
 @final
 class AsynchronousEngine:
-    """A rank that trains on its own micro-batches, and shares nothing but weights."""
+    """A rank that trains on its own micro-batches, and only shares weights with other ranks."""
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> None:
         self._world = world
@@ -61,7 +68,7 @@ class AsynchronousEngine:
             return self._pushing
 
         alone = World(ALONE, world.device)
-        # Its own micro-batches are numbered from 0 on here: a seed of its own gives it other dropout than its peers'.
+        # The micro-batches of each rank are renumbered from 0. A different seed per rank keeps dropout different.
         own = replace(numerics, peers=world.size, peer=world.rank)
         make_layout = replicated(alone, Mesh(), bucket_bytes=1)
         self._own = DataParallelEngine(problem, pushing, alone, own, Mesh(), make_layout)
@@ -72,7 +79,10 @@ class AsynchronousEngine:
             self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
-        """Compute this rank's gradient. The loss is that of its own micro-batches, but for a step that is observed."""
+        """Compute this rank's gradient.
+
+        The loss is an estimate from this rank's micro-batches. With `observe`, it is the total loss over all ranks.
+        """
         self._worked = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
         if self._worked:
@@ -87,7 +97,7 @@ class AsynchronousEngine:
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """Push the gradient and pull the weights. A rank that had no micro-batch has nothing to push."""
+        """Push the gradient and pull the weights. If this rank had no micro-batch, this is a no-op."""
         return self._own.update(lr, max_norm) if self._worked else Update(None, applied=True)
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -102,7 +112,7 @@ class AsynchronousEngine:
             yield predict
 
     def state(self) -> State:
-        """See Engine; that of rank 0, which is the one that is saved, has the optimizer's."""
+        """See Engine. Only the state of rank 0, which is saved, includes the state of the shared optimizer."""
         self._level()
         own = self._own.state()
         if self._server is None:
@@ -117,7 +127,7 @@ class AsynchronousEngine:
         self._own.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
             self._server.load(self._pushing.weights(), state)
-        self._world.barrier()  # nobody pushes to what is not loaded yet
+        self._world.barrier()  # so that no rank pushes before rank 0 has loaded the state
 
     def close(self) -> None:
         """See Engine."""
@@ -133,7 +143,7 @@ class AsynchronousEngine:
         return newest
 
     def _of_all(self, sums: Sums, step: Step) -> Sums:
-        """Return the sums over all ranks, which wait for each other here."""
+        """Return the sums over all ranks. The ranks wait for each other here."""
         own = {name: each for name, each in sums.of_task.items() if not each.is_floating_point()}
         parts = {name: each for name, each in sums.of_task.items() if name not in own} | {_LOSS: sums.total}
         rows = {self._world.rank: parts} if self._worked else {}
@@ -141,7 +151,7 @@ class AsynchronousEngine:
         return Sums(found.pop(_LOSS).to(self._world.device), step.weight, sums.own_losses, found)
 
     def _check(self, sums: Sums, step: Step) -> None:
-        """Stop at a loss that is not finite: it reaches the other ranks in some step or other, with the weights."""
+        """Raise TrainingError if the loss isn't finite, because it would spread to all ranks with the weights."""
         if not self._skips and not bool(torch.isfinite(sums.total)):
             raise TrainingError(
                 f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
@@ -149,19 +159,19 @@ class AsynchronousEngine:
             )
 
     def _level(self) -> None:
-        """Give all ranks the newest weights, and the rest of the model's state as rank 0 has it."""
-        self._world.barrier()  # what was pushed until now is applied: a push ends when it is
+        """Load the newest weights on all ranks, and the rest of the model's state from rank 0."""
+        self._world.barrier()  # now all earlier pushes are applied, because a push returns after its update
         if self._server is not None:
             self._pushing.take(self._server.newest())
-            self._own.load(self._own.state())  # brings them to where the model computes with them
+            self._own.load(self._own.state())  # publishes the weights to the model
         self._world.barrier()
         if self._server is None and self._calls is not None:
             model, ema = self._calls.ask("_snapshot")
             self._own.load(replace(self._own.state(), model=model, ema=ema))
-        self._world.barrier()  # until now rank 0 must not go on
+        self._world.barrier()  # rank 0 must not continue before the other ranks have its state
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """Return the model and its averaged weights, for the other ranks."""
+        """Return the model's state and its averaged weights, for all other ranks."""
         own = self._own.state()
         ema = None if own.ema is None else _on_cpu(own.ema)
         return _on_cpu(own.model), ema
@@ -169,16 +179,16 @@ class AsynchronousEngine:
 
 @final
 class _Server:
-    """The weights that all ranks share, and the optimizer that moves them."""
+    """The shared weights, and the optimizer that updates them."""
 
     def __init__(self, trained: Sequence[Named], make_optimizer: MakeOptimizer) -> None:
         self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
         self.optimizer = make_optimizer(self.trained, whole_norms)
         keep_ratios(self.optimizer)
-        self._one = Lock()  # calls come in threads of their own
+        self._one = Lock()  # each call runs in a separate thread
 
     def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
-        """Apply a gradient at this rate, and return what the weights are then."""
+        """Apply a gradient at this rate, and return the new weights."""
         with self._one:
             for (_, weight), gradient in zip(self.trained, gradients, strict=True):
                 weight.grad = gradient.to(weight.device)
@@ -194,7 +204,7 @@ class _Server:
 
     @torch.no_grad()
     def load(self, weights: Sequence[Tensor], state: State) -> None:
-        """Take over these weights, and the optimizer's state."""
+        """Load these weights and the optimizer's state."""
         with self._one:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
             tensors = {name: local_tensor(each) for name, each in state.optimizer.items()}
@@ -206,7 +216,7 @@ class _Server:
 
 @final
 class _Pushing(Optimizer):
-    """An optimizer whose step pushes the gradients, and pulls the weights."""
+    """An optimizer whose step pushes the gradients and pulls the weights."""
 
     def __init__(self, trained: Sequence[Named], exchange: Exchange) -> None:
         self._trained: list[Tensor] = [weight for _, weight in trained]
@@ -214,16 +224,16 @@ class _Pushing(Optimizer):
         super().__init__(self._trained, {"lr": 1.0})
 
     def step(self) -> None:  # type: ignore[override]
-        """Let the server apply the gradients, and take the weights as they are then."""
+        """Push the gradients to the server and load the new weights."""
         self.take(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
 
     @torch.no_grad()
     def take(self, weights: list[Tensor]) -> None:
-        """Take over these weights."""
+        """Load these weights."""
         torch._foreach_copy_(self._trained, weights)
 
     def weights(self) -> list[Tensor]:
-        """Return the weights as this rank has them."""
+        """Return the current weights of this rank."""
         return [weight.detach() for weight in self._trained]
 
 

@@ -1,4 +1,4 @@
-"""Digests of what ranks compute and keep, by what it is, so that ranks which hold the same can be compared."""
+"""Digests of the results and the state of ranks, grouped by subject, to compare ranks that hold the same tensors."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
 class Subject(NamedTuple):
-    """What several ranks can have an opinion of. `rows` tells shards apart: whoever holds the same has the same."""
+    """A subject that several ranks have results for. Ranks that hold the same rows have the same `rows`."""
 
     kind: str
     rows: str = ""
 
 
-Findings = list[tuple[Subject, dict[str, str]]]  # of a rank, with a digest for each name
+Findings = list[tuple[Subject, dict[str, str]]]  # of one rank, with a digest for each name
 
 
 @final
 class DigestNotes:
-    """What a `note` (tasks/base.py) has seen, as digests."""
+    """Digests of the tensors that were passed to `note` (tasks/base.py)."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
@@ -33,12 +33,12 @@ class DigestNotes:
         self._seen[name] = self._digests.noted(tensor)
 
     def values(self) -> dict[str, str]:
-        """Return the digest of each; waits for the device."""
+        """Return the digest of each name. Waits for the device."""
         return {name: noted.text() for name, noted in self._seen.items()}
 
 
 def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
-    """Return the digests of what is whole on this rank, and of its rows of what is cut."""
+    """Return the digests of the whole tensors on this rank, and of its rows of sharded tensors, as two subjects."""
     whole, rows = DigestNotes(digests), DigestNotes(digests)
     for name, held in tensors.items():
         (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
@@ -52,12 +52,12 @@ def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findi
 
 
 def which_bit(subject: Subject, names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return ", bit 22 of element [5, 120]" where two findings differ by one bit, of the only tensor named, else ""."""
+    """Return e.g. ", bit 22 of element [5, 120]" if the digests of a single name differ by one bit, or else ""."""
     if len(names) != 1 or not (bit := differing_bit(one.get(names[0], "0"), other.get(names[0], "0"))):
         return ""
     return f", {bit}{' of its rows' if subject.rows else ''}"
 
 
 def hash_of(value: Any) -> str:
-    """Return a short hash of what JSON can hold."""
+    """Return a short hash of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

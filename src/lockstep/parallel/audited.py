@@ -1,9 +1,14 @@
-"""Finds ranks that compute or remember something else than they should, before it reaches the weights.
+"""Audits: find ranks that compute wrong results or hold corrupted state, before an error reaches the weights.
 
-A micro-batch gives the same bits on every rank. So now and then each rank repeats one of another rank's, and digests
-(core/digest.py) of what both found are compared, together with those of all that ranks hold alike. Where anything
-differs, the step is done again, all ranks repeat the micro-batches in question, and who differs from what most found is
-named (core/majority.py).
+A micro-batch gives the same bits on every rank. In an audited step, the ranks compare their results, phase by phase:
+
+1. Each rank checks that its weights and its optimizer state haven't changed since the last update (KeptState).
+2. Each rank repeats a micro-batch of a different rank, outside of the step.
+3. Each rank computes the step. It notes digests (core/digest.py) of its own micro-batch that a different rank repeats,
+   of the gradient sums, of the loss, and of the messages that it sent and received.
+4. All ranks compare the digests of messages on both ends of each link, and then all other digests.
+5. If any digests differ, all ranks repeat phases 2 and 3. All ranks also repeat the disputed micro-batches. The audit
+   then raises an error that names the ranks whose results differ from the majority (core/majority.py).
 """
 
 from collections import Counter
@@ -25,14 +30,14 @@ from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Opinions = dict[Subject, list[tuple[int, str]]]  # by rank; only those on which not all agree
+Opinions = dict[Subject, list[tuple[int, str]]]  # pairs of rank and digest, only for subjects with different digests
 
 
 @dataclass(eq=False)
 class Part:
-    """What a rank computes next: the micro-batches of a step, or one `beside` it, as Auditable.repeat does.
+    """The next computation of a rank: the micro-batches of a step, or with `beside` one micro-batch outside of it.
 
-    Whoever computes a step sets `sums`.
+    For a micro-batch outside of the step, see Auditable.repeat. After you compute a step, set `sums`.
     """
 
     microbatches: MicroBatches
@@ -43,10 +48,11 @@ class Part:
 @final
 @dataclass(eq=False)
 class AuditedEngine:
-    """The engine that `start` makes, whose steps are audited when `schedule` says so, which changes no number.
+    """Wraps the engine of `start` and audits the steps that `schedule` selects. Audits don't change any results.
 
-    A due step's micro-batches begin with the one that this rank is to repeat. `fetch` gives any other. A step on whose
-    results the ranks do not agree raises CorruptionError on all of them. `audited` counts the others.
+    In an audited step, the first micro-batch is the one that this rank repeats. `fetch` returns any other micro-batch.
+    If the ranks disagree on the results of a step, all ranks raise CorruptionError. `audited` is the number of steps on
+    which they agreed.
     """
 
     start: Callable[[World], Auditable]
@@ -66,7 +72,7 @@ class AuditedEngine:
 
     @property
     def audited(self) -> int:
-        """How many steps were audited."""
+        """The number of steps that passed an audit."""
         return self._audit.audited
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
@@ -85,10 +91,10 @@ class AuditedEngine:
 
 @final
 class Audit:
-    """A rank's part of the audits of an engine's steps, which somebody else computes.
+    """The audits of an engine on this rank. The caller computes the steps.
 
-    The engine's messages are noted in `log`. `audited` counts the steps on which the ranks agreed. `kept` is to note
-    what the update of each step leaves; every step that is a multiple of `every` is audited.
+    `log` must record the messages of the engine. `audited` is the number of steps on which the ranks agreed. Call
+    `kept.note` after the update of each step. Steps that are multiples of `every` are audited.
     """
 
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
@@ -104,10 +110,10 @@ class Audit:
     def parts(
         self, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch], microbatches: MicroBatches, step: Step
     ) -> Iterator[Part]:
-        """Yield what this rank is to compute of a due step; all ranks iterate, and compute each part before the next.
+        """Yield the parts of an audited step. All ranks must iterate, and compute each part before the next.
 
-        The first of the micro-batches is the one that it is to repeat; `fetch` gives any other. Raises CorruptionError
-        on all ranks where they do not agree on the results.
+        The first of `microbatches` is the micro-batch that this rank repeats. `fetch` returns any other micro-batch.
+        Raises CorruptionError on all ranks if they disagree on the results.
         """
         repeated, *own = microbatches
         findings = self.kept.check(step)
@@ -116,7 +122,7 @@ class Audit:
         self._check_links(step, self._log.close())
         findings += computed
         if disputed := self._find_disputes(findings):
-            # Further opinions: the same once more, and each micro-batch in question by all ranks.
+            # Collect more results: repeat the same computation, and let all ranks compute each disputed micro-batch.
             findings += yield from self._compute(schedule, step, repeated, own)
             for index in range(schedule.microbatches):
                 if _microbatch(index) in disputed:
@@ -127,16 +133,16 @@ class Audit:
     def _compute(
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own: MicroBatches
     ) -> Generator[Part, None, Findings]:
-        """Have a step done, and note what other ranks have results for, causes first."""
+        """Compute a step and return this rank's digests of results that other ranks have, too. Causes come first."""
         findings = [(yield from self._repeat(repeated))]
         watched, seen = schedule.target(self._world.rank, step), DigestNotes(self._digests)
         whole = Part([replace(each, note=seen.note) if each.index == watched else each for each in own])
         yield whole
-        if digests := seen.values():  # none where this rank has no micro-batch in a short step
+        if digests := seen.values():  # empty if a short step has no micro-batch for this rank
             findings.append((_microbatch(watched), digests))
         if self._world.size > 1:
             assert whole.sums is not None
-            # A rank that keeps what it had whole has one opinion of it, not two.
+            # The gradients can appear twice, if this rank also kept them from the whole gradient. Count them once.
             for sums in (self._engine.gradients(), *self._engine.witnessed()):
                 found = tensor_findings(self._digests, "the sum of the gradients", sums)
                 findings += [each for each in found if each not in findings]
@@ -144,7 +150,7 @@ class Audit:
         return findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
-        """Raise CorruptionError on all ranks where what one sent is not what another one received."""
+        """Raise CorruptionError on all ranks if a message differs between its sender and its receiver."""
         noted = [{peer: hash_of(each) for peer, each in by_peer(messages, way).items()} for way in (SENT, RECEIVED)]
         links = [[*map(list, each.items())] for each in noted]
         told = self._world.told_by_all({"host": self._world.host, "links": links})
@@ -158,7 +164,7 @@ class Audit:
         return _microbatch(microbatch.index), seen.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
-        """Return what the ranks do not agree on. All ranks call it."""
+        """Return the subjects on which ranks disagree. All ranks must call it."""
         own = [[*subject, hash_of(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, every in enumerate(self._world.told_by_all(own)):
@@ -167,11 +173,12 @@ class Audit:
         return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
 
     def _verdict(self, step: Step, findings: Findings) -> CorruptionError:
-        """Return who is wrong about what. All ranks call it, and get the same."""
+        """Return the error that names the faulty ranks. All ranks must call it, and they get the same error."""
         disputed = self._find_disputes(findings)
         named = {subject: odd_ones(each) or sorted({rank for rank, _ in each}) for subject, each in disputed.items()}
         decided = [subject for subject, opinions in disputed.items() if odd_ones(opinions)]
-        # What the fewest ranks have wrong is nearest to the fault: rows of a weight, not what a replica makes of them.
+        # The subject with the fewest faulty ranks is closest to the fault: e.g. the rows of a weight, and not the
+        # results that a replica computes with them.
         subject = min(decided or disputed, key=lambda each: len(named[each]))
         told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
         return _verdict(step, subject, disputed[subject], self._world.told_by_all(told))
@@ -184,7 +191,7 @@ def _microbatch(index: int) -> Subject:
 def _verdict(
     step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], told: Sequence[dict[str, Any]]
 ) -> CorruptionError:
-    """Return the error of who is wrong about `subject`; each rank has `told` its host and the digests that it found."""
+    """Return the error for a disputed `subject`. `told` has the host and the digests of every rank."""
     found = [digests for rank in told for digests in rank["found"]]
     names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
     first, second = [*{hash_of(digests): digests for digests in found}.values()][:2]

@@ -1,25 +1,31 @@
-"""Running statistics of BatchNorm that do not depend on who computed which micro-batch.
+"""Running statistics of BatchNorm that are the same regardless of which rank computes which micro-batch.
 
-In training each micro-batch is normalised with its own statistics. The running ones move once a step, towards the
-sample-weighted canonical mean over all micro-batches, as one more vector in the tree.
+In training, each micro-batch is normalized with its own batch statistics. The running statistics change once per step:
+they move towards the sample-weighted mean of the batch statistics over all micro-batches. The tree adds up this mean as
+part of one vector.
 
-How the batch statistics are got: with momentum 1, torch's own kernel writes them, unmixed, where the running ones
-usually lie. So all modules get buffers that are views of one scratch vector, which is read after each micro-batch,
-and the true running statistics are kept beside it and written back once the step is done. A step that is skipped, for
-a loss or a gradient that is not finite, moves them no more than the weights.
+A step, phase by phase:
 
-A layer may be called several times in a micro-batch, as a GAN's discriminator and a siamese network are. torch folds
-in the statistics of one call after the other, r <- (1 - m) r + m s. With r the running statistics at the start of the
-step, the micro-batch has observed
+1. All layers have momentum 1, and their buffers are views of one scratch vector. Before each forward, the scratch
+   vector is reset to the running statistics. If a forward doesn't call a layer, the layer's statistics don't change.
+2. In the forward, torch's kernel writes the batch statistics to the buffers, because of momentum 1.
+3. After the forward, Lockstep reads the scratch vector, multiplies it by the number of samples and adds it to the tree.
+4. After the update, the running statistics, which are kept outside of the scratch vector, move towards the mean of the
+   step. Then they are copied back to the buffers. If the step was skipped because its loss or its gradient isn't
+   finite, the running statistics don't change, and neither do the weights.
+
+A layer can be called several times in a micro-batch, e.g. in the discriminator of a GAN or in a siamese network. For
+each call, torch computes r <- (1 - m) r + m s. With r the running statistics at the start of the step, the micro-batch
+observes
 
     o_1 = s_1    o_k = s_k + (1 - m) (o_(k-1) - r)          without a momentum: o_k = s_k + (o_(k-1) - r)
 
-and one move towards o_k by momentum m, or by 1 / calls so far, is what the k moves of torch come to. Each further call
-writes to a buffer of its own, and all are folded after the forward: within it nothing is computed besides. Calls by a
-recomputation count nothing.
+A single move towards o_k, by momentum m or by 1 / calls so far, is equal to the k moves of torch. Each further call
+writes to a separate buffer. All buffers are folded after the forward, so the forward itself has no extra computation.
+Calls during recomputation don't count.
 
-A layer that is in evaluation while its model trains, as a frozen one is, is left alone: it normalises with its running
-statistics, which do not move. InstanceNorm layers that keep statistics are treated alike.
+Layers that are in evaluation mode while the model trains, such as frozen layers, are left alone: they normalize with
+their running statistics, which don't change. InstanceNorm layers that track statistics work in the same way.
 """
 
 from collections.abc import Callable
@@ -32,18 +38,19 @@ from torch import Tensor, nn
 
 @final
 class RunningStatistics:
-    """The running statistics of all layers that train and keep some, as one float32 vector of length `size`.
+    """The running statistics of all layers in training that track them, as one float32 vector of length `size`.
 
-    The model is in training. The vector ends with the number of calls of each layer that counts its batches. Unless
-    each layer's calls are `counted`, it is taken to be called once in each micro-batch, and observes its last call: for
-    compiled models, and where the forwards of several micro-batches are under way together.
+    The model must be in training mode. At its end, the vector has the number of calls of each layer. This number is 0
+    for layers that don't count their batches. Pass `counted=False` for compiled models, and if the forwards of several
+    micro-batches run interleaved. In this case, each layer counts as called once per micro-batch and observes its last
+    call.
     """
 
     def __init__(self, model: nn.Module, *, counted: bool = True) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks(m)]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         padded = [_pad(buffer) for buffer in buffers]
-        self._calls_at = sum(map(len, padded))  # where the calls begin
+        self._calls_at = sum(map(len, padded))  # the start of the numbers of calls
         calls = [padded[0].new_zeros(len(self._layers))] if buffers else []
         self._scratch = torch.cat([*padded, *calls]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
@@ -51,9 +58,9 @@ class RunningStatistics:
         self._batches = batches[:, 0] if self._layers else batches
         self._batches_so_far = self._batches.double()
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
-        # How far each statistic moves in a step. Without a momentum BatchNorm averages over all batches so far.
+        # The rate at which each statistic moves in a step. Without a momentum, BatchNorm averages all batches so far.
         self._rates = torch.cat([*(_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
-        # InstanceNorm without a momentum does not move.
+        # Without a momentum, InstanceNorm doesn't change its statistics.
         self._averaging = [
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
@@ -62,11 +69,11 @@ class RunningStatistics:
         self._lie_in_scratch()
         self.size = len(self._scratch)
         self._counted = counted
-        self._observing = False  # whether a forward is under way that will be asked for its observations
+        self._observing = False  # whether a forward is in progress whose observations will be read
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # Statistics of further calls, by layer and call, and those that this micro-batch has written.
+        # The buffers for further calls, by layer and call, and the buffers that this micro-batch has written to.
         self._beside: dict[tuple[int, int], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if counted:
@@ -75,11 +82,14 @@ class RunningStatistics:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The layers' buffers, which a training forward may write to."""
+        """The buffers of the layers. A forward in training may write to them."""
         return [each for layer in self._layers for each in (*_buffers(layer), _counter(layer))]
 
     def before_forward(self) -> None:
-        """Call before each training forward: a layer that the forward leaves out then observes what it had."""
+        """Reset the scratch vector. Call this before each forward in training.
+
+        A layer that the forward doesn't call then observes its running statistics, so they don't change.
+        """
         if self.size:
             self._scratch.copy_(self._running)
             self._calls[:] = self._uncalled
@@ -87,7 +97,7 @@ class RunningStatistics:
             self._forget_calls()
 
     def observations(self, samples: int) -> Tensor:
-        """Return what the last forward observed, times its number of samples: float64 of shape [size]."""
+        """Return the observations of the last forward, times its number of samples: float64 of shape [size]."""
         self._observing = False
         if self._written:
             self._fold()
@@ -95,45 +105,47 @@ class RunningStatistics:
         if calls != self._calls_in_scratch:
             self._calls_in_scratch = [*calls]
             counted = [count * counts for count, counts in zip(calls, self._counts_batches, strict=True)]
-            for vector in (self._running, self._scratch):  # the next forward is likely to make as many
+            for vector in (self._running, self._scratch):  # the next forward likely makes the same number of calls
                 vector[self._calls_at :] = torch.tensor(counted, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
     def with_loss(self, loss: Tensor, samples: int, *beside: Tensor) -> Tensor:
-        """Return a micro-batch's loss, the float64 vectors `beside` it and the batch statistics, as one vector.
+        """Return the loss of a micro-batch, the float64 vectors `beside` and the batch statistics as one vector.
 
-        The vector is a leaf of the tree: float64, of shape [1 + beside + size].
+        The vector is a leaf of the tree. It is float64 and has the shape [1 + beside + size].
         """
         value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
         parts = [value, *beside, self.observations(samples)] if self.size else [value, *beside]
         return torch.cat(parts) if len(parts) > 1 else value
 
     def settle(self, applied: bool, mean: Tensor) -> None:
-        """Move the running statistics towards what a whole step observed: float64 of shape [size], for each sample.
+        """Move the running statistics towards the observations of a whole step, and copy them back to the layers.
 
-        Where the step was not `applied` the layers get those back that they had.
+        `mean` is the mean over the samples of the step: float64 of shape [size]. If the step wasn't `applied`, the
+        running statistics don't change.
         """
         if not self.size:
             return
         if applied:
-            # Micro-batches that call a layer differently often have a mean of calls: it was called, so it counts.
+            # If micro-batches call a layer different numbers of times, the mean has a fraction. Round it up, because
+            # the layer was called.
             calls = mean[self._calls_at :].ceil()
             self._batches_so_far += calls
             for number in self._averaging:
                 so_far = self._batches_so_far[number].float()
                 self._rates[self._places[number]] = torch.where(calls[number] > 0, 1.0 / so_far, 0.0)
-            # lerp_, since r + rate * (mean - r) leaves r alone to the bit where a layer took no part: mean is r then.
+            # If a layer wasn't called, mean is r. lerp_ computes r + rate * (mean - r), which then is r to the bit.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()
 
     def restore(self) -> None:
-        """Give the layers their running statistics back, instead of what the last forward observed."""
+        """Copy the running statistics back to the layers, over the observations of the last forward."""
         self._observing = False
         self._scratch.copy_(self._running)
         self._batches.copy_(self._batches_so_far)
 
     def reload(self) -> None:
-        """Take over the buffers after somebody loaded other values into them."""
+        """Read the running statistics from the buffers. Call this after values were loaded into the buffers."""
         self._running.copy_(self._scratch)
         self._batches_so_far.copy_(self._batches)
 
@@ -150,14 +162,14 @@ class RunningStatistics:
     def _call(
         self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's own forward, and see that each call of a micro-batch is observed."""
+        """Call a layer's original forward, and observe each call in a micro-batch."""
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **named)
-        if torch._C._current_graph_task_id() != -1:  # a backward within the forward, which computes a part of it again
+        if torch._C._current_graph_task_id() != -1:  # within a backward: this call is a recomputation
             return self._call_beside(number, 0, forward, inputs, named)
         self._calls[number] = calls = self._calls[number] + 1
-        if calls == 1 or layer.momentum != 1.0:  # 0 is how a user leaves statistics alone for a while
+        if calls == 1 or layer.momentum != 1.0:  # users set it to 0 to pause the statistics
             return forward(*inputs, **named)
         outputs = self._call_beside(number, calls, forward, inputs, named)
         self._written.append((number, self._beside[number, calls]))
@@ -166,7 +178,10 @@ class RunningStatistics:
     def _call_beside(
         self, number: int, call: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's forward with other buffers for its statistics, those of this call; 0 stands for all others."""
+        """Call a layer's forward with separate buffers for the statistics of this call.
+
+        Recomputations have the call number 0 and share its buffers.
+        """
         layer, place = self._layers[number], self._places[number]
         if (number, call) not in self._beside:
             with torch.inference_mode(False):
@@ -179,7 +194,7 @@ class RunningStatistics:
             layer.running_mean, layer.running_var = own
 
     def _fold(self) -> None:
-        """Let the scratch vector have what the micro-batch observed in all calls of each layer."""
+        """Fold the statistics of all further calls of each layer into the scratch vector."""
         for number, statistics in self._written:
             place = self._places[number]
             observed = self._scratch[place]
@@ -188,13 +203,13 @@ class RunningStatistics:
 
     def _forget_calls(self) -> None:
         for _, statistics in self._written:
-            statistics.zero_()  # a kernel adds 0 * old to what it writes, and 0 * nan is nan
+            statistics.zero_()  # the kernel adds 0 * old to the new value, and 0 * nan is nan
         self._written.clear()
 
 
 @final
 class _ObservedForward:
-    """Stands for the forward of a layer, whose calls are observed. A copy of the layer has its own forward again."""
+    """Replaces the forward of a layer to observe its calls. A copy of the layer has the original forward again."""
 
     def __init__(self, running: RunningStatistics, number: int, layer: nn.Module) -> None:
         self._running = running
@@ -202,7 +217,7 @@ class _ObservedForward:
         self._forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # within a function that the model's code compiles: calls are one
+        if torch.compiler.is_compiling():  # within a function that the model's code compiles, count a single call
             self._running._calls[self._number] = 1
             return self._forward(*inputs, **named)
         return self._running._call(self._number, self._forward, inputs, named)
@@ -227,19 +242,21 @@ def _counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
 
 
 def _views(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the buffers of a layer that lie in its part of a vector.
+    """Return the mean and the variance of a layer as views of its part of a vector.
 
-    By `data` each counts its own changes. Autograd looks at them for what it keeps for backward, a layer's statistics
-    among it, and compiled code counts what it writes: views of one vector would count together.
+    Because of `data`, each view has a separate version counter. Plain views of one vector would share the counter.
+    Autograd checks the version of the tensors that it saves for backward, which include the statistics of a layer, and
+    compiled code increments the version of the tensors that it writes.
     """
     middle = _room(width)
     return statistics[:width].data, statistics[middle : middle + width].data
 
 
 def _room(width: int) -> int:
-    """Return how many numbers a statistic takes: each begins where a buffer of its own might, for compiled kernels.
+    """Return the number of elements reserved for a statistic, so that each statistic is aligned to 16 bytes.
 
-    These are made for addresses that 16 bytes divide, if the first that they are given is one.
+    If the first address that a compiled kernel receives is a multiple of 16 bytes, the kernel is specialized for
+    aligned addresses.
     """
     return -(-width // 4) * 4
 

@@ -1,8 +1,8 @@
-"""The blocks of a model, and activation recomputation by block: it keeps its inputs only, and does its forward again
-when its backward needs the rest.
+"""The blocks of a model, and activation recomputation by block.
 
-Chen et al. 2016, "Training deep nets with sublinear memory cost". Random numbers are drawn again from where the block
-found the generators, so it is the same forward, to the bit.
+A block that is recomputed only keeps its inputs, and repeats its forward when its backward needs the activations (Chen
+et al. 2016, "Training deep nets with sublinear memory cost"). For the second forward, the generators are restored to
+their state before the first forward, so the results have the same bits.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """Return the model's blocks, in its order: what is gathered, freed or computed again as one.
+    """Return the blocks of the model, in order. A block is gathered, freed or recomputed as a unit.
 
-    They are what stands in its plain nn.Sequential and nn.ModuleList containers, however deep these lie in each other,
-    since a container's own parts are called as modules. A block that shares a parameter with the rest is none, nor is a
-    part of another block, which a second name of that one leads to.
+    Blocks are the items of plain nn.Sequential and nn.ModuleList containers, at any nesting depth, because the items of
+    a container are called as modules. Two kinds of items aren't blocks: items that share a parameter with the rest of
+    the model, and parts of a different block that are reached by a second name.
     """
     named = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
     within = {part for block in named for part in block.modules() if part is not block}
@@ -43,17 +43,21 @@ def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, every: int) -> nn.Module:
-    """Let each `every`-th block of the model recompute its activations, from the last one back.
+    """Make every `every`-th block of the model recompute its activations, counted from the last block backwards.
 
-    A model without blocks does so as a whole. Returns the model, whose names stay as they are.
+    A model without blocks is recomputed as a whole. Returns the model. The names of its modules don't change.
     """
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
-        # On the instance: whatever is called around a forward stays.
+        # Replace the forward on the instance, so that hooks around the forward stay in place.
         unit.forward = partial(_recompute, unit.forward)
     return model
 
 
 def _recompute(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
-    """Call a block's forward by way of checkpoint, whose own keywords a block may have too: `debug`, `function`."""
+    """Call a block's forward through checkpoint.
+
+    The keyword arguments are bound first, because checkpoint has keywords that a block may also have, such as `debug`
+    or `function`.
+    """
     return checkpoint(partial(forward, **named), *inputs, use_reentrant=False)

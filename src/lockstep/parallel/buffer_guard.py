@@ -1,9 +1,9 @@
-"""The weights of a model, and the buffers that no engine keeps alike on all ranks: no forward may write them.
+"""Rejects forwards that write to weights, or to buffers that Lockstep doesn't keep the same on all ranks.
 
-BatchNorm's running statistics have a rule of their own (parallel/batchnorm.py). Any other buffer that a training
-forward writes or replaces, as spectral_norm, a counter or a mean by hand does, each rank would move by its own
-micro-batches, once for each of them: so there is no model that is that of the recipe alone. The same holds for a write
-to a weight, as clamp_() under no_grad does, which sharded strategies would lose besides.
+BatchNorm's running statistics are handled separately (parallel/batchnorm.py). Other buffers can also be written or
+replaced in a training forward, e.g. by spectral_norm, a counter or a running mean. Each rank would then update the
+buffer once for each of its own micro-batches, so the model would depend on the placement and not only on the recipe.
+The same applies to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,16 +23,16 @@ _WEIGHT_ADVICE: Final = (
     "compute with a changed copy, such as weight.clamp(min=0), or leave weights to the optimizer; outside of a forward "
     "nothing may write them either"
 )
-# Weights are looked at in each of the first forwards, and in some of the later ones.
+# Weights are checked in each of the first forwards, and in every n-th forward after that.
 _FIRST_FORWARDS: Final = 8
 _EVERY: Final = 16
 
 
 @final
 class BufferGuard:
-    """Watches the weights of a model, and its buffers but for those that are `kept`.
+    """Watches the weights of a model, and all of its buffers except those in `kept`.
 
-    `gathered` returns the tensors that the model computes with in place of its parameters, with these parameters.
+    `gathered` maps the gathered tensors that the model computes with to their parameters.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class BufferGuard:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise UsageError if a training forward, the block, writes a weight or a buffer, or adds a buffer."""
+        """Raise UsageError if the training forward in the block writes a weight or a buffer, or changes the buffers."""
         with self.watch_weights(), self.watch_buffers():
             yield
 
     @contextmanager
     def watch_weights(self) -> Iterator[None]:
-        """Raise UsageError if a training forward, the block, writes a weight."""
+        """Raise UsageError if the training forward in the block writes a weight. Only some forwards are checked."""
         self._forwards += 1
         versions: dict[Tensor, int] = {}
         if self._forwards <= _FIRST_FORWARDS or not self._forwards % _EVERY:
@@ -75,7 +75,7 @@ class BufferGuard:
 
     @contextmanager
     def watch_buffers(self) -> Iterator[None]:
-        """Raise UsageError if a training forward, the block, writes a buffer, or adds one."""
+        """Raise UsageError if the training forward in the block writes, replaces, adds or removes a buffer."""
         noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
         yield
         if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
@@ -93,7 +93,7 @@ class BufferGuard:
 def _refusal(path: str, module: nn.Module, name: str) -> Exception:
     kind = type(module)
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
-        kind = kind.__bases__[1]  # fully_shard derives a class of its own from the user's
+        kind = kind.__bases__[1]  # fully_shard replaces the class of the module by a subclass
     return refusal(
         f"the forward moves buffer {path}{'.' if path else ''}{name} of {kind.__name__}, which each process would move "
         f"by its own micro-batches",

@@ -1,9 +1,10 @@
-"""torch.compile by block, so that what a block computes for a shape follows from that block and that shape alone.
+"""torch.compile by block, so that the kernels for a shape depend only on the block and the shape.
 
-By itself torch.compile makes kernels for any size once it has seen a second one. A run that resumes sees the shapes of
-micro-batches in another order, and a rank others than its neighbour, so they would compute with other kernels. And
-what is fused depends on the piece of code that is compiled. So each shape has kernels of its own, and the piece is a
-block of the model (parallel/blocks.py), which every strategy calls as one; what stands between blocks is not compiled.
+By default, torch.compile switches to kernels for dynamic shapes when it sees a second size. A resumed run sees the
+shapes of micro-batches in a different order, and ranks see different shapes, so they would run different kernels. In
+addition, fusion depends on the code that is compiled together. Therefore Lockstep compiles separate kernels for each
+shape, and compiles each block of the model separately (parallel/blocks.py), because every strategy calls a block as a
+unit. Code between blocks isn't compiled.
 """
 
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 
-_LONGEST: Final = 300  # characters of torch's message
+_LONGEST: Final = 300  # the most characters of torch's message in an error
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Let the model's blocks, or a model without blocks as a whole, compute compiled on `device`.
+    """Compile the blocks of a model for `device` in place. A model without blocks is compiled as a whole.
 
-    Only their forward is: hooks around it, such as those of fully_shard, run as they are.
+    Only the forward of a block is compiled. Hooks around it, such as the hooks of fully_shard, run uncompiled.
     """
     prepare(numerics(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
@@ -38,13 +39,13 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
 
 
 def units_to_compile(model: nn.Module) -> list[nn.Module]:
-    """Return what is compiled as one."""
+    """Return the modules that are compiled as a unit."""
     return find_units(model) or [model]
 
 
 @contextmanager
 def _naming(name: str, code: CodeType) -> Iterator[None]:
-    """Turn a failure to compile into an error that names the block."""
+    """Convert compilation failures to errors that name the block."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:
@@ -59,9 +60,9 @@ def _naming(name: str, code: CodeType) -> Iterator[None]:
 
 
 def _refuse(name: str, code: CodeType, error: Exception) -> NoReturn:
-    frames = [*getattr(error, "real_stack", ())]  # of the model's code, as far as torch knows it
+    frames = [*getattr(error, "real_stack", ())]  # the frames of the model's code, if torch knows them
     place = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
-    words, _, output = str(error).strip().partition("\nOutput:\n")  # of a compiler
+    words, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
     lines = [text.strip().partition("\n")[0][:_LONGEST] for text in (words, output) if text]
     raise UsageError(
         f"recipe.compile: torch cannot compile {name} ({location(*place)}): {': '.join(lines)}; change the code "

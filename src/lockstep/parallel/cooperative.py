@@ -1,7 +1,8 @@
-"""Functions that go through exchanges together: at each one a function waits until all have come to it.
+"""Cooperative functions: several functions that run interleaved and wait for each other at exchanges.
 
-The forwards of several micro-batches in one process are such functions, where a layer computes over all of them. Each
-has a thread of its own, but one alone runs at any time, and which one is a matter of their order alone:
+For example, the forwards of several micro-batches in one process run in this way if a layer computes over all of them.
+Each function has a separate thread, but only one thread runs at a time. The order of the functions alone decides which
+thread runs:
 
     caller       GoOn        GoOn        Compute       GoOn        GoOn
                   |           |             |           |           |
@@ -10,16 +11,19 @@ has a thread of its own, but one alone runs at any time, and which one is a matt
                   |           |             |           |           |
     caller       Came        Came        Computed      Came        Came
 
-1. One after the other runs, from where it stopped, to its next exchange. The generators are set to what it left in
-   them, so each draws the random numbers that it would draw alone.
-2. All must have come to the same place. The last one computes the results of all, from what all have given. So autograd
-   records one node with the inputs of all, and one backward goes through all graphs: on CUDA one thread does that, and
-   could not wait for another backward in the middle of its own.
-3. Each goes on with its own result.
+1. The functions run one after the other. Each function continues from its last exchange and runs to its next exchange.
+   The state of the generators is restored before it continues, so each function draws the same random numbers as if it
+   ran alone.
+2. All functions must have reached the same exchange. The thread of the last function computes the results of all
+   functions from the inputs of all functions. Therefore autograd records one node with all inputs, and a single
+   backward goes through all graphs. Separate backwards wouldn't work: on CUDA, one thread runs the backward, and it
+   can't wait for a different backward in the middle.
+3. Each function continues with its result.
 
-A backward visits nodes by their sequence numbers, the last one made first, and in that order the gradients of what is
-used several times are added. Each thread counts its nodes by itself. So at each exchange the counts are made equal: in
-the joint backward the nodes of one function then have the order that they have alone, and its gradients the same bits.
+Backward visits nodes by sequence number, the newest node first. If a tensor is used several times, its gradients are
+added in this order. Each thread counts its nodes separately. Therefore each exchange makes the counts of all threads
+equal. In the joint backward, the nodes of a function then have the same order as if it ran alone, and its gradients
+have the same bits.
 """
 
 import contextvars
@@ -36,11 +40,11 @@ from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
-Joint = Callable[[Sequence[Any]], Sequence[Any]]  # from what all functions give to what each of them gets
+Joint = Callable[[Sequence[Any]], Sequence[Any]]  # from the inputs of all functions to one result for each of them
 
 
 class _Came(NamedTuple):
-    """A function has come to an exchange, having made so many nodes."""
+    """A function has reached an exchange. `nodes` is its next sequence number."""
 
     place: str
     joint: Joint
@@ -58,7 +62,7 @@ class _Ended(NamedTuple):
 
 
 class _Compute(NamedTuple):
-    """The order to compute what all get, with no fewer nodes made than any has made."""
+    """The order to compute the results of all functions, with sequence numbers from `nodes` on."""
 
     joint: Joint
     given: Sequence[Any]
@@ -66,7 +70,7 @@ class _Compute(NamedTuple):
 
 
 class _GoOn(NamedTuple):
-    """The order to run on, with what the exchange has resulted in."""
+    """The order to continue, with the result of the exchange."""
 
     result: Any
     nodes: int
@@ -74,28 +78,28 @@ class _GoOn(NamedTuple):
 
 @final
 class Cooperative:
-    """Runs functions together, of which each may call `exchange`; what they draw comes from `generators`."""
+    """Runs functions interleaved. Each function can call `exchange`, and draws random numbers from `generators`."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._running: _Part | None = None  # the function that runs now, where there are several
+        self._running: _Part | None = None  # the function that runs now, if there are several
 
     @property
     def under_way(self) -> bool:
-        """Whether several functions are."""
+        """Whether several functions are in progress."""
         return self._running is not None
 
     def exchange(self, place: str, joint: Joint, given: Any) -> Any:
-        """Return this function's part of what `joint` makes of what all functions give, in their order.
+        """Return this function's item of `joint(inputs)`. `inputs` has the `given` of all functions, in their order.
 
-        All functions come to the same places in the same order. A function that is alone need not wait.
+        All functions must reach the same places in the same order. A single function doesn't wait.
         """
         return joint([given])[0] if self._running is None else self._running.come(place, joint, given)
 
     def run(self, functions: Sequence[Callable[[], T]], before: Callable[[int], None]) -> list[T]:
-        """Return what the functions return; `before` is called with the number of each whenever it is to run on.
+        """Run the functions and return their results. `before` is called with a function's number before it continues.
 
-        What one of them raises ends all of them, and is raised here.
+        If a function raises an exception, all functions end and the exception is raised here.
         """
         if len(functions) == 1:
             before(0)
@@ -127,14 +131,14 @@ class Cooperative:
 
 @final
 class _Part:
-    """One function in its thread, which waits for orders: it has one to run, or to compute, or None to end."""
+    """A function in its thread. The thread waits for orders: to continue, to compute the results, or None to end."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
         self._orders: SimpleQueue[_GoOn | _Compute | None] = SimpleQueue()
         self._news: SimpleQueue[_Came | _Computed | _Ended | BaseException] = SimpleQueue()
-        # What torch keeps for each thread is not that of the caller by itself.
+        # torch keeps these settings per thread, so the thread doesn't inherit them from the caller.
         self._grad = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.stream(torch.cuda.current_stream()) if cuda else nullcontext()
@@ -142,7 +146,7 @@ class _Part:
         self._thread.start()
 
     def obey(self, order: _GoOn | _Compute) -> _Came | _Computed | _Ended:
-        """Let the function run or compute, and return how that ended; raise what it raised."""
+        """Send an order and return the outcome. If the function raises an exception, raise it here."""
         self._orders.put(order)
         news = self._news.get()
         if isinstance(news, BaseException):
@@ -150,7 +154,7 @@ class _Part:
         return news
 
     def come(self, place: str, joint: Joint, given: Any) -> Any:
-        """Wait in an exchange for its result; called in the thread."""
+        """Wait for the result of an exchange. This is called in the thread."""
         states = [each.get_state() for each in self._generators]
         self._news.put(_Came(place, joint, given, _nodes()))
         while isinstance(order := self._orders.get(), _Compute):
@@ -165,7 +169,7 @@ class _Part:
         return order.result
 
     def end(self) -> None:
-        """End the function where it waits, or at its next exchange, and wait for that."""
+        """End the function at its current or its next exchange, and join the thread."""
         self._orders.put(None)
         self._thread.join()
 
@@ -180,11 +184,14 @@ class _Part:
 
 
 class _Over(BaseException):
-    """Ends a function whose results nobody wants. No Exception: its own code may catch those."""
+    """Ends a function whose result isn't needed. It isn't an Exception, because the function may catch those."""
 
 
 def _at_one_place(news: Sequence[_Came | _Ended]) -> list[_Came]:
-    """Return the exchange to which all have come, or nothing where all have ended; UsageError where they differ."""
+    """Return the exchange that all functions have reached, or an empty list if all have ended.
+
+    Raises UsageError if the functions are at different exchanges.
+    """
     came = [each for each in news if isinstance(each, _Came)]
     places = [each.place if isinstance(each, _Came) else "its end" for each in news]
     if len(set(places)) > 1:
@@ -198,12 +205,12 @@ def _at_one_place(news: Sequence[_Came | _Ended]) -> list[_Came]:
 
 
 def _nodes() -> int:
-    """Return the number that the next node gets which this thread makes."""
+    """Return the sequence number of the next node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def _make_nodes(count: int) -> None:
-    """Make nodes that nobody keeps, until the next one gets at least this number."""
+    """Create and drop nodes until the sequence number of the next node is at least `count`."""
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         while _nodes() < count:

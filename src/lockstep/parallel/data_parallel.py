@@ -1,22 +1,27 @@
-"""The engine of data parallelism: every process computes the whole model on micro-batches of its own.
+"""The data-parallel engine: each rank computes the whole model on different micro-batches.
 
-Where parameters, gradients and the optimizer's state are is the layout's business (parallel/layouts/base.py): whole in
-each process, or in rows on all of them.
+The layout (parallel/layouts/base.py) decides how parameters, gradients and the optimizer's state are stored: replicated
+on each rank, or sharded in rows.
 
-A step, phase by phase, for each of this rank's micro-batches:
+A step, phase by phase, for each micro-batch of this rank:
 
-1. seed the generators by (seed, step, micro-batch), so that dropout does not depend on who computes it;
-2. forward; the loss is a sum over the micro-batch, divided by the weight of the whole step (docs/what-is-exact.md), or
-   in a loop of the user's own a mean, times the weight of the micro-batch over that of the step;
-3. backward; the gradient goes into the tree (parallel/gradients.py), on the last micro-batch bucket by bucket;
-4. loss and BatchNorm statistics, one float64 vector, go into the same tree while that backward runs
-   (parallel/step_totals.py).
+1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on the rank that computes it.
+2. Run the forward and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the whole step
+   (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, times the weight of the micro-batch over the
+   weight of the step.
+3. Push the loss and the BatchNorm statistics into the tree, as one float64 vector (parallel/step_totals.py). After the
+   last forward, the ranks add up this vector while the last backward runs.
+4. Run the backward, and push the gradient into the tree (parallel/gradients.py). During the last backward, gradients
+   are reduced bucket by bucket.
 
-`forward_backward` does all of it with a task; who has a loop of its own calls what it is made of. Where BatchNorm is
-over the whole step, the forwards of this rank's micro-batches are under way together, and one backward goes through all
-of them; the gradients of each still go into the tree one after the other (parallel/cooperative.py,
-parallel/isolated_grads.py). Where sequences are cut into chunks, each of these has a forward in place of its
-micro-batch, and those of one micro-batch are under way together (parallel/context/sequence_chunks.py).
+`forward_backward` runs all phases for a task. Custom loops call the phases themselves (see Phased). There are two
+exceptions to this order:
+
+- With synchronized BatchNorm, the forwards of all micro-batches of this rank run interleaved, and a single backward
+  goes through all of them. The gradients are still pushed into the tree one micro-batch after the other
+  (parallel/cooperative.py, parallel/isolated_grads.py).
+- If sequences are split into chunks, each chunk has a separate forward. The forwards of the chunks of a micro-batch run
+  interleaved in the same way (parallel/context/sequence_chunks.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -59,7 +64,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DataParallelEngine:
-    """A model in the layout that `make_layout` makes, on the ranks of `mesh`; `on_close` ends what that uses."""
+    """A model in the layout of `make_layout` on the ranks of `mesh`. `close` calls `on_close`."""
 
     def __init__(
         self,
@@ -79,8 +84,8 @@ class DataParallelEngine:
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
-        self._model.train()  # a train() of the user's own may return nothing
-        # Within what is computed again in the backward, so that it sees that.
+        self._model.train()  # a custom train() may return None
+        # Wrap the forwards before `recompute` does, so that the statistics see which calls are recomputations.
         self._running = RunningStatistics(self._model, counted=not (numerics.recipe.compile or numerics.sync_batchnorm))
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
@@ -98,7 +103,7 @@ class DataParallelEngine:
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
-        # A loop of the user's own is watched by itself (loop/guard.py), which names the line of a write.
+        # A custom loop has a separate guard (loop/guard.py), which names the line of a write.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
@@ -108,9 +113,9 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._share = lru_cache(4)(partial(share, device=world.device))  # the same in nearly every step of samples
-        self._step: Step  # under way
-        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, while a dummy is computed beside the step
+        self._share = lru_cache(4)(partial(share, device=world.device))  # the same in nearly every step
+        self._step: Step  # in progress
+        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers to restore after a dummy outside of the step
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -192,7 +197,7 @@ class DataParallelEngine:
         self._backward([loss], step, microbatch.weight if mean else 1)
         self._gradients.after_backward(microbatch)
         for buffer, before, version in self._before:
-            if buffer._version != version:  # one that was left alone is watched for writes
+            if buffer._version != version:  # don't write to unchanged buffers, since the guard watches their version
                 buffer.copy_(before)
         self._before = []
 
@@ -223,7 +228,7 @@ class DataParallelEngine:
 
     @property
     def kept_buffers(self) -> list[Tensor]:
-        """See Phased: BatchNorm's."""
+        """See Phased. These are the buffers of BatchNorm."""
         return self._running.buffers
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
@@ -299,13 +304,13 @@ class DataParallelEngine:
         return around_forward(self._autocast, self._model, self._world.device, self._numerics.offload_activations)
 
     def _rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
-        """Return what is computed one after the other, each of it with all forwards that are under way together."""
+        """Return the rounds of the step. The forwards of a round run interleaved, and one round follows another."""
         if self._step_sums is not None:
             return [microbatches]
         return [self._leaves.of(each, leaves) for each in microbatches]
 
     def _at_once(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
-        """Do the forwards of all these micro-batches together, and one backward through all of them."""
+        """Run the forwards of all these micro-batches interleaved, and a single backward through all of them."""
         apart = IsolatedGradients(self._model, len(microbatches))
         with apart.restore_after():
             losses = self._together.run(
@@ -323,14 +328,14 @@ class DataParallelEngine:
     def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | None:
         with self.forward(microbatch, step):
             loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, observed))
-            # None leaves autocast before all have come here: that would clear what it keeps for the others, too.
+            # Leave autocast only after all forwards have come here, because leaving clears the cache of all of them.
             self._together.exchange("its end", list, None)
         return loss
 
     def _backward(self, losses: Sequence[Tensor], step: Step, weight: int = 1) -> None:
         seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype, part=weight)) for loss in losses)
         with self._model_code:
-            # What autograd.backward ends with; before it that looks for 9 us into seeds which fit.
+            # Call the function that autograd.backward ends with. This skips its checks of the seeds, which take 9 us.
             how = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(losses), seeds, False, False, (), **how)
 

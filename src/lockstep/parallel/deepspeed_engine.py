@@ -1,17 +1,19 @@
-"""An engine around DeepSpeed's: it cuts, sends and updates, by the arithmetic of a recipe.
+"""An engine that wraps DeepSpeed's engine: DeepSpeed shards, communicates and updates, with the numerics of a recipe.
 
-What DeepSpeed would decide by the number of processes is decided here. It divides gradients by the ranks, which is a
-part of the loss scale that it undoes before the update; so a backward starts from what it starts from in one process.
-It counts micro-batches to know where a step ends, so it is given the end of each step instead. Ranks go through a step
-in rounds, since in stages 2 and 3 each backward is an exchange: one without a micro-batch in a round computes another's
-along, and its loss counts nothing.
+This engine overrides all behavior of DeepSpeed that depends on the number of processes:
 
-The precision, the loss scale and the rate are this engine's; clipping, the update and the steps that are dropped for
-what is not finite are DeepSpeed's.
+- DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets undoes the division before
+  the update. Therefore a backward starts from the same value as in a single process.
+- DeepSpeed counts micro-batches to detect the end of a step. This engine sets the end of each step explicitly.
+- In stages 2 and 3, each backward communicates. Therefore ranks go through a step in rounds. If a rank has no
+  micro-batch in a round, it computes a dummy, and its loss counts as 0.
 
-It puts the parameters of a group one after the other in a flat tensor, fills it up, and cuts it evenly over the ranks
-(stages 1 and 2); or it cuts each parameter so, and puts the pieces one after the other (stage 3). The optimizer moves
-these flat tensors, of fp32, and so its state is as flat: what is known of that is in FlatPiece, and below it.
+This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
+drops steps with gradients that aren't finite.
+
+In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, pads it, and shards it evenly over
+the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer updates these
+flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it map between both forms.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +53,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DeepSpeedEngine:
-    """A model in DeepSpeed's engine, which is given `configuration`; `mesh` deals the micro-batches out in rounds."""
+    """A model in DeepSpeed's engine with this `configuration`. `mesh` assigns the micro-batches of each round."""
 
     def __init__(
         self,
@@ -66,17 +68,17 @@ class DeepSpeedEngine:
         self._world = world
         self._model_code = OwnCode(problem.name, shared=True)
         self._numerics = numerics
-        model = problem.build_model().to(world.device)  # its weights stay contiguous: DeepSpeed sends them as they lie
+        model = problem.build_model().to(world.device)  # contiguous, because DeepSpeed sends weights in memory order
         if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise UsageError(
                 f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
             )
-        model.train()  # a train() of the user's own may return nothing
-        self._running = RunningStatistics(model)  # within what is computed again in the backward
+        model.train()  # a custom train() may return None
+        self._running = RunningStatistics(model)  # before `recompute`, so that it sees which calls are recomputations
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        # Within the model, since DeepSpeed takes it to be of fp32 and leaves a precision that was entered around it.
+        # Enter autocast inside the model. DeepSpeed treats the model as fp32, and exits an autocast around it.
         inner = autocast(numerics.recipe.precision, world.device)
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
@@ -109,10 +111,11 @@ class DeepSpeedEngine:
         self._weight, self._step = step.weight, step.number
         statistics = Counter[Tensor](add_)
         own_losses = []
-        # It multiplies a loss by this, and what it has divided by the ranks it divides by this in the update.
+        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by it, after it has
+        # divided them by the number of ranks.
         self._optimizer.override_loss_scale(self._scaler.get_scale() / self._world.size)
         for number, microbatch in enumerate(microbatches):
-            with torch.set_grad_enabled(bool(step.weight)):  # of a step without weight there is nothing to learn
+            with torch.set_grad_enabled(bool(step.weight)):  # a step of weight 0 needs no gradients
                 loss = self._loss_of(microbatch, step, observed)
             if not microbatch.dummy:
                 own_losses.append(loss.detach())
@@ -124,7 +127,7 @@ class DeepSpeedEngine:
         return Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """See Engine. Each is whole, on every rank, times the loss scale."""
+        """See Engine. Every rank returns whole gradients, multiplied by the loss scale."""
         if not self._weight:
             return {name: torch.zeros(self._pieces[each].shape) for name, each in self._trained}
         whole_of = self._library.utils.safe_get_full_grad
@@ -133,7 +136,11 @@ class DeepSpeedEngine:
         return {name: gradient * self._world.size for name, gradient in whole.items()}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine. DeepSpeed drops a step whose gradient is not finite, whatever the recipe wants."""
+        """See Engine. DeepSpeed drops steps whose gradient isn't finite, regardless of the recipe.
+
+        Raises TrainingError if it drops a step with a finite loss, unless the recipe skips such steps or scales the
+        loss.
+        """
         if not self._weight:
             self._running.settle(False, self._observed)
             return Update(None, applied=False)
@@ -165,7 +172,7 @@ class DeepSpeedEngine:
             yield self._predict
 
     def state(self) -> State:
-        """See Engine. What DeepSpeed cuts is a shard that any other strategy can read."""
+        """See Engine. Tensors that DeepSpeed shards are shards that all other strategies can read."""
         model = self._model_state()
         tensors, slots = self._optimizer_state()
         scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
@@ -216,14 +223,15 @@ class DeepSpeedEngine:
         """Add the gradient of a micro-batch's loss to the step's."""
         share = torch.full_like(loss, 0.0 if dummy else self._world.size / self._weight)
         if self._numerics.skip_nonfinite:
-            # A gradient can be finite though the loss is not; made NaN with it, DeepSpeed drops the step.
+            # If the loss isn't finite, make the gradient NaN, so that DeepSpeed drops the step. Otherwise the gradient
+            # could still be finite.
             share += 0.0 * loss.detach()
         self._engine.set_gradient_accumulation_boundary(last)
         with self._model_code, its_exchanges():
             self._engine.backward(loss * share, scale_wrt_gas=False)
 
     def _move_scale(self, applied: bool) -> None:
-        """Let the scale grow after so many steps, or shrink after one that was dropped, by torch's own rules."""
+        """Update the loss scale like torch's GradScaler: grow after n steps, and shrink after a dropped step."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))
@@ -234,14 +242,14 @@ class DeepSpeedEngine:
             return call(self._engine, self._numerics.prepare_inputs(inputs))
 
     def _model_state(self) -> dict[str, MaybeSharded]:
-        """Return the model's state: what is trained as DeepSpeed's optimizer has it, in fp32."""
+        """Return the model's state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
         return {name: self._as_shard(tensor) for name, tensor in self._named.items()}
 
     def _as_shard(self, tensor: Tensor) -> MaybeSharded:
         if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
             place = self._pieces[tensor]
             return place.piece_of(place.flat)
-        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # it wants no gradient
+        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # a parameter that requires no gradient
             whole: Any = tensor
             first = self._world.rank * len(whole.ds_tensor)
             length = max(0, min(len(whole.ds_tensor), whole.ds_numel - first))
@@ -249,7 +257,7 @@ class DeepSpeedEngine:
         return tensor.detach()
 
     def _publish(self) -> None:
-        """Bring what is trained to where the model computes with it."""
+        """Copy the trained tensors to the parameters that the model computes with."""
         optimizer = self._optimizer
         with its_exchanges():
             if not self._cut_weights:
@@ -261,7 +269,7 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return an optimizer's state by parameter and slot: tensors, and what is none."""
+        """Return the optimizer's state by parameter and slot: the tensors, and all other values."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
@@ -294,7 +302,7 @@ class DeepSpeedEngine:
 
 
 def _fill(slots: dict[str, Any], slot: str, value: Any, place: "FlatPiece") -> None:
-    """Put what was kept for a parameter where the optimizer keeps it for the flat tensor that it is a part of."""
+    """Write a parameter's part of a slot to the slot of its flat tensor."""
     whole = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(whole, Tensor) or whole.shape != place.shape:
         slots[slot] = whole.clone() if isinstance(whole, Tensor) else whole  # the same for all parameters of the group
@@ -306,9 +314,9 @@ def _fill(slots: dict[str, Any], slot: str, value: Any, place: "FlatPiece") -> N
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """Where this rank's piece of a parameter of `shape` is: `length` elements of a flat tensor from `at` on.
+    """The location of this rank's piece of a parameter of `shape`: `length` elements of a flat tensor from `at` on.
 
-    It has the parameter's elements from `first` on.
+    The piece has the elements of the parameter that start at `first`.
     """
 
     flat: Tensor
@@ -318,13 +326,13 @@ class FlatPiece:
     shape: torch.Size
 
     def piece_of(self, flat: Tensor) -> Shard:
-        """Return this rank's piece of `flat`, which is as flat as the parameters are."""
+        """Return this rank's piece of `flat`, a flat tensor with the same layout as the parameters."""
         own = flat.detach()[self.at : self.at + self.length]
         return piece(own, self.first if self.length else 0, self.shape)
 
 
 def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
-    """Return the place of each parameter that DeepSpeed's `optimizer` moves."""
+    """Return the location of each parameter that DeepSpeed's `optimizer` updates."""
     found = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
     return dict(found)
 

@@ -13,16 +13,17 @@ from lockstep.parallel.offloaded import lent, pieces
 
 @final
 class WeightAverage:
-    """The average of all parameters and of what the model keeps in floating-point buffers.
+    """The average of all parameters and floating-point buffers of a model.
 
-    After an update by decay d the average is d * average + (1 - d) * weights. It is kept in float32 at least:
-    (1 - d) of a difference is lost in fewer bits. Integer buffers are copied.
+    After an update with decay d, the average is d * average + (1 - d) * weights. It has at least float32 precision,
+    because (1 - d) times a difference would be lost with fewer bits. Integer buffers are copied.
     """
 
     def __init__(self, live: NamedTensors, decay: float, device: torch.device | None = None) -> None:
-        """Average `live`, what this rank has of a model's state, whose values change in place.
+        """Average `live`, this rank's part of the model's state. Its tensors must be updated in place.
 
-        It is computed on `device`, wherever it is kept; None stands for where it is.
+        The average is computed on `device`, even if it is stored on a different device. If `device` is None, it is
+        computed on the device that stores it.
         """
         self._decay = decay
         self._device = device
@@ -34,7 +35,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the model's present weights; to be called after each step."""
+        """Move the average towards the current weights of the model. Call this after each step."""
         for names in pieces((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
             with lent(averages, self._device or averages[0].device) as moved:
@@ -45,9 +46,9 @@ class WeightAverage:
 
     @contextmanager
     def swap(self, reload: Callable[[], None]) -> Iterator[None]:
-        """Let the model's tensors hold the averaged weights while the block runs, then their own again.
+        """Swap the averaged weights into the model's tensors inside the block, and restore them afterwards.
 
-        `reload` brings what they hold to where it is computed with.
+        `reload` is called after each change, and must publish the tensors to the model.
         """
         live = {**self._live, **self._live_counters}
         own = {name: tensor.detach().clone() for name, tensor in live.items()}
@@ -60,22 +61,22 @@ class WeightAverage:
             reload()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average by the names of the model's state: the tensors themselves, not copies."""
+        """Return the average under the names of the model's state. The tensors are the live tensors, not copies."""
         return {**self._average, **self._counters}
 
     def shards(self, live: NamedTensors) -> dict[str, MaybeSharded]:
-        """Return the average as this rank's part of the whole one, as what it has of the model's state is `live`."""
+        """Return this rank's part of the average, sharded in the same way as `live`."""
         return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
 
 
 def average_of(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
-    """Return the average of `live` with this decay, computed on `device`, None where none is kept."""
+    """Return the average of `live` with this decay, computed on `device`. Return None if `decay` is None."""
     return None if decay is None else WeightAverage(live, decay, device)
 
 
 @contextmanager
 def evaluating(model: nn.Module, average: WeightAverage | None, reload: Callable[[], None]) -> Iterator[None]:
-    """Let a model evaluate while the block runs, without gradients, with averaged weights where there are any.
+    """Switch a model to evaluation inside the block, without gradients. If there is an average, use its weights.
 
     `reload` is called after each change of the weights.
     """

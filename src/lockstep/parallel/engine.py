@@ -1,4 +1,4 @@
-"""The contract between the loop and a strategy: three verbs, and the state they work on."""
+"""The engine protocols: the interface between the training loop and a strategy, and the state of an engine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,14 +13,18 @@ from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Predict = Callable[[Inputs], Any]  # gives the model's outputs
+Predict = Callable[[Inputs], Any]  # returns the model's outputs
 
 
 class Sums(NamedTuple):
-    """The losses of a step, 0-dim: `total` over all its samples, the same on every rank, and `own_losses` over each
-    of this rank's micro-batches, as the task gave them. `weight` is the step's. `of_task` are the sums of the task
-    over all micro-batches, on the CPU, where they were asked for. `counts` is the float64 vector that an own loop adds
-    up beside its loss."""
+    """The losses of a step, as 0-dim tensors.
+
+    - `total` is the sum over all samples of the step. It is the same on every rank.
+    - `weight` is the weight of the step.
+    - `own_losses` has one loss per micro-batch of this rank, as a sum over the micro-batch.
+    - `of_task` has the sums of the task over all micro-batches, on the CPU. It is empty unless you request them.
+    - `counts` is the float64 vector that a custom loop adds up next to its loss.
+    """
 
     total: Tensor
     weight: int
@@ -30,25 +34,26 @@ class Sums(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """The mean by weight, in float64; worked out only when asked for. Of a step without weight it is 0 / 0."""
+        """The mean loss by weight, in float64, computed on access. If the weight of the step is 0, it is 0 / 0."""
         return self.total.double() / self.weight
 
 
 class Update(NamedTuple):
-    """What an update did: the gradient's norm before clipping, if it was asked for, and whether weights moved."""
+    """The result of an update: the gradient norm before clipping, if it was computed, and whether weights changed."""
 
     norm: Tensor | None
     applied: bool
-    loss_scale: float | None = None  # the one used, for fp16
+    loss_scale: float | None = None  # the loss scale of this step, for fp16
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a run needs to go on, under the names of a single process.
+    """Everything a run needs to continue. All names are the same as on a single process.
 
-    `optimizer` has names such as `layer1.weight/momentum_buffer`; `scalars` is what is not a tensor, ready for JSON.
-    Where a strategy cuts tensors, each rank's state has a Shard (core/shard.py) under the name. `feedback` is what each
-    rank holds back of its gradients for the next step, where they are sent in low rank (parallel/powersgd.py).
+    `optimizer` has names such as `layer1.weight/momentum_buffer`. `scalars` has all values that aren't tensors, ready
+    for JSON. If a strategy shards a tensor, the state of each rank has a Shard (core/shard.py) under its name. If
+    gradients are sent in low rank (parallel/powersgd.py), `feedback` is the part of the gradients that each rank keeps
+    for the next step.
     """
 
     model: NamedTensors
@@ -59,123 +64,129 @@ class State:
 
 
 class Stepping(Protocol):
-    """What the loop asks of an engine: a step is one call of each, in this order, on all ranks."""
+    """The part of an engine that the loop calls in a step: each method once, in this order, on all ranks."""
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
-        """Leave the canonical gradient of `step` behind; `microbatches` are this rank's, possibly none.
+        """Compute the canonical gradient of `step` and keep it for `update`.
 
-        With `observe`, which all ranks give alike, the sums of the task are added up too.
+        `microbatches` are the micro-batches of this rank. The sequence may be empty. With `observe`, Lockstep also adds
+        up the sums of the task. All ranks must pass the same `observe`.
         """
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """Clip the gradient to `max_norm`, move the weights and forget the gradient.
+        """Clip the gradient to `max_norm`, update the weights and drop the gradient.
 
-        After a step of weight 0 nothing moves, and the update counts as not applied.
+        If the weight of the step is 0, the weights don't change and the update counts as not applied.
         """
 
 
 class Engine(Stepping, Protocol):
-    """A model being trained, however it is distributed. All ranks call each verb in the same order."""
+    """A model in training, regardless of how it is distributed. All ranks must call the methods in the same order."""
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """Return the canonical gradient by parameter, as it lies between forward_backward and update."""
+        """Return the canonical gradient of each parameter. Call it between `forward_backward` and `update`."""
 
     def evaluation(self) -> AbstractContextManager[Predict]:
-        """Enter evaluation, with averaged weights where the recipe keeps them, and give `predict(inputs)`."""
+        """Switch to evaluation and yield `predict(inputs)`. If the recipe averages weights, it uses the average."""
 
     def state(self) -> State:
-        """Return the state; its tensors are the live ones, or shards of them."""
+        """Return the state. Its tensors are the live tensors or shards of them, not copies."""
 
     def load(self, state: State) -> None:
-        """Take over a state whose tensors are whole; names that are missing or left over raise UsageError."""
+        """Load a state of whole tensors. Raises UsageError if names are missing or unexpected."""
 
     def close(self) -> None:
-        """Let go of threads and streams."""
+        """Release threads and streams."""
 
 
 class Rotates(Engine, Protocol):
-    """An engine that can do a step again, and those of another one with other ranks in its places."""
+    """An engine that can repeat a step, and also a step of an engine whose ranks have different places in the mesh."""
 
     def take_weights(self, state: State) -> None:
-        """Take over the model's tensors, whole, and the scale of the loss."""
+        """Load the model's tensors, which must be whole, and the loss scale."""
 
     def forget(self) -> None:
-        """Forget the gradients of a step that is not applied."""
+        """Drop the gradients of a step that isn't applied."""
 
 
 @runtime_checkable
 class Auditable(Engine, Protocol):
-    """An engine on whose ranks any micro-batch can be computed, since each computes the whole model."""
+    """An engine in which every rank computes the whole model, so that any rank can compute any micro-batch."""
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
-        """Compute a dummy beside the step, for its `note` alone.
+        """Compute a dummy micro-batch outside of the step. Only its `note` sees the results.
 
-        Call it before forward_backward, or after one that is to be done again: gradients there are forgotten.
+        Call this method before `forward_backward`, or after a `forward_backward` that you are going to repeat, because
+        it drops the gradients in `grad`.
         """
 
     def keep_whole(self) -> None:
-        """Keep what `witnessed` returns of each step until its update."""
+        """Keep the gradients that `witnessed` returns until the update of each step."""
 
     def witnessed(self) -> Sequence[NamedTensors]:
-        """Return rows of the step's gradient as this rank had them whole, before each rank kept some: its own, others'.
+        """Return rows of the gradient that this rank had as a whole, before each rank kept only some of its rows.
 
-        None where no rank has the whole gradient, or each keeps it.
+        The first item has the rows that this rank keeps, and the second item has the rows that the next rank keeps. The
+        sequence is empty if no rank has the whole gradient, or if every rank keeps the whole gradient.
         """
 
 
 @runtime_checkable
 class Phased(Auditable, Protocol):
-    """An engine whose steps a loop of the user's own computes, phase by phase, and whose model that calls itself.
+    """An engine for custom loops, which call the model themselves and run a step phase by phase.
 
-    A step is `begin`; for each micro-batch `forward`, entered while its outputs and its loss are computed, and then
-    `backward`; `end`; and `update`. A micro-batch beside the step, as Auditable.repeat computes it, has a forward and a
-    backward of its own.
+    1. Call `begin`.
+    2. For each micro-batch, compute its outputs and its loss inside `forward`. Then call `backward`.
+    3. Call `end`.
+    4. Call `update`.
+
+    For a micro-batch outside of the step (see Auditable.repeat), use `forward_beside` and `backward_beside`.
     """
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups of this rank's optimizer, whose settings may be changed before an update."""
+        """The parameter groups of this rank's optimizer. You can change their settings before an update."""
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are sent in low rank, and what that leaves of them is kept for the next step."""
+        """Whether gradients are sent in low rank. The rest of each gradient is kept for the next step."""
 
     @property
     def kept_buffers(self) -> list[Tensor]:
-        """The buffers that are kept alike on all ranks."""
+        """The buffers that Lockstep keeps the same on all ranks."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return what the model computes with in the place of its parameters, and of which of them it is gathered."""
+        """Map each gathered tensor that the model computes with to the sharded parameter that it was gathered from."""
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
-        """Start a step of `leaves` micro-batches, of which this rank computes these.
+        """Start a step of `leaves` micro-batches over all ranks. This rank computes `microbatches`.
 
-        `counts` numbers are added up beside the losses.
+        The step adds up `counts` numbers next to the losses.
         """
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """Enter what a micro-batch's outputs and loss are computed in: its random numbers, precision, BatchNorm."""
+        """Enter the context of a micro-batch's forward and loss: its random seed, its precision and its BatchNorm."""
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
-        """Compute the gradient of a micro-batch's loss, and add what it gives to the step's sums.
+        """Compute the gradient of a micro-batch's loss. Add the gradient, the loss and the counts to the step's sums.
 
-        The loss is a sum, or the `mean` over what the micro-batch weighs. `counts` are the numbers of the micro-batch
-        that are added up beside its loss: float64, as many as `begin` was told.
+        By default, the loss is a sum. With `mean`, it is the mean over the weight of the micro-batch. `counts` is the
+        float64 vector of this micro-batch that is added up next to its loss. Its length is the `counts` of `begin`.
         """
 
     def end(self) -> Sums:
-        """Leave the canonical gradient of the step behind."""
+        """Complete the canonical gradient of the step, and return its sums."""
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """As `forward`, of a dummy beside the step."""
+        """The same as `forward`, for a dummy micro-batch outside of the step."""
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
-        """As `backward`, of that dummy: nothing of it is left, but what its `note` has seen."""
+        """The same as `backward`, for that dummy. Only its `note` keeps anything of it."""
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
-        """See Engine; with `only` the optimizer's groups of these numbers are moved, and the others left alone."""
+        """See Engine. With `only`, update the optimizer groups with these indices and leave all other groups alone."""
 
     def own_evaluation(self) -> AbstractContextManager[None]:
-        """Enter evaluation by the loop, which calls the model itself."""
+        """Switch to evaluation for a custom loop, which calls the model itself."""

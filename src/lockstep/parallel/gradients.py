@@ -1,17 +1,24 @@
-"""The canonical sum of gradients, exchanged in buckets while the last backward still runs.
+"""The canonical sum of gradients, reduced in buckets that overlap with the last backward.
 
-A micro-batch's gradient is taken out of `param.grad` when its backward is done and pushed into one binary counter for
-each bucket (core/tree.py). The last micro-batch of this rank is special: as soon as backward has filled a bucket, its
-pieces are flattened and handed to the stream, which adds them over the ranks (comm/canonical.py). Buckets go out in
-one order on all ranks: that of backward, from the last parameter to the first.
+A step, phase by phase:
 
-A parameter that a micro-batch does not use counts as a gradient of zeros, on one process and on many alike.
+1. After the backward of each micro-batch except the last, the gradients are moved from `param.grad` to the binary
+   counters of their buckets (core/tree.py).
+2. During the backward of the last micro-batch of this rank, a hook on each parameter counts the gradients that are
+   ready. Once a bucket and all buckets before it are complete, its pieces are submitted to the stream, which flattens
+   them and adds them up over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the order
+   of backward, from the last parameter to the first.
+3. `finish` submits the remaining buckets, waits for the sums, and puts them into `param.grad`.
 
-A nested backward, such as that of a reentrant checkpoint, may add to a gradient that looked complete. So after the
-first one, buckets leave when the whole backward is over. The first backward of a run is waited for in any case.
+If a micro-batch doesn't use a parameter, its gradient counts as zeros, on any number of ranks.
 
-Shapes: a bucket is b_N, flat: the elements of its parameters p_... one after the other, each in its order in memory and
-followed by zeros, so that the next one begins where memory of its own might.
+A nested backward, such as in a reentrant checkpoint, can add to a gradient that looked complete. After a micro-batch
+had a nested backward, buckets are therefore only submitted once the whole backward is done. The first backward of a run
+always waits in this way, because Lockstep doesn't know yet whether it is nested.
+
+Shapes: a bucket is a flat vector b_N with the elements of its parameters p_..., one parameter after the other. The
+elements of a parameter are in memory order and padded with zeros, so that each parameter is aligned as in separate
+memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +38,8 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
 Parts = list[Tensor]
 
-# Each parameter takes a multiple of so many elements: 256 bytes at least. On CUDA kernels that add or multiply are
-# chosen by where a tensor begins, and an optimizer is to find there what it finds on one process.
+# In elements: each parameter is padded to a multiple of this, at least 256 bytes. CUDA selects the kernels that add or
+# multiply by the alignment of a tensor, and the optimizer must run the same kernels as on one process.
 _ALIGNED: Final = 128
 
 
@@ -41,13 +48,13 @@ class _Bucket:
     parameters: list[nn.Parameter]
     add: Sum
     counter: Counter[Parts] = field(default_factory=lambda: Counter(add_parts_))
-    missing: int = 0  # parameters whose gradient backward has not yet made
-    sent: bool = False  # in this step
+    missing: int = 0  # parameters whose gradient isn't ready
+    sent: bool = False  # whether it was submitted in this step
 
 
 @final
 class Gradients:
-    """Adds the gradients of `parameters` over micro-batches and ranks."""
+    """Adds up the gradients of the trained parameters over micro-batches and ranks."""
 
     def __init__(
         self,
@@ -58,7 +65,7 @@ class Gradients:
         bucket_bytes: int,
         sum_of: Callable[[Sequence[nn.Parameter]], Sum] | None = None,
     ) -> None:
-        """Add by `canonical`, or each bucket by what `sum_of` makes for its parameters."""
+        """Add up buckets with `canonical`. With `sum_of`, add up each bucket with `sum_of(parameters)` instead."""
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
         self._stream = stream
@@ -71,9 +78,9 @@ class Gradients:
         self._leaves = 0
         self._last_leaf: int | None = None
         self._armed = False
-        self._graph_task = -1  # autograd's number of the first backward that made a gradient of this micro-batch
-        self._nested = False  # whether a micro-batch had a second one, within the first or around it
-        self._watched = False  # whether a micro-batch's backward has shown that
+        self._graph_task = -1  # id of the first backward that reached a parameter in this micro-batch
+        self._nested = False  # whether a micro-batch has had a second backward, inside or around the first
+        self._watched = False  # whether a backward has finished, so that `_nested` is known
         self._note: Note | None = None
         for bucket in () if alone else self._buckets:
             for parameter in bucket.parameters:
@@ -82,7 +89,8 @@ class Gradients:
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._leaves = leaves
-        # Where the last is a dummy, the sums are sent after it: in one order on all ranks, with what else is sent.
+        # If the last micro-batch is a dummy, submit the sums after it, so that all collectives have the same order on
+        # all ranks.
         self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:
@@ -90,7 +98,7 @@ class Gradients:
         self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.dummy)
         self._graph_task = -1
         self._note = microbatch.note
-        if microbatch.dummy:  # it is beside the step, whose sums may be there: what it makes must not be added to them
+        if microbatch.dummy:  # `grad` may hold the sums of the step: don't add gradients of the dummy to them
             for parameter in self._parameters:
                 parameter.grad = None
         if self._armed:
@@ -117,7 +125,8 @@ class Gradients:
         """See GradientSum."""
         if self._nothing_to_add:
             for parameter in self._parameters:
-                # One of fp32 is as it is added, whatever the parameter is in, which takes as long again to find out.
+                # An fp32 gradient needs no conversion, whatever the dtype of the parameter. Test this first, because
+                # `wide_gradient` takes as long again.
                 if parameter.grad is None or parameter.grad.dtype is not torch.float32:
                     parameter.grad = wide_gradient(parameter)
             return
@@ -133,7 +142,7 @@ class Gradients:
 
     @property
     def _nothing_to_add(self) -> bool:
-        """Whether backward leaves the sum itself: of one micro-batch on one rank."""
+        """Whether the gradient of backward is already the sum: with one micro-batch on one rank."""
         return self._alone and self._leaves == 1
 
     def _ready(self, bucket: _Bucket, parameter: Tensor) -> None:
@@ -178,7 +187,7 @@ class Gradients:
 
 
 def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
-    """Group parameters, last first as backward reaches them, into buckets of one dtype and about `bucket_bytes`."""
+    """Group parameters into buckets of one dtype and about `bucket_bytes`, in the order of backward (last first)."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
@@ -199,7 +208,7 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def wide_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return what a backward left in `grad`, in the dtype that it is added in; zeros where it left nothing."""
+    """Return `grad` in the dtype of the sum. If backward computed no gradient, return zeros."""
     dtype, gradient = sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -207,7 +216,7 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def nodes_behind(root: Any) -> Iterator[Any]:
-    """Yield a node of an autograd graph and each that its gradient goes on to."""
+    """Yield a node of an autograd graph and all nodes that its gradient flows to."""
     waiting, met = [root], {root}
     while waiting:
         yield (node := waiting.pop())
@@ -218,39 +227,39 @@ def nodes_behind(root: Any) -> Iterator[Any]:
 
 
 def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype that gradients of a parameter are added in: its own, or fp32 where it is a copy (weights.py)."""
+    """Return the dtype for sums of a parameter's gradients: its own, or fp32 if it is a copy (weights.py)."""
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
 def give_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
-    """Leave gradients in `grad`."""
+    """Put gradients into `grad`."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
 def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a flat vector for the sum of the gradients of parameters of one dtype."""
+    """Return an empty flat vector for the gradient sums of parameters that have the same dtype."""
     return parameters[0].new_empty(sum(_sizes(parameters)), dtype=sum_dtype(parameters[0]))
 
 
 def add_parts_(left: Parts, right: Parts) -> Parts:
-    """Add the gradients `right` to `left`, in place."""
+    """Add the gradients `right` to `left` in place."""
     torch._foreach_add_(left, right)
     return left
 
 
 def _sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the length of each parameter and of the zeros behind it, one after the other."""
+    """Return the length of each parameter, followed by the length of its padding."""
     return [size for each in parameters for size in (each.numel(), -each.numel() % _ALIGNED)]
 
 
 def _memory_order(parameter: Tensor) -> list[int]:
-    """Dims from the outermost in memory to the innermost: flattening in this order moves memory as it lies."""
+    """Return the dims from the outermost to the innermost in memory. Flattening in this order keeps memory in order."""
     return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
 def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a flat vector of the gradients of parameters, each in the order in which its parameter is in memory."""
+    """Return a flat vector of gradients. The elements of each gradient have the memory order of its parameter."""
     flat = [part.permute(_memory_order(each)).reshape(-1) for part, each in zip(parts, parameters, strict=True)]
     zeros = flat[0].new_zeros(_ALIGNED)
     gaps = [zeros[:size] for size in _sizes(parameters)[1::2]]
@@ -258,7 +267,7 @@ def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
-    """Return views of a bucket's flat vector in the shapes of its parameters."""
+    """Return views of a bucket's flat vector, with the shapes of its parameters."""
     pieces = torch.split(flat, _sizes(parameters))[::2]
     return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 

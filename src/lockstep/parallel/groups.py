@@ -1,7 +1,7 @@
-"""Which parameters the optimizer treats otherwise than the rest, by their names.
+"""Parameter groups of the optimizer: settings for the parameters whose names match a pattern.
 
-What a name is given follows from all names of the model, so it is worked out once, before anything is cut: a rank that
-has a stage of the model, or rows of it, then looks its own parameters up.
+The settings of a parameter depend on all parameter names of the model. Therefore Lockstep computes them once, before it
+splits the model. A rank that holds a stage or rows of the model then looks up the settings of its parameters by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from typing import Any, Final
 from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 
-SCALE: Final = "lr_scale"  # of a parameter group: timm's name for it, and a checkpoint keeps it
+SCALE: Final = "lr_scale"  # the key in a parameter group: timm uses the same name, and checkpoints keep it
 _KEY: Final = "recipe.optimizer.groups"
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Parameters whose names fit one of `patterns`: their rate is `lr_factor` times the optimizer's."""
+    """Settings for parameters whose names match one of `patterns`. Their rate is `lr_factor` times the optimizer's."""
 
     patterns: Sequence[str]
     lr_factor: float = 1.0
@@ -27,11 +27,11 @@ class GroupSettings:
 def settings(
     names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer's groups say of each of `names` that one says anything of.
+    """Return the settings of each name that has any.
 
-    The first group that matches counts. `scales` are factors of the rate by name, such as those of layer decay; they
-    multiply a group's. A pattern that matches no name, and a group all of whose names are in an earlier one, raise
-    UsageError.
+    If several groups match a name, the first group applies. `scales` has factors of the learning rate by name, such as
+    the factors of layer decay. They are multiplied with the factor of the group. Raises UsageError if a pattern matches
+    no name, or if earlier groups have all names that a group matches.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
@@ -48,7 +48,7 @@ def settings(
 
 
 def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each different setting once."""
+    """Return the distinct settings."""
     found: list[dict[str, Any]] = []
     for setting in by_name.values():
         if setting not in found:

@@ -1,8 +1,9 @@
-"""Several forwards of one model under way in one process, with isolated gradients.
+"""Isolated gradients for several interleaved forwards of one model in one process.
 
-Each forward has aliases of the trained parameters: other leaves for autograd, in the same memory. While one runs, the
-modules have its aliases in place of the parameters, and keep what its code leaves in their attributes for it alone: all
-that is in a module's `__dict__`. Buffers and submodules are the same for all.
+Each forward has its own aliases of the trained parameters. An alias is a separate autograd leaf that shares the memory
+of its parameter. While a forward runs, the modules hold its aliases instead of the parameters. Each module also has a
+separate `__dict__` for each forward, so attributes that a forward sets stay private to it. All forwards share the
+buffers and submodules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from lockstep.errors import UsageError
 
 @final
 class IsolatedGradients:
-    """Aliases of the trained parameters of `model`: a set for each of `count` forwards."""
+    """Aliases of the trained parameters of `model`, with one set for each of `count` forwards."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model = model
@@ -27,7 +28,7 @@ class IsolatedGradients:
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
-        """Restore the modules' attributes at the end of the block, in which `use` is called."""
+        """Restore the modules' attributes at the end of the block. Call `use` inside this block."""
         before = [vars(module) for module in self._modules]
         try:
             yield
@@ -35,11 +36,11 @@ class IsolatedGradients:
             _put(self._modules, before)
 
     def use(self, number: int) -> None:
-        """Let forward `number` be the one that runs."""
+        """Switch to forward `number`."""
         _put(self._modules, self._states[number])
 
     def check(self) -> None:
-        """Raise UsageError where a backward has come to a parameter itself, and so could not isolate forwards."""
+        """Raise UsageError if a backward reached a parameter instead of its alias, so gradients aren't isolated."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(

@@ -1,8 +1,8 @@
-"""Finds what changed on a rank between two steps, when nothing may.
+"""Detects state that changed on a rank between two steps.
 
-Rows that only one rank holds can be compared with no other's. But from the end of an update to the next step nobody
-writes weights, nor the optimizer's state: where their digests differ, the rank's memory is at fault, whoever else
-holds the same.
+If only one rank holds the rows of a tensor, they can't be compared with other ranks. However, weights and the
+optimizer's state must not change between the end of an update and the next step. If their digests differ, the memory of
+the rank is faulty. This check doesn't depend on other ranks that hold the same rows.
 """
 
 from contextlib import AbstractContextManager
@@ -21,9 +21,10 @@ from lockstep.parallel.engine import Engine, Predict, State, Update
 
 @final
 class KeptState:
-    """What this rank of `engine` keeps from the step before one that is audited: each `every`-th, or none.
+    """Digests of the state of `engine` on this rank, from the end of an update to the next audited step.
 
-    `update`, `evaluation` and `load` are the engine's; `step` is the one under way.
+    Every `every`-th step is audited, or no step if `every` is None. Call `update`, `evaluation` and `load` instead of
+    the methods of the engine. Set `step` to the step in progress.
     """
 
     step: Step
@@ -36,11 +37,11 @@ class KeptState:
         self._before: Findings | None = None
 
     def begin(self) -> None:
-        """Call when the engine has its first weights, or those of a checkpoint: keep digests of them."""
+        """Keep digests of the state. Call this when the engine has its first weights, or those of a checkpoint."""
         self._before = None if self._every is None else self._findings()
 
     def note(self, step: Step) -> None:
-        """Call after the update of `step`: keep digests of what it left, where the next step is audited."""
+        """Keep digests of the state if the next step is audited. Call this after the update of `step`."""
         due = self._every is not None and is_due(step.number + 1, self._every)
         self._before = self._findings() if due else None
 
@@ -61,13 +62,13 @@ class KeptState:
         self.begin()
 
     def forget(self) -> None:
-        """Call before an evaluation, which may move buffers of the model."""
+        """Drop the digests. Call this before an evaluation, which may change buffers of the model."""
         self._before = None
 
     def check(self, step: Step) -> Findings:
-        """Return what this rank keeps, at the start of an audited step. All ranks call it.
+        """Return digests of this rank's state, at the start of an audited step. All ranks must call it.
 
-        Raises CorruptionError on all ranks where one of them does not keep what its last update left.
+        Raises CorruptionError on all ranks if the state of any rank changed after its last update.
         """
         findings, before = self._findings(), self._before
         self._before = None
@@ -94,7 +95,7 @@ class KeptState:
 
 
 def _changed(before: Findings, now: Findings) -> tuple[str, list[str], str] | None:
-    """Return the first subject that is not as it was, the names of what differs in it, and the bit."""
+    """Return the kind of the first subject that changed, the names that differ and the bit, or None."""
     for (subject, old), (_, new) in zip(before, now, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]

@@ -1,8 +1,8 @@
-"""LARS and LAMB: optimizers whose step for a tensor is scaled by the ratio of its norm to that of its update.
+"""LARS and LAMB: optimizers that scale the update of each tensor by the ratio of two norms.
 
-A ratio needs the norms of whole tensors. Other implementations take them of what they are given, so they cannot work on
-rows that lie on several ranks, and they add a norm up in the order of memory. Here the norms come from the layout
-(parallel/layouts/base.py); all else goes element by element.
+The ratio needs the norms of whole tensors. Other implementations compute the norms of the tensors that they receive, so
+they can't be used on rows of a sharded tensor. They also sum a norm in memory order. Here the norms come from the
+layout (parallel/layouts/base.py). All other operations are element by element.
 """
 
 import math
@@ -19,7 +19,7 @@ Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
 def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
-    """Return the L2 norm of each tensor, all of which are whole: float64 of shape [len(tensors)]."""
+    """Return the L2 norms of the tensors, which must be whole: float64 of shape [len(tensors)]."""
     return torch.stack([norm_of_rows(each) for each in row_norms([*tensors.values()])])
 
 
@@ -27,8 +27,8 @@ def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
 class Lars(Optimizer):
     """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1.
 
-    The local rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). Parameters without weight decay keep the
-    plain rate, unless `always_adapt`; with `trust_clip` no local rate exceeds the plain one.
+    The local rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters without weight decay
+    use the plain rate. To adapt them too, set `always_adapt`. With `trust_clip`, no local rate exceeds the plain rate.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Lars(Optimizer):
         super().__init__(params, options)
 
     def step(self) -> None:  # type: ignore[override]
-        """Do a step."""
+        """Update the parameters that have a gradient."""
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -89,8 +89,9 @@ class Lars(Optimizer):
 class Lamb(Optimizer):
     """You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2.
 
-    Adam's direction plus weight decay, scaled by |w| over its own norm. Parameters without weight decay keep the plain
-    rate, unless `always_adapt`; with `trust_clip` no ratio exceeds 1. To clip gradients is the recipe's business.
+    The update is Adam's direction plus weight decay, scaled by |w| over the norm of the update. By default, parameters
+    without weight decay use the plain rate. To adapt them too, set `always_adapt`. With `trust_clip`, the ratio is at
+    most 1. To clip gradients, use the recipe.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Lamb(Optimizer):
         super().__init__(params, {**options, "betas": tuple(betas)})
 
     def step(self) -> None:  # type: ignore[override]
-        """Do a step."""
+        """Update the parameters that have a gradient."""
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -129,7 +130,7 @@ class Lamb(Optimizer):
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return Adam's directions, having moved its averages."""
+        """Update Adam's moving averages, and return its directions."""
         gradients = [_gradient(parameter) for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
@@ -155,7 +156,7 @@ class Lamb(Optimizer):
 
 @torch.no_grad()
 def _step_groups(optimizer: Optimizer, step_group: Callable[[list[Tensor], dict[str, Any]], None]) -> None:
-    """Do a step of each group that has a gradient, for those of its parameters that have one."""
+    """Call `step_group` for each group, with the parameters that have a gradient. Skip groups without any."""
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
@@ -172,7 +173,10 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a constructor's arguments that are options of a group, in its order."""
+    """Return the arguments of a constructor that are options of a group, in order.
+
+    Raises ValueError if a number is negative.
+    """
     options = {name: value for name, value in given.items() if name not in ("self", "params", "norms", "__class__")}
     for name in ("lr", "weight_decay", "eps", "momentum"):
         if options.get(name, 0) < 0:

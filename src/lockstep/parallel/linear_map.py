@@ -1,7 +1,8 @@
-"""A step of a forward that moves, cuts, joins, copies or adds tensors, given by itself and by what its backward does.
+"""Linear operations with an explicit backward, to move, split, concatenate, copy or add tensors.
 
-Where autograd knows such a step by itself it may add gradients in an order that depends on who has which part, or give
-views where a process that has a part alone has a tensor of its own. Here both directions are said.
+With autograd's own backward of such an operation, the order in which gradients are added can depend on the rank that
+holds a part. It can also return views, but a process that holds only one part has a separate tensor. Here you pass both
+directions.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ def linear_map(
     backward: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return `forward(tensors)`; in backward, `backward` gives their gradients for those of the results.
+    """Return `forward(tensors)`. `backward` maps the gradients of the results to the gradients of `tensors`.
 
-    A result that nothing uses has a gradient of zeros. Neither function may keep a tensor of the graph.
+    If a result isn't used, its gradient is zeros. The functions must not keep tensors of the graph.
     """
     made: tuple[Tensor, ...] = _LinearMap.apply(forward, backward, *tensors)
     return made

@@ -1,8 +1,13 @@
-"""The engine of a mesh: what the ranks along each of its axes share out, and how that goes together.
+"""The engine of a mesh: builds the layout and the work units for the axes that have more than one rank.
 
-Most strategies are a mesh of which one or two axes have more than one rank. Along `replicate` ranks share the
-micro-batches alone; along `shard` they keep the model in rows, along `expert` its experts, along `tensor` slices of its
-layers, along `context` positions of sequences. Pipelines have an engine of their own (parallel/pipeline/engine.py).
+In most strategies, one or two axes of the mesh have more than one rank:
+- Along `replicate`, ranks only split the micro-batches.
+- Along `shard`, ranks keep rows of the model.
+- Along `expert`, ranks keep experts of the model.
+- Along `tensor`, ranks keep slices of the layers.
+- Along `context`, ranks compute different positions of the sequences.
+
+Pipelines have a separate engine (parallel/pipeline/engine.py).
 """
 
 from dataclasses import replace
@@ -29,15 +34,15 @@ def mesh_engine(
     offload: bool = False,
     sequence_parallel: bool = False,
 ) -> DataParallelEngine:
-    """Return this rank's engine on a mesh without pipelines. All ranks call it.
+    """Return this rank's engine on a mesh without pipelines. All ranks must call it.
 
-    Gradients that are exchanged in buckets are so in buckets of about `bucket_mib` MiB. For `keep_gathered` and
-    `offload` see layouts/sharded.py. With `sequence_parallel` ranks along tensor share sequences where no layer is cut.
+    If gradients are reduced in buckets, a bucket has about `bucket_mib` MiB. For `keep_gathered` and `offload`, see
+    layouts/sharded.py. With `sequence_parallel`, ranks along `tensor` also split sequences outside of sliced layers.
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
     over, make_leaves = mesh, leaves_of
-    # What an axis needs is imported where it is asked for: torch's fully_shard takes a second, and 45 MiB of each rank.
+    # Import the code of an axis only if the mesh uses it: torch's fully_shard costs a second, and 45 MiB on each rank.
     if mesh.expert > 1:
         from lockstep.parallel.layouts.experts import expert_layout, own_experts
 

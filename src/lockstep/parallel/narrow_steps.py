@@ -1,7 +1,7 @@
-"""Updates of weights in 16 bits on the CPU, alike for each element wherever it is in a tensor.
+"""Weight updates in 16 bits on the CPU that don't depend on the position of an element in its tensor.
 
-torch's kernel for a + alpha b multiplies and adds in one rounding where elements fill a vector, and in two for those
-that are left over at the end (2.15, of fp16 and bf16 alone). Rows of a tensor have another end than the whole.
+torch's kernel for a + alpha b rounds once if elements fill a vector, and twice for the elements that remain at the end
+of the tensor (torch 2.15, only for fp16 and bf16). The rows of a sharded tensor have a different end than the whole.
 """
 
 from typing import Any, Final, final
@@ -19,7 +19,7 @@ _IN_PLACE: Final = frozenset({_ATEN.add_.Tensor, _ATEN._foreach_add_.List})
 
 @final
 class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, a multiple is added to a tensor of 16 bits on the CPU in float32, and rounded once."""
+    """A mode that computes a + alpha b in float32 and rounds once, for 16-bit tensors on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         alpha = (kwargs or {}).get("alpha", 1)
@@ -37,7 +37,7 @@ class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def narrow(tensor: Tensor) -> bool:
-    """Return whether a tensor is of 16 bits, and on the CPU."""
+    """Return whether a tensor has 16 bits and is on the CPU."""
     return tensor.device.type == "cpu" and tensor.dtype in NARROW
 
 

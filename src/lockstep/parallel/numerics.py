@@ -1,4 +1,4 @@
-"""What an engine is given: the recipe that it computes by, and how its optimizer is made."""
+"""The arguments of an engine: the numerics of a recipe, and the function that creates the optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,30 +17,30 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.weights import store_in, widen_batchnorm
 
-# Given what is trained on this rank, and what works out the norms of the whole tensors that it is part of.
+# Arguments: the trained tensors of this rank, and the function that computes the norms of the whole tensors.
 MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """The recipe that an engine computes by, and the part of the placement that changes its forward, not the bits."""
+    """The recipe of an engine, and the part of the placement that changes its forward but not the bits."""
 
     recipe: EngineRecipe
     offload_activations: bool = False
-    recompute: int = 0  # every so many blocks, for the strategies that have none of their own
-    guarded: bool = True  # whether a buffer that a forward moves is refused
-    averages: bool = True  # the weights, if the recipe says so
-    peers: int = 1  # engines that share the micro-batches of a step and nothing else, each with a seed of its own
-    peer: int = 0  # the number of this one
+    recompute: int = 0  # recompute every n-th block, for strategies without their own recomputation
+    guarded: bool = True  # whether a forward that writes weights or buffers is rejected
+    averages: bool = True  # whether to average weights, if the recipe does
+    peers: int = 1  # the number of engines that only share the micro-batches of a step, each with a different seed
+    peer: int = 0  # the index of this engine
 
     @property
     def microbatches(self) -> int:
-        """The number of micro-batches of a whole step of this engine."""
+        """The number of micro-batches of this engine in a whole step."""
         return len(part(self.recipe.microbatches, self.peers, self.peer))
 
     @property
     def largest_microbatch(self) -> int:
-        """The samples of the largest micro-batch."""
+        """The number of samples in the largest micro-batch."""
         return -(-self.recipe.batch // self.recipe.microbatches)
 
     @property
@@ -50,41 +50,41 @@ class Numerics:
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a step whose gradient is not finite moves nothing."""
+        """Whether a step is skipped if its loss or its gradient isn't finite."""
         return self.recipe.nonfinite == "skip"
 
     @property
     def ema_decay(self) -> float | None:
-        """The decay of the average of the weights, None if there is none."""
+        """The decay of the weight average, or None if weights aren't averaged."""
         return self.recipe.ema.decay if self.averages and self.recipe.ema else None
 
     @property
     def channels_last(self) -> bool:
-        """Whether the model and its inputs are in that memory format."""
+        """Whether the model and its inputs are in the channels_last memory format."""
         return self.recipe.memory_format == "channels_last"
 
     @property
     def sync_batchnorm(self) -> bool:
-        """Whether BatchNorm is over all micro-batches of a step."""
+        """Whether BatchNorm is synchronized over all micro-batches of a step."""
         return self.recipe.batchnorm == "sync"
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that all of the model computes in, None where no single one was asked for."""
+        """The dtype that the whole model computes in, or None if the precision doesn't set a single dtype."""
         return computing_dtype(self.recipe.precision)
 
     @property
     def stored(self) -> torch.dtype | None:
-        """The dtype that weights are trained in, None where it is that which the model has."""
+        """The dtype that weights are trained in, or None to keep the dtype of the model."""
         return stored_dtype(self.recipe.precision)
 
     @property
     def copied(self) -> torch.dtype | None:
-        """The dtype of the copies of its weights that the model computes with, None where there are none."""
+        """The dtype of the weight copies that the model computes with, or None if there are no copies."""
         return self.dtype if self.stored is None else None
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Let a model compute and keep its weights by this, before anything is put around its layers: in place."""
+        """Prepare a model in place for the dtypes and for compilation. Call this before you wrap any of its layers."""
         if self.dtype is not None:
             widen_batchnorm(model)
         if self.stored is not None:
@@ -93,18 +93,18 @@ class Numerics:
             compile_blocks(model, device)
 
     def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return what scales the loss; it does nothing where the precision needs none."""
+        """Return the gradient scaler. It is disabled if the precision needs no loss scale."""
         return loss_scaler(self.recipe.precision, self.recipe.loss_scale, device)
 
     def prepare_inputs(self, inputs: Inputs) -> Inputs:
-        """Return a micro-batch's inputs in the dtype and the memory format that the model computes in."""
+        """Convert the inputs of a micro-batch to the dtype and the memory format that the model computes in."""
         if self.dtype is None and not self.channels_last:
             return inputs
         prepared: Inputs = map_tensors(self._prepare_tensor, inputs)
         return prepared
 
     def prepare_outputs(self, outputs: Any) -> Any:
-        """Return what the model gave as the loss takes it: added up in 16 bits it would not be worth much."""
+        """Convert the model's outputs to fp32 for the loss, because a sum in 16 bits would be too inexact."""
         return outputs if self.dtype is None else map_tensors(_widen, outputs)
 
     def _prepare_tensor(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Updates of what is kept in the memory of the CPU, computed on the device piece by piece.
+"""Updates of offloaded tensors: they are stored in CPU memory and updated on the device, piece by piece.
 
-A CPU does not round a product, a root or a long sum as a GPU does. So what is offloaded waits in the CPU's memory, but
-is computed with where it would be without offloading: not a bit changes.
+CPUs and GPUs round products, roots and long sums differently. Therefore offloaded tensors are only stored in CPU
+memory. All computation runs on the same device as without offloading, so the bits don't change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,17 +15,18 @@ from torch.optim import Optimizer
 
 from lockstep.device.memory import host_like
 
-# Of whole weights, of which each rank has a part on its device at a time, with as much of gradients and of each slot.
+# The size of a piece, counted in whole weights. Each rank has its part of one piece on the device, together with the
+# same part of the gradients and of each slot of the optimizer.
 _PIECE_BYTES: Final = 64 << 20
-_STAYS: Final = "step"  # torch's optimizers count on the CPU, unless they are asked to do so on the device
+_STAYS: Final = "step"  # by default, torch's optimizers keep this counter on the CPU
 
 T = TypeVar("T")
 
 
 def pieces(items: Iterable[tuple[T, int]], most: int | None = None) -> Iterator[list[T]]:
-    """Yield neighbouring items, each given with its bytes, of at `most` so many together; one of more alone.
+    """Group consecutive items into pieces of at most `most` bytes. A larger item is a piece by itself.
 
-    Left out, `most` is _PIECE_BYTES.
+    `items` has pairs of an item and its size in bytes. `most` defaults to _PIECE_BYTES.
     """
     piece: list[T] = []
     size = 0
@@ -41,7 +42,7 @@ def pieces(items: Iterable[tuple[T, int]], most: int | None = None) -> Iterator[
 
 @contextmanager
 def lent(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the tensors on `device`; what is written to them there comes back at the end."""
+    """Yield the tensors on `device`. At the end of the block, copy them back."""
     there = [tensor.to(device) for tensor in tensors]
     yield there
     for tensor, moved in zip(tensors, there, strict=True):
@@ -52,10 +53,10 @@ def lent(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tenso
 @final
 @dataclass(frozen=True)
 class Offloaded:
-    """An optimizer whose parameters, gradients and state wait in the memory of the CPU.
+    """An optimizer whose parameters, gradients and state are stored in CPU memory.
 
-    `bytes_of` gives the size of the whole weight that a parameter is of, which is the same on all ranks: all of them
-    step over the same pieces, since an optimizer may ask for norms of whole weights.
+    `bytes_of` maps a parameter to the size of its whole weight, which is the same on all ranks. Therefore all ranks use
+    the same pieces. This is required because an optimizer can request norms of whole weights.
     """
 
     optimizer: Optimizer
@@ -63,9 +64,10 @@ class Offloaded:
     device: torch.device
 
     def step(self, step: Callable[[], object]) -> None:
-        """Do the optimizer's `step` over all that has a gradient.
+        """Call the optimizer's `step` for each piece of each group.
 
-        What a group counts in itself counts once, however many pieces it has: each begins with what was there before.
+        Counters in a group count once per step, for any number of pieces, because each piece starts with the values
+        from before the step.
         """
         groups = self.optimizer.param_groups
         try:
@@ -84,7 +86,7 @@ class Offloaded:
 
     @contextmanager
     def _on_device(self, piece: Sequence[Tensor]) -> Iterator[None]:
-        """Have parameters with their gradients and their state on the device, and back in the CPU's memory after it."""
+        """Move parameters with their gradients and state to the device, and back to CPU memory after the block."""
         hosts = [parameter.data for parameter in piece]
         kept: dict[tuple[Tensor, str], Tensor] = {}
         for parameter, host in zip(piece, hosts, strict=True):
@@ -109,17 +111,19 @@ class Offloaded:
 
 
 def _put(parameter: Tensor, data: Tensor) -> None:
-    """Let a parameter, which its optimizer knows by identity, have its elements in other memory."""
+    """Replace the memory of a parameter. The parameter stays the same object, because its optimizer looks it up by
+    identity.
+    """
     parameter.data = data
 
 
 def _kept(value: Tensor, host: Tensor | None) -> Tensor:
-    """Return a tensor of the device in the memory of the CPU: in that of `host`, where it has been before."""
+    """Copy a tensor from the device to CPU memory. If `host` has the same shape, reuse its memory."""
     if host is not None and host.shape == value.shape:
         return host.copy_(value)
     return host_like(value).copy_(value)
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group has, in its order, of which a step of the group changes nothing but parameters."""
+    """Return a copy of a group in which tensors are cloned, so that a step can't change the original values."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's, timm's and the user's own, with every choice that changes bits made here."""
+"""Creates optimizers by name, from torch, timm or your own code, and makes all choices that change bits."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
 from lockstep.parallel.optimizer_state import Named
 
 Factory = Callable[..., Optimizer]
-Settings = Callable[[str], Mapping[str, Any]]  # of a parameter, by its name
+Settings = Callable[[str], Mapping[str, Any]]  # returns the options of a parameter, given its name
 
 CONTRACT: Final = "see docs/extend.md"
-# Ours, whatever torch or timm has or will have of these names.
+# Optimizers of Lockstep. They have precedence over optimizers of torch or timm with the same name.
 OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
-_GIVEN: Final = ("params", "lr", "norms")  # what an optimizer takes that is none of its options
+_GIVEN: Final = ("params", "lr", "norms")  # arguments of an optimizer that aren't options
 
 
 def make_optimizer(
@@ -40,16 +40,18 @@ def make_optimizer(
     norms: Norms = whole_norms,
     settings: Settings | None = None,
 ) -> Optimizer:
-    """Return the optimizer `name` over the parameters that want a gradient; its groups keep their names.
+    """Return the optimizer `name` over the parameters that require a gradient. Its groups keep the parameter names.
 
-    `lars` and `lamb` are ours (parallel/layerwise.py), and take the norms of whole tensors from `norms`; any other name
-    is looked for in torch.optim, whatever its case, then in timm; `package.module:Class` is the user's. What is None
-    stays at the optimizer's default. With `decay_bias_and_norm` false, parameters of at most one dim are a group of
-    their own, without weight decay. `settings` gives options of single parameters, which win over all others.
+    `lars` and `lamb` are part of Lockstep (parallel/layerwise.py) and read the norms of whole tensors from `norms`. Any
+    other name is searched in torch.optim, ignoring case, and then in timm. `package.module:Class` is your own class.
+    Arguments that are None keep the default of the optimizer. With `decay_bias_and_norm=False`, parameters of at most
+    one dim are in separate groups without weight decay. `settings` returns options of single parameters. They override
+    all other options.
 
-    The multi-tensor form ("foreach") is taken wherever there is one and the fused form nowhere, unless `options` say
-    otherwise: the forms differ in bits, so torch must not choose by device. Torch's fused form for the CPU even gives
-    other bits to an element at the end of a tensor than in its middle, so not to the rows of a cut one.
+    By default, the multi-tensor implementation ("foreach") is used if there is one, and never the fused implementation.
+    To change this, set it in `options`. The implementations differ in bits, so torch must not select one by device.
+    In addition, torch's fused implementation for the CPU computes different bits for an element at the end of a tensor
+    than for an element in the middle. Therefore rows of a sharded tensor would get different bits.
     """
     factory = _find_own(name) if ":" in name else find_optimizer(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
@@ -74,10 +76,10 @@ def make_optimizer(
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the step of `optimizer` without what torch wraps around it: a record for its profiler, and step hooks.
+    """Return the step of `optimizer` without torch's wrapper, which adds a profiler record and step hooks.
 
-    That record is made whether anybody profiles or not, and takes longer than the update of a small model. An optimizer
-    that torch has not wrapped, or that has been given a step of its own, is returned its step as it is.
+    The record is made even without a profiler, and takes longer than the update of a small model. If torch hasn't
+    wrapped the optimizer's step, or if the instance has its own `step`, return the step unchanged.
     """
     step = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
@@ -86,7 +88,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
 
 def _find_own(path: str) -> Callable[..., Any]:
-    """Return the user's class or function; UsageError where it is neither, or takes no rate."""
+    """Return the custom class or function. Raises UsageError if it is neither, or if it has no argument `lr`."""
     factory = import_callable(path, "optimizer", "a class or a function")
     taken = _argument_names(factory)
     if taken is not None and "lr" not in taken:
@@ -95,11 +97,11 @@ def _find_own(path: str) -> Callable[..., Any]:
 
 
 def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
-    """Return the names of all that a class or a function takes, None where it takes anything."""
+    """Return the argument names of a class or a function. Return None if it accepts any name, or if it is unknown."""
     cls = factory.func if isinstance(factory, partial) else factory
     try:
         parameters = inspect.signature(cls).parameters
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # implemented in C
         return None
     return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else [*parameters]
 
@@ -107,9 +109,9 @@ def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
 def _call_factory(
     path: str, factory: Callable[..., Any], groups: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]
 ) -> Optimizer:
-    """Call the user's class or function with groups of named parameters and `asked`, which has `lr`.
+    """Call the custom class or function with groups of named parameters and with `asked`, which includes `lr`.
 
-    UsageError where it returns no optimizer over all of the parameters, and nothing else.
+    Raises UsageError unless it returns an optimizer over exactly these parameters.
     """
     with OwnCode(f"optimizer {path}"):
         made = factory([dict(group) for group in groups], **asked)
@@ -127,7 +129,7 @@ def _call_factory(
 
 
 def find_optimizer(name: str) -> Factory:
-    """Return ours, torch's or timm's of that name; UsageError where there is none."""
+    """Return the optimizer of that name from Lockstep, torch or timm. Raises UsageError if there is none."""
     lower = name.lower()
     if lower in OURS:
         return OURS[lower]
@@ -143,7 +145,7 @@ def _torch_optimizers() -> dict[str, Factory]:
 
 
 def _timm_optimizer(name: str) -> Factory:
-    optim: Any = import_module("timm.optim")  # here, because it takes seconds
+    optim: Any = import_module("timm.optim")  # imported lazily, because it takes seconds
     if name.lower() not in optim.list_optimizers():
         hint = suggestion(name, [*_torch_optimizers(), *optim.list_optimizers()])
         raise UsageError(f"optimizer {name}: neither torch.optim nor timm.optim has it{hint}")
@@ -165,7 +167,7 @@ def _check_options(name: str, taken: Sequence[str] | None, asked: Iterable[str],
 def _groups(
     name: str, parameters: Iterable[Named], decay_bias_and_norm: bool, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Return a group for all parameters with the same options; first those that the rule for biases leaves alone."""
+    """Return one group per set of options. Groups of biases and norms that are exempt from weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
     if not trained:
         raise UsageError(f"optimizer {name}: the model has no parameter that wants a gradient")
@@ -181,7 +183,7 @@ def _groups(
 
 
 def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], made: Optimizer) -> None:
-    """Raise UsageError where an optimizer of the user's own forgot what a group was given beside its parameters."""
+    """Raise UsageError if a custom optimizer dropped an option of a parameter group."""
     group_of = {id(each): group for group in made.param_groups for each in group["params"]}
     for group in groups:
         for option in (option for option in group if option != "params"):

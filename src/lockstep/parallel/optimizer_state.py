@@ -1,4 +1,4 @@
-"""An optimizer's state under the names of the model's parameters, instead of torch's running numbers."""
+"""The state of an optimizer by parameter name, instead of by the parameter numbers of torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -14,11 +14,12 @@ GROUP: Final = "group "  # no parameter's name has a space
 
 
 def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return an optimizer's tensors, as `<parameter>/<slot>`, and what is not a tensor, ready for JSON.
+    """Return the tensors of an optimizer as `<parameter>/<slot>`, and its other state, ready for JSON.
 
-    `trained` are the named tensors it moves. Some optimizers count in their parameter groups. There a tensor is
-    `group <number>/<slot>`. The second part has `slots`, for state that is a number or None, and `groups`; the learning
-    rate is left out, since it follows from the samples seen.
+    `trained` has the names of the tensors that the optimizer updates. Some optimizers keep counters in their parameter
+    groups. A tensor in a group has the name `group <number>/<slot>`. In the second item, `slots` has state that is a
+    number or None, and `groups` has the numbers of the groups. The learning rate isn't part of it, because it follows
+    from the number of samples seen.
     """
     names = _names(trained, optimizer)
     state = optimizer.state_dict()
@@ -34,7 +35,7 @@ def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dic
 
 
 def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what of parameter groups is a number or None, but for the learning rate."""
+    """Return the values of parameter groups that are numbers or None, except the learning rate."""
     found = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
     return [{slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in found]
 
@@ -42,7 +43,7 @@ def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def load_optimizer_state(
     trained: Sequence[Named], optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> None:
-    """Take over what `optimizer_state` returned."""
+    """Load the tensors and scalars that `optimizer_state` returned."""
     whole = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(whole["param_groups"], scalars["groups"], strict=True)]
     numbers = {name: number for number, name in _names(trained, optimizer).items()}
@@ -61,7 +62,7 @@ def load_optimizer_state(
 
 
 def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Put back tensors that torch has converted to the dtype of their parameter, such as NAdam's `mu_product`."""
+    """Restore tensors that torch converted to the dtype of their parameter, such as `mu_product` of NAdam."""
     for slot, value in saved.items():
         converted = loaded.get(slot)
         if isinstance(value, Tensor) and isinstance(converted, Tensor) and converted.dtype is not value.dtype:
@@ -69,7 +70,10 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _in_memory_format(value: Any, parameter: Tensor) -> Any:
-    """Return a tensor of the parameter's shape in its memory format: LAMB's norms add up in the order of memory."""
+    """If a tensor has the parameter's shape, return it in the parameter's memory format.
+
+    The memory format matters, because the norms of LAMB are summed in memory order.
+    """
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value

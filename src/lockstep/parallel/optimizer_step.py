@@ -1,4 +1,4 @@
-"""The second half of a step, alike for all engines: unscale, clip, step or skip, forget the gradient."""
+"""The second half of a step, the same for all engines: unscale, clip, step or skip, and drop the gradient."""
 
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ from lockstep.parallel.optimize import bare_step
 
 @final
 class Updates:
-    """Moves what is trained: the optimizer, the loss scale, and the rules of clipping and skipping."""
+    """Updates the trained tensors: owns the optimizer and the loss scale, clips gradients and skips steps."""
 
     def __init__(self, layout: Layout, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
@@ -36,22 +36,23 @@ class Updates:
                 for name, tensor in layout.trained
             }
             self._step_optimizer = partial(Offloaded(self.optimizer, sizes, device).step, self._step_optimizer)
-        self._narrow = any(narrow(tensor) for tensor in self._trained)  # whether the recipe or the model says so
+        self._narrow = any(narrow(tensor) for tensor in self._trained)  # because of the recipe or of the model itself
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = numerics.loss_scaler(device)
         self._static_scale = numerics.recipe.loss_scale.static
         self._scales = self._scaler.is_enabled()
 
     def scale(self, seed: Tensor) -> Tensor:
-        """Return what a backward starts from, times the loss scale where there is one."""
+        """Return the seed of a backward. If there is a loss scale, the seed is multiplied by it."""
         return self._scaler.scale(seed) if self._scales else seed
 
     def update(
         self, lr: float, max_norm: float | None, loss: Tensor, weight: int, only: Collection[int] | None = None
     ) -> Update:
-        """Do what Engine.update says of weights; `loss` and `weight` are those of the whole step.
+        """Update the weights as in Engine.update. `loss` and `weight` are the totals of the whole step.
 
-        With `only`, those of the groups of these numbers; the gradients of the others count as zeros in the norm.
+        With `only`, update only the groups with these indices. In the gradient norm, the gradients of all other groups
+        count as zeros.
         """
         if not weight:
             self.forget()
@@ -63,7 +64,8 @@ class Updates:
         if self._scales:
             unscale_(self._scaler, self.optimizer)
             self._layout.norms.agree_(self._infinities())
-            # Before the update, which it would wait for too. With fp16 a step waits for its gradient, and only for it.
+            # Reading the scale waits for the device. Read it before the update, so that an fp16 step waits only for its
+            # gradient, and not for its update.
             scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
@@ -73,7 +75,7 @@ class Updates:
             if max_norm is not None and norm is not None:
                 clip_(self._gradients(), norm, max_norm)
             for parameter in resting:
-                parameter.grad = None  # which an optimizer passes over
+                parameter.grad = None  # optimizers skip parameters without a gradient
             applied = self._step(lr)
             self._layout.publish()
         if self._scales:
@@ -93,7 +95,7 @@ class Updates:
     def _step(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(SCALE, 1.0)
-        # What the scaler's own step does, which asks again for each of these and does not say whether it stepped.
+        # This replaces GradScaler.step, which would check each flag again and doesn't report whether it stepped.
         if self._scales and any(bool(infinity) for infinity in self._infinities()):
             return False
         with AlikeInRows() if self._narrow else nullcontext():  # type: ignore[no-untyped-call]
@@ -101,8 +103,8 @@ class Updates:
         return True
 
     def forget(self) -> None:
-        """Take the gradients away."""
-        for tensor in self._trained:  # as zero_grad does, at a tenth of its time
+        """Drop the gradients."""
+        for tensor in self._trained:  # the same as zero_grad, in a tenth of the time
             tensor.grad = None
 
     def _resting(self, only: Collection[int]) -> list[Tensor]:
@@ -117,9 +119,9 @@ class Updates:
 
 
 def keep_ratios(optimizer: Optimizer) -> None:
-    """Note in each parameter group whose rate is not the optimizer's what it is times that, as timm's groups do.
+    """Store the ratio of each group's rate to the optimizer's rate in the group, if it isn't 1, as timm does.
 
-    If the optimizer's rate is 0, as for one whose rate comes from a schedule, there are no ratios.
+    If the optimizer's rate is 0, e.g. because a schedule sets it, the rates of the groups are ignored.
     """
     rate = float(optimizer.defaults["lr"])
     for group in optimizer.param_groups:
@@ -129,20 +131,20 @@ def keep_ratios(optimizer: Optimizer) -> None:
 
 
 def share(weight: int, dtype: torch.dtype, device: torch.device, part: int = 1) -> Tensor:
-    """Return the seed of a backward in a step of this `weight`, rounded once to `dtype`; 0 if the step weighs nothing.
+    """Return the seed of a backward in a step of this `weight`, rounded once to `dtype`. It is 0 if `weight` is 0.
 
-    A loss that is a sum has 1 / weight. A loss that is a mean has `part` / weight, with `part` the weight of its
-    micro-batch: exactly 1 if the step has one micro-batch.
+    If the loss is a sum, the seed is 1 / weight. If the loss is a mean, pass the weight of its micro-batch as `part`,
+    and the seed is `part` / weight. If the step has one micro-batch, this is exactly 1.
     """
     return torch.full((), part / weight if weight else 0.0, dtype=dtype, device=device)
 
 
 def gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient that a finished backward has left."""
+    """Return the gradient of a parameter after a backward."""
     assert parameter.grad is not None
     return parameter.grad
 
 
 def _finite(loss: Tensor, norm: Tensor | None) -> bool:
     finite = torch.isfinite(loss)
-    return bool(finite if norm is None else finite & torch.isfinite(norm))  # asked once: it waits for the device
+    return bool(finite if norm is None else finite & torch.isfinite(norm))  # read once, since it waits for the device

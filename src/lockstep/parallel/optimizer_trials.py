@@ -1,7 +1,7 @@
-"""What is asked of an optimizer before any process starts: each question is a trial, steps over small tensors.
+"""Optimizer checks that run before any process starts. Each check is a trial: a few steps over small tensors.
 
-A trial finds by itself what nobody could list: whether an optimizer of torch's, timm's or the user's own may be cut,
-flattened, kept in 16 bits, or resumed.
+No list could cover all optimizers of torch, timm and your own code. Therefore trials determine whether an optimizer can
+be sharded, flattened, stored in 16 bits, or resumed.
 """
 
 import json
@@ -24,31 +24,32 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optim
 
 Make = Callable[[Iterable[Named]], Optimizer]
 
-# To be cut: most neither fill whole vectors of a CPU nor have parts that do; some are large enough to be factored.
+# Shapes of the trials that shard. Most of these tensors and of their parts don't fill whole CPU vectors. Some are large
+# enough for optimizers that factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
 
-_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # of gradients, to be tried in 16 bits
+_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # of gradients, for the trials in 16 bits
 _STEPS_IN_16_BITS: Final = 3
 
 
 def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError where `make` does, or where the optimizer it returns cannot take a plain step.
+    """Raise UsageError if `make` does, or if the optimizer that it returns can't take a plain step.
 
-    It steps over tiny parameters of so many `dims`, before any process is started, and so finds an optimizer
-    that wants a closure, second derivatives, sparse gradients or none but matrices, or that keeps what no
-    checkpoint holds.
+    The optimizer takes a step over a tiny parameter for each number of dims in `dims`. This detects optimizers that
+    require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
+    a checkpoint can't hold.
     """
     optimizer = make([(f"parameter{dim}", _tiny(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
-    except Exception as error:  # whatever it is, it would come at the first step of training too
+    except Exception as error:  # any exception here would also be raised in the first step of training
         told = own_error(error) or f"{error}; use another"
         raise UsageError(f"optimizer {name}: it cannot take a plain step: {told}") from error
     kept = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
     for slot, value in ((slot, value) for values in kept.values() for slot, value in values.items()):
-        # A tensor of a class of its own, such as one in 8 bits and its scales, is more than a file of tensors holds.
+        # A checkpoint file holds plain tensors, but no tensor subclasses, such as an 8-bit tensor with its scales.
         if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
             found = type(value).__name__
             raise UsageError(
@@ -57,11 +58,12 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
 
 
 def check_rows(make: Make, strategy: str, dtype: torch.dtype | None = None) -> None:
-    """Raise UsageError where check_optimizer does, or an optimizer does not do to rows what it does to a whole tensor.
+    """Raise UsageError if check_optimizer does, or if an optimizer updates rows differently than a whole tensor.
 
-    It is tried on some shapes, cut unevenly, in `dtype` where weights are trained in that. Those of
-    parallel/layerwise.py are given the norms of the whole, so they pass. Fused forms do not: where their vectors end
-    decides bits, but not for all numbers, so no trial would be sure.
+    The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
+    dtype. The optimizers of parallel/layerwise.py pass, because they receive the norms of whole tensors. Fused
+    optimizers are rejected without a trial: the ends of their vectors change bits, but only for some values, so a trial
+    can't be sure to detect it.
     """
     optimizer = _small_optimizer(make)
     if type(optimizer) in OURS.values():
@@ -75,9 +77,9 @@ def check_rows(make: Make, strategy: str, dtype: torch.dtype | None = None) -> N
 
 
 def check_flat(make: Make, strategy: str) -> None:
-    """Raise UsageError where check_optimizer does, or an optimizer treats a flattened tensor, in pieces, otherwise.
+    """Raise UsageError if check_optimizer does, or if an optimizer updates flattened pieces of a tensor differently.
 
-    It then sees neither the shape of a parameter nor its norm.
+    With flattened pieces, an optimizer sees neither the shape nor the norm of a parameter.
     """
     optimizer = _small_optimizer(make)
     if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
@@ -89,11 +91,11 @@ def check_flat(make: Make, strategy: str) -> None:
 
 
 def check_stored(make: Make, dtype: torch.dtype) -> None:
-    """Raise UsageError where an optimizer whose weights and state are in `dtype` steps otherwise than in float32.
+    """Raise UsageError if a step with weights and state in `dtype` isn't finite, or is too large.
 
-    It steps over gradients of all sizes, from 1 down to 0. What is asked of each of its steps is little: that it be
-    finite, and at most twice as long as the longest in float32. Adam's are not: what is added to the root of its second
-    moment, so that nothing is divided by zero, is zero in float16.
+    The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
+    in float32. For example, Adam with its default eps fails in float16: there eps is rounded to 0, so a step can divide
+    by zero.
     """
     optimizer = make([("parameter", _tiny(2))])
     wide, narrow = (_longest_steps(make, each) for each in (torch.float32, dtype))
@@ -111,9 +113,9 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
 
 
 def check_own(path: str, make: Make) -> None:
-    """Raise UsageError where an own optimizer raises, ignores the rate, is random, or keeps what no checkpoint holds.
+    """Raise UsageError if a custom optimizer raises, ignores the rate, is random, or has state outside of checkpoints.
 
-    It steps by the rates a schedule would set; one goes on from what a checkpoint has of another.
+    The trial sets rates as a schedule does. One of its runs resumes from the checkpoint of a previous optimizer.
     """
     with OwnCode(f"optimizer {path}"):
         usual = _after_steps(make, rate=1.0)
@@ -144,7 +146,7 @@ def _is_fused(optimizer: Optimizer) -> bool:
 
 
 def _longest_steps(make: Make, dtype: torch.dtype) -> Tensor:
-    """Return the largest change of a weight in a step, in rates, for a constant gradient of each size: [sizes]."""
+    """Return the largest step for a constant gradient of each size, as a multiple of the rate: [sizes]."""
     parameter = Parameter(torch.zeros(len(_SIZES), 1, dtype=dtype))
     optimizer = make([("parameter", parameter)])
     longest = torch.zeros(len(_SIZES))
@@ -166,7 +168,7 @@ def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None
 
 
 def _alike_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
-    """Say whether pieces of a flattened tensor end as the whole does, but for rounding."""
+    """Return whether flattened pieces of a tensor get the same values as the whole tensor, except for rounding."""
     whole = _after_steps(make, shape).flatten()
     third = whole.numel() // 3
     flat = _after_steps(make, shape, [third, whole.numel() - third], flat=True)
@@ -182,14 +184,15 @@ def _after_steps(
     rate: float | None = None,
     resumed: bool = False,
 ) -> Tensor:
-    """Return a tensor after some steps, in which it was in parts of so many rows; a `flat` one, of so many elements.
+    """Return a tensor after a few steps.
 
-    With `rate` that is the first step's, and a schedule lowers it. Where it is `resumed`, another optimizer does the
-    last step, from what a checkpoint has of the first one.
+    With `heights`, the tensor is split into parts with these numbers of rows. With `flat`, the tensor is flattened, and
+    the numbers are elements. `rate` is the rate of the first step, and then decreases as in a schedule. With `resumed`,
+    a second optimizer takes the last step from the checkpoint of the first optimizer.
     """
     generator = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*several, *shape, generator=generator).to(dtype) for several in ((), (_STEPS,)))
-    if flat and len(shape) > 1:  # with two dims still, since a recipe may decay those of one otherwise
+    if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for tensors of one dim
         start, gradients = start.reshape(-1, 1), gradients.reshape(len(gradients), -1, 1)
     cut = [len(start)] if heights is None else list(heights)
     parts = [Parameter(part.clone()) for part in torch.split(start, cut)]

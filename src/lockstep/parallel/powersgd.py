@@ -1,17 +1,23 @@
-"""PowerSGD: of a gradient two thin matrices are sent, and what these leave out is added to the next step's.
+"""PowerSGD: ranks send two thin matrices instead of a gradient, and add the rest to the gradient of the next step.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS),
-algorithms 1 and 2. torch has it as a hook of DistributedDataParallel's buckets
-(torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook), which leaves the order of sums to the backend and pickles
-the errors of one number of ranks. Here sums are added by the tree over the ranks' numbers, and checkpoints have errors.
+algorithms 1 and 2. torch has it as a hook for the buckets of DistributedDataParallel
+(torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook). In that hook, the order of sums depends on the backend, and
+the pickled errors only fit the same number of ranks. Here, the tree adds up the sums by rank number, and checkpoints
+include the errors.
 
-A bucket goes like this, on all ranks at once. M is a rank's gradient of a parameter as a matrix, with its error added:
+For each bucket, all ranks run these phases together. M is a rank's gradient of a parameter as a matrix, plus the rank's
+error:
 
-1. All send P = M Q; Q is the last step's, made orthonormal. What is not worth it, vectors above all, is sent whole.
-2. The columns of the sum of P are made orthonormal: a basis. All send M^T basis, whose sum is the next Q.
-3. The gradient is basis Q^T. What a rank's own part of it leaves of M, M - basis (M^T basis)^T, is its new error.
+1. Each rank computes P = M Q, with the orthonormalized Q of the last step. The ranks add up P. If the matrices wouldn't
+   be smaller than the gradient, e.g. for vectors, the ranks add up the whole gradient instead.
+2. Each rank orthonormalizes the columns of the sum of P to get a basis, and computes M^T basis. The ranks add it up.
+   The sum is the next Q.
+3. The gradient is basis Q^T. The new error of a rank is the part of M that its own matrices leave out:
+   M - basis (M^T basis)^T.
 
-All of it is linear in M, so a step depends on the sum of the errors, and not on which rank has how much of it.
+All phases are linear in M. Therefore a step depends only on the sum of the errors, and not on how the sum is split
+across ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,16 +39,16 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.weights import Weights
 
-# What is kept of a parameter, as <parameter>/error, of each rank, and <parameter>/factor.
+# The kept state of a parameter: <parameter>/error for each rank, and <parameter>/factor.
 _ERROR: Final = "error"
 _FACTOR: Final = "factor"
 
 
 def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: int) -> MakeLayout:
-    """Return what puts a model on each of several ranks, which add gradients by matrices of `columns` columns."""
+    """Return a function that creates a replicated layout whose gradients are sent as matrices of `columns` columns."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first: it makes what gradients are added of
+        weights = Weights(model, dtype)  # first, because it turns parameters into the copies that have the gradients
         trained, canonical = trainable_parameters(model), world.canonical(mesh, "replicate")
         power = PowerSgd(trained, canonical, mesh.data_rank(world.rank), columns, seed)
         gradients = Gradients(
@@ -54,27 +60,30 @@ def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: in
 
 
 def elements_sent(shape: Sequence[int], columns: int) -> int:
-    """Return how many elements are sent of a gradient of this shape: those of two matrices, if they are fewer."""
+    """Return how many elements a rank sends for a gradient of this shape: two matrices, or the gradient if smaller."""
     whole = Size(shape).numel()
     return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
 
 
 def worth_it(shape: Sequence[int], columns: int) -> bool:
-    """Return whether two matrices of so many columns are smaller than a gradient of this shape."""
+    """Return whether two matrices of `columns` columns are smaller than a gradient of this shape."""
     return elements_sent(shape, columns) < Size(shape).numel()
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Return columns that span what those of `matrix` span; where these are dependent, or zero, more than that."""
+    """Return orthonormal columns that span the columns of `matrix`.
+
+    If the columns of `matrix` are linearly dependent or zero, the result spans a larger space.
+    """
     columns: Tensor = torch.linalg.qr(matrix).Q
     return columns
 
 
 @final
 class PowerSgd:
-    """Adds the gradients of `trained` over the ranks of `across` by matrices of `columns` columns.
+    """Adds up the gradients of `trained` over the ranks of `across` with matrices of `columns` columns.
 
-    `rank` is this one among them; `seed` decides the first factors.
+    `rank` is the place of this rank among them. `seed` is the seed for the first factors.
     """
 
     def __init__(self, trained: Sequence[Named], across: CanonicalSum, rank: DataRank, columns: int, seed: int) -> None:
@@ -84,14 +93,14 @@ class PowerSgd:
         self._rank = rank
         self._columns = columns
         self._key = random.key(random.LOW_RANK, seed)
-        self._errors: dict[int, Tensor] = {}  # by the parameter's number, as are those that follow
+        self._errors: dict[int, Tensor] = {}  # by the index of the parameter, like the next two
         self._factors: dict[int, Tensor] = {}
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # those of a step that has not moved the weights yet
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # errors and factors of a step before its update
 
     def add(
         self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
     ) -> Tensor:
-        """Add a bucket's flat vectors, as CanonicalSum does, but for what is left out."""
+        """Add up the flat vectors of a bucket as CanonicalSum does, except for the part that is kept as error."""
         flat = own_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
         parts = dict(zip((self._numbers[each] for each in parameters), unflatten(flat, parameters), strict=True))
         for number, part in parts.items():
@@ -99,12 +108,12 @@ class PowerSgd:
                 part += self._errors[number]
         matrices = {n: part.reshape(len(part), -1) for n, part in parts.items() if worth_it(part.shape, self._columns)}
         whole = [part for number, part in parts.items() if number not in matrices]
-        # The first exchange.
+        # Phase 1: add up P, and gradients that are sent whole.
         thin = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
         sums = self._sum_over_ranks([*whole, *thin])
         for part, summed in zip(whole, sums, strict=False):
             part.copy_(summed)
-        # The second one.
+        # Phase 2: add up M^T basis.
         bases = [orthonormal(each) for each in sums[len(whole) :]]
         own = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
         factors = self._sum_over_ranks(own)
@@ -115,9 +124,9 @@ class PowerSgd:
         return flat.to(like.dtype)
 
     def settle(self, applied: bool, growth: float) -> None:
-        """Call after an update: keep what the step held back if it moved the weights, else what was held back before.
+        """Keep the errors and factors of the step if it was applied, or else the previous ones. Call after each update.
 
-        The loss is scaled `growth` times as much from now on.
+        `growth` is the factor by which the loss scale changes from now on.
         """
         if applied:
             self._errors = {number: error for number, (error, _) in self._pending.items()}
@@ -127,7 +136,7 @@ class PowerSgd:
         self._pending = {}
 
     def feedback(self) -> dict[str, MaybeSharded]:
-        """Return what each rank holds back, one behind the other along dim 0, and what all know."""
+        """Return the errors of each rank, stacked along dim 0, and the factors, which are the same on all ranks."""
         kept: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
             name, shape = self._trained[number][0], Size((self._rank.replicas, *error.shape))
@@ -137,7 +146,7 @@ class PowerSgd:
         return kept
 
     def load_feedback(self, kept: NamedTensors) -> None:
-        """Take over what `feedback` returned, whole, on as many ranks or on others."""
+        """Load the whole tensors of `feedback`, from the same or a different number of ranks."""
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):
             if f"{name}/{_ERROR}" in kept:
@@ -148,7 +157,7 @@ class PowerSgd:
                 self._factors[number] = local_tensor(factor).to(parameter.device, copy=True)
 
     def _own_error(self, errors: Tensor) -> Tensor:
-        """Return this rank's of the errors of all ranks there were: of others than now, all of them on rank 0."""
+        """Return this rank's error. If the number of ranks changed, rank 0 gets the sum of all errors."""
         if len(errors) == self._rank.replicas:
             return errors[self._rank.replica]
         return torch.zeros_like(errors[0]) if self._rank.replica else errors.sum(0)
@@ -161,10 +170,10 @@ class PowerSgd:
         return self._factors[number]
 
     def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of these over all ranks."""
+        """Return the sums of these tensors over all ranks."""
         if not tensors:
             return []
-        # A rank without a micro-batch has its error.
+        # Ranks without a micro-batch take part, too, because they have an error.
         total = self._across.of_ranks(torch.cat([each.reshape(-1) for each in tensors]))
         pieces = torch.split(total, [each.numel() for each in tensors])
         return [piece.view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
@@ -172,7 +181,7 @@ class PowerSgd:
 
 @final
 class LowRankGradients:
-    """`gradients`, whose buckets are added by `power`, which holds parts of them back for the next step."""
+    """Wraps `gradients`. Its buckets are added up by `power`, which keeps parts of them for the next step."""
 
     def __init__(self, gradients: GradientSum, power: PowerSgd) -> None:
         self.begin = gradients.begin

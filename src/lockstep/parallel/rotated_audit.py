@@ -1,8 +1,9 @@
-"""Finds ranks that compute something else than they should, where none can repeat another's micro-batch.
+"""Audits for engines in which a rank can't repeat the micro-batch of a different rank.
 
-Where ranks have parts of the model, or wait for each other in the middle of a forward, a whole step is done again
-with each rank in the place of another. It has the same bits. Where it has not, the messages of all ranks
-(comm/message_log.py) tell who was the first to send what others in its place did not.
+If ranks hold parts of the model, or if they wait for each other in the middle of a forward, an audit repeats the whole
+step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the audit
+compares the messages of all ranks (comm/message_log.py), and finds the rank that first sent a different message than
+other ranks in the same place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,11 +26,11 @@ from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_MOST: Final = 3  # ranks that are seen in each place before one is judged
+_MOST: Final = 3  # how many ranks repeat each place before the verdict
 
 
 class Played(NamedTuple):
-    """What `rank` did in a place: digests of its messages and of what it ended with, by name, in the order of time."""
+    """A step of `rank` in a place of the mesh, as digests of its messages and results by name, in the order of time."""
 
     place: int
     rank: int
@@ -39,10 +40,11 @@ class Played(NamedTuple):
 @final
 @dataclass(eq=False)
 class RotatedAudit:
-    """The engine that `start` makes of `numerics`, whose steps are audited when `schedule` says so, which changes none.
+    """Wraps the engine of `start` and audits the steps that `schedule` selects. Audits don't change any results.
 
-    Another one is made for another order of the ranks; `fetch` gives any micro-batch. A step on which the two do not
-    agree raises CorruptionError on all ranks. `audited` counts the others.
+    For audits, it starts a second engine with a different order of the ranks. `fetch` returns any micro-batch. If the
+    two engines disagree on a step, all ranks raise CorruptionError. `audited` is the number of steps on which they
+    agreed.
     """
 
     start: Callable[[World, Numerics], Rotates]
@@ -61,7 +63,7 @@ class RotatedAudit:
         self._kept.begin()
         self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
         self._places = len(self.schedule.mesh.groups("shard"))
-        # By the distance that ranks are moved; the first one now, so that it is known to fit.
+        # The engines by the distance that ranks are moved. Start the first of them now, to find out whether it fits.
         self._rotated = {0: (own, engine)}
         self._again_at(1)
 
@@ -88,12 +90,12 @@ class RotatedAudit:
         distance %= self._places
         if distance not in self._rotated:
             world = self.world.rotated(self.schedule.mesh, distance, self._log)
-            # Nothing is averaged twice.
+            # Only the main engine averages weights.
             self._rotated[distance] = world, self.start(world, replace(self.numerics, averages=False))
         return self._rotated[distance]
 
     def _again(self, distance: int, step: Step) -> Played:
-        """Do a step with each rank in the place that is so far away from its own."""
+        """Run a step with each rank moved by `distance` places."""
         world, engine = self._again_at(distance)
         if engine is not self._engine:
             state = self._engine.state()
@@ -114,7 +116,7 @@ class RotatedAudit:
         return Played(world.rank, self.world.rank, self._log.close()), sums
 
     def _differ(self, *played: Played) -> bool:
-        """Return whether two ranks did not do the same in a place. All ranks call it."""
+        """Return whether the digests of two ranks in the same place differ. All ranks must call it."""
         found: dict[int, set[str]] = {}
         for every in self.world.told_by_all([(each.place, hash_of(each.messages)) for each in played]):
             for place, messages in every:
@@ -122,7 +124,7 @@ class RotatedAudit:
         return any(len(each) > 1 for each in found.values())
 
     def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
-        """Return who is wrong about what. All ranks call it, and get the same."""
+        """Return the error that names the faulty rank. All ranks must call it, and they get the same error."""
         ranks = self.world.told_by_all({"host": self.world.host, "played": played})
         every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
         start = f"audit at step {step.number + 1}"
@@ -153,7 +155,11 @@ class RotatedAudit:
 
 
 def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str, str]]:
-    """Yield each two ranks, or a rank twice, that in one place first differed in what they made themselves, and how."""
+    """Compare all pairs of logs of the same place, and yield the pairs that point to a faulty rank.
+
+    In such a pair, the first difference is the same item on both sides, and the item isn't a received message. Each
+    result has the two ranks, the name of the item and the bit. A pair can also be the same rank at two times.
+    """
     for one, other in combinations(played, 2):
         if one.place == other.place:
             differing = {what for what in one.messages if one.messages[what] != other.messages.get(what)}

@@ -1,16 +1,24 @@
-"""BatchNorm over all micro-batches of a step, whoever computes them, on any device.
+"""Synchronized BatchNorm over all micro-batches of a step, on any number of ranks and on any device.
 
-Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the samples of a whole step in place
-of a mini-batch's. Of each micro-batch torch's own kernels give mean, variance and the two sums of the gradient; these
-few numbers for each channel are added in float64 by the tree (core/tree.py), so the bits are the same on any number of
-ranks. All forwards that a rank has under way come to a layer together (parallel/cooperative.py), as do those of all
-ranks.
+Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the samples of a whole step instead of
+a mini-batch.
 
-    forward    n, n * mean, n * (variance + mean ** 2)           of each micro-batch, added over all
-    backward   sum of dy, sum of dy * x_hat                      of each micro-batch, added over all
+At each layer, phase by phase:
+
+1. All forwards of a rank reach the layer before any of them continues (parallel/cooperative.py). The same applies to
+   the forwards of all ranks.
+2. For each micro-batch, torch's kernels compute the mean and the variance per channel.
+3. The tree (core/tree.py) adds up these numbers in float64 over all micro-batches. Therefore the bits are the same on
+   any number of ranks.
+4. Each micro-batch is normalized with the mean and the variance of the step.
+
+In the backward, the tree adds up the two sums of the gradient in the same way:
+
+    forward    n, n * mean, n * (variance + mean ** 2)           per micro-batch, added over all micro-batches
+    backward   sum of dy, sum of dy * x_hat                      per micro-batch, added over all micro-batches
                dx = weight / std * (dy - sum(dy) / N - x_hat * sum(dy * x_hat) / N)
 
-The gradients of weight and bias are those of each micro-batch: the engine adds them, as it adds all gradients.
+The gradients of weight and bias stay separate per micro-batch. The engine adds them up like all other gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +41,7 @@ _aten = torch.ops.aten
 
 @final
 class StepSums:
-    """Adds small vectors over all micro-batches of a step, in the middle of forwards and backwards."""
+    """Adds up small vectors over all micro-batches of a step, in the middle of forwards and backwards."""
 
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
@@ -43,15 +51,19 @@ class StepSums:
         self._strays = torch.zeros((), dtype=torch.bool)
 
     def begin(self, leaves: int, own: Sequence[int]) -> None:
-        """Start a step of `leaves` micro-batches, of which this rank computes these, or with none only dummies."""
+        """Start a step of `leaves` micro-batches over all ranks. This rank computes the micro-batches `own`.
+
+        If `own` is empty, this rank computes only dummies.
+        """
         self._leaves, self._own = leaves, own
         self._holders = self._all.of_holders(leaves) if own else self._all
         self._strays = torch.zeros((), dtype=torch.bool)
 
     def total(self, place: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all micro-batches of float64 vectors, of which these are this rank's; they are changed.
+        """Return the sum of float64 vectors over all micro-batches of the step.
 
-        A dummy's is its own. `place` is where in the model that is, the same for all of them.
+        `parts` has the vectors of this rank. They may change. If this rank computes only dummies, the sum is the vector
+        of the dummy. `place` is the number of the layer, and must be the same for all micro-batches.
         """
         if not self._own:
             return parts[0]
@@ -63,7 +75,7 @@ class StepSums:
         return total[:-1]
 
     def check(self) -> None:
-        """Raise UsageError where ranks have added what belongs to different places."""
+        """Raise UsageError if ranks added vectors of different layers."""
         if self._strays:
             raise UsageError(
                 "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in "
@@ -72,7 +84,7 @@ class StepSums:
 
 
 class _Given(NamedTuple):
-    """What one micro-batch brings to a layer."""
+    """The inputs of one micro-batch to a layer."""
 
     inputs: Tensor
     weight: Tensor
@@ -80,7 +92,7 @@ class _Given(NamedTuple):
 
 
 def synchronise(model: nn.Module, together: Cooperative, sums: StepSums) -> None:
-    """Let all BatchNorm layers that train, of any class that calls torch's function, normalise over a whole step."""
+    """Make all BatchNorm layers in training normalize over a whole step, for any class that calls F.batch_norm."""
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
@@ -91,10 +103,10 @@ def synchronise(model: nn.Module, together: Cooperative, sums: StepSums) -> None
 def _forward(
     layer: nn.Module, forward: Callable[[Tensor], Tensor], normalise: Callable[..., Tensor], inputs: Tensor
 ) -> Tensor:
-    """Call a layer's own forward, with `normalise` in place of torch's function."""
+    """Call a layer's original forward, with `normalise` instead of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
-    # torch's SyncBatchNorm would exchange by itself, and refuse the CPU, but not in evaluation.
+    # In training, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation, it does neither.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
     instead = _Instead(normalise)
     try:
@@ -112,7 +124,7 @@ def _forward(
 
 @final
 class _Instead(TorchFunctionMode):
-    """Calls `normalise` where torch's function for BatchNorm is called."""
+    """Replaces calls of F.batch_norm by calls of `normalise`."""
 
     def __init__(self, normalise: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -140,7 +152,7 @@ def _normalise(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Stand for torch.nn.functional.batch_norm, whose arguments follow those of its own."""
+    """Replace torch.nn.functional.batch_norm. Its arguments start at `input`."""
     wide = torch.promote_types(input.dtype, torch.float32)
     one = torch.ones(input.shape[1], dtype=wide, device=input.device)
     scale = one if weight is None else weight.to(wide)
@@ -162,9 +174,9 @@ def _normalise(
 
 @final
 class _Normalise(torch.autograd.Function):
-    """From inputs, weights and biases of all of a rank's micro-batches to their outputs, which are normalised together.
+    """Normalizes the inputs of all micro-batches of a rank together, given the inputs, the weights and the biases.
 
-    It gives the mean and the unbiased variance of the whole step too.
+    After the outputs, it returns the mean and the unbiased variance of the whole step.
     """
 
     @staticmethod
@@ -190,7 +202,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         samples, mean, variance, *saved = ctx.saved_tensors
         inputs, weights = saved[: ctx.count], saved[ctx.count :]
-        # As if mean and variance were constants: dy * weight / std, and the two sums.
+        # First, treat mean and variance as constants. This gives dy * weight / std, and the two sums.
         constant = mean, variance, None, None, False, ctx.eps, [True, True, True]
         found = [
             _aten.native_batch_norm_backward(gradient, each, weight, *constant)
@@ -198,7 +210,8 @@ class _Normalise(torch.autograd.Function):
         ]
         own = [torch.cat([of_weight, of_bias]).double() for _, of_weight, of_bias in found]
         of_weight, of_bias = (ctx.total(own) / samples).to(mean.dtype).chunk(2)
-        # What they owe to mean and variance: weight / std * (x_hat * of_weight + of_bias), which is a BatchNorm too.
+        # Then subtract the part through mean and variance, weight / std * (x_hat * of_weight + of_bias). This part has
+        # the form of a BatchNorm, too.
         for (of_input, _, _), each, weight in zip(found, inputs, weights, strict=True):
             slope = weight * torch.rsqrt(variance + ctx.eps)
             factors = slope * of_weight, slope * of_bias
@@ -208,8 +221,10 @@ class _Normalise(torch.autograd.Function):
 
 
 def _moments(inputs: Tensor, like: Tensor) -> Tensor:
-    """Return of each channel the number of values, their sum, and the sum of their squares: float64, one vector."""
-    # Given statistics in fp32, torch computes those of inputs in 16 bits in fp32.
+    """Return the number of values per channel, then the sum and the sum of squares of each channel, as one float64
+    vector.
+    """
+    # With fp32 running statistics, torch computes the statistics of 16-bit inputs in fp32.
     mean, variance = _aten.batch_norm_update_stats(inputs, torch.zeros_like(like), torch.ones_like(like), 0.0)
     count, mean = inputs.numel() // inputs.shape[1], mean.double()
     first = mean * count

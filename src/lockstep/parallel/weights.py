@@ -1,6 +1,7 @@
-"""The weights that are kept of a model, and the copies of them in another dtype that it may compute with.
+"""Master weights: the weights of a model, and copies of them in a different dtype that the model computes with.
 
-Micikevicius et al. 2018, "Mixed precision training", section 3.1, has the idea: an update is too small for the copies.
+Micikevicius et al. 2018, "Mixed precision training", section 3.1: an update can be too small for the dtype of the
+copies.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ from lockstep.parallel.optimizer_state import Named
 
 @final
 class Weights:
-    """The layout of a model that each process has whole: its parameters, or with `dtype` what they were before this
-    made copies of that dtype of them.
+    """The layout of a model that is replicated on each rank.
 
-    The model then computes with the copies; gradients come out of a backward in `dtype`, and are added in fp32. Those
-    of `fp32_parameters` have no copies.
+    By default, the weights are the model's parameters. With `dtype`, the parameters become copies of the weights in
+    that dtype, and the model computes with the copies. Backward computes gradients in `dtype`, and they are added up in
+    fp32. The parameters in `fp32_parameters` have no copies.
     """
 
     norms: ClassVar[Norms] = WHOLE
@@ -35,12 +36,12 @@ class Weights:
             self._copies = {each: _make_copy(each, dtype) for each in model.parameters() if each not in wide}
 
     def of(self, copy: nn.Parameter) -> nn.Parameter:
-        """Return the weight that a parameter of the model is a copy of: itself where there are no copies."""
+        """Return the weight that a parameter of the model is a copy of, or the parameter if it isn't a copy."""
         return self._copies.get(copy, copy)
 
     @cached_property
     def trained(self) -> list[Named]:
-        """The weights that want a gradient, in the model's order, by the first of their names."""
+        """The weights that require a gradient, in the model's order. A shared weight has the first of its names."""
         return [(name, self.of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
@@ -48,7 +49,7 @@ class Weights:
         return tensor
 
     def state(self) -> dict[str, MaybeSharded]:
-        """Return the model's state, with the weights in place of their copies."""
+        """Return the model's state, with the weights instead of their copies."""
         tensors = self._model.state_dict(keep_vars=True)
         return {
             name: (self.of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
@@ -56,17 +57,17 @@ class Weights:
         }
 
     def let_go(self) -> None:
-        """Keep no weight that is trained: somebody else does."""
+        """Release all trained weights, because the caller keeps them."""
         self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
 
     def collect(self) -> None:
-        """See Layout: bring the gradients from the copies to the weights."""
+        """See Layout. Moves the gradients from the copies to the weights."""
         for copy, weight in self._copies.items():
             if copy.requires_grad:
                 weight.grad, copy.grad = wide_gradient(copy), None
 
     def publish(self) -> None:
-        """See Layout: bring the weights to the copies."""
+        """See Layout. Copies the weights to the copies."""
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies), list(self._copies.values()))
@@ -75,7 +76,7 @@ class Weights:
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Let a model compute in `dtype` where it is given; what its weights were is not kept."""
+    """Make a model compute in `dtype`, unless it is None. The original weights aren't kept."""
     if dtype is not None:
         widen_batchnorm(model)
         Weights(model, dtype)
@@ -83,9 +84,9 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Return the parameters that a model which computes in `dtype` has no copies of: with fp16 those of BatchNorm.
+    """Return the parameters without copies in a model that computes in `dtype`. With fp16, these are BatchNorm's.
 
-    So it is in apex's O2. In bf16, whose range is that of fp32, they are rounded like all others.
+    This is the same as in apex O2. bf16 has the range of fp32, so BatchNorm's parameters are rounded like all others.
     """
     if dtype != torch.float16:
         return frozenset()
@@ -94,16 +95,16 @@ def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parame
 
 
 def store_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a model's parameters be in `dtype` themselves; its buffers stay as they are."""
+    """Convert the parameters of a model to `dtype`. Its buffers don't change."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def widen_batchnorm(model: nn.Module) -> None:
-    """Let BatchNorm layers take parameters of 16 bits too; their statistics are in fp32.
+    """Make BatchNorm layers accept 16-bit parameters. Their statistics stay in fp32.
 
-    torch's kernels want parameters and statistics in one dtype, whatever the inputs are in. It must be done to a model
-    before anything else is put around its layers, since a layer's forward alone is what is computed again.
+    torch's kernels require parameters and statistics in the same dtype, regardless of the dtype of the inputs. Call
+    this before anything else wraps the layers, because recomputation only calls the forward of a layer.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -111,12 +112,13 @@ def widen_batchnorm(model: nn.Module) -> None:
 
 
 def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Turn a parameter into a copy of itself, and return the weight that it was."""
+    """Turn a parameter into a copy in `dtype`, and return the original weight as a new parameter."""
     weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     parameter.data = weight.data.to(dtype)
     if parameter.requires_grad:
-        # `grad` takes what a backward makes, in the copy's dtype, and then the sum (gradients.py) in fp32. Were it fp32
-        # alone, autograd would convert each use of a parameter before it adds them; under fully_shard it adds first.
+        # `grad` first holds a gradient in the copy's dtype, and then the sum (gradients.py) in fp32. With a grad_dtype
+        # of fp32, autograd would convert the gradient of each use of a parameter before it adds them up. Under
+        # fully_shard, it adds them up first.
         parameter.grad_dtype = None
     return weight
 
@@ -124,7 +126,7 @@ def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 def _with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     parameters = {name: each for name, each in layer._parameters.items() if each is not None}
     wide = {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in parameters.items()}
-    vars(layer).update(wide)  # what stands in the instance is found before its parameters, by whatever class it is
+    vars(layer).update(wide)  # attributes of the instance have precedence over its parameters, in any class
     try:
         return forward(inputs)
     finally:

@@ -1,4 +1,4 @@
-"""A rank's units of work in a micro-batch: the leaves of the tree (core/tree.py) whose forwards run together."""
+"""Work units of a rank in a micro-batch: the leaves of the tree (core/tree.py) whose forwards run together."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,36 +14,40 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 class WorkUnits(Protocol):
-    """How a micro-batch is cut into leaves, and what a model is given and called in for each of them.
+    """Splits micro-batches into leaves, and provides the inputs and the context of the forward of each leaf.
 
-    A micro-batch is `count` leaves, on all ranks together.
+    A micro-batch has `count` leaves over all ranks.
     """
 
     count: int
 
     def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
-        """Return this rank's leaves of one of so many micro-batches, as micro-batches with the numbers of leaves."""
+        """Return this rank's leaves of a micro-batch, as micro-batches whose `index` is the index of the leaf.
+
+        `microbatches` is the number of micro-batches in the step.
+        """
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """Return what the model's forward takes for a leaf."""
+        """Return the inputs of the model's forward for a leaf."""
 
     def around(self) -> AbstractContextManager[object]:
-        """Return the context of the forward of one leaf, or of a part of it."""
+        """Return the context for the forward of a leaf, or of a part of a leaf."""
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
-        """Return what `compute` returns for a leaf, or None for one that is another rank's: take part in it instead."""
+        """Return the result of `compute` for a leaf. If a different rank has the leaf, join in it and return None."""
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
-        """Return what the model's forward takes in evaluation, which is of whole samples, for the task's `inputs`."""
+        """Return the inputs of the model's forward in evaluation, which uses whole samples, for the task's `inputs`."""
 
 
-# Given the problem, the model, the number of chunks of a sequence, and what runs forwards together.
+# Arguments: the problem, the model, the number of chunks of a sequence, the world, the mesh, and the Cooperative that
+# runs the forwards together.
 MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
 
 
 @final
 class WholeMicroBatches:
-    """Micro-batches that are leaves themselves."""
+    """The default work units: each micro-batch is one leaf."""
 
     def __init__(self, problem: Problem) -> None:
         self.count = 1

@@ -1,1 +1,1 @@
-"""Where parameters, gradients and the optimizer's state are kept: whole on each rank, or in rows on all."""
+"""Layouts of parameters, gradients and the optimizer's state: replicated on each rank, or sharded in rows."""

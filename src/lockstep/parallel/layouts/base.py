@@ -1,10 +1,10 @@
-"""How a model is distributed over the ranks: whole on each, or in rows of its tensors.
+"""The layout protocol: how a model is distributed over the ranks, either replicated or sharded in rows of its tensors.
 
-An engine (parallel/data_parallel.py) computes gradients and updates; where these are is its layout's business. What the
-optimizer moves are *trained* tensors: a model's parameters, or this rank's rows of them. Every optimizer that works
-element by element does the same to a row wherever it is. What looks at whole tensors, norms, comes from here.
+The engine (parallel/data_parallel.py) computes gradients and updates, and its layout decides how they are stored. The
+optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of them. An element-wise optimizer
+computes the same update for a row on any rank. The layout provides the norms of whole tensors.
 
-Shapes: R rows of a whole parameter (its dim 0; 1 for one without dims), r of them on this rank, ... its other dims.
+Shapes: a whole parameter has R rows (dim 0, or 1 row without dims), this rank has r rows, and ... are all other dims.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,49 +24,54 @@ from lockstep.parallel.offloaded import pieces
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_GATHERED_BYTES: Final = 32 << 20  # of cut tensors at a time
+_GATHERED_BYTES: Final = 32 << 20  # the size of sharded tensors that are gathered at a time
 
 
 class GradientSum(Protocol):
-    """Adds a step's gradients over micro-batches and ranks by the tree (core/tree.py)."""
+    """Adds up the gradients of a step over micro-batches and ranks with the tree (core/tree.py)."""
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
-        """Start a step of `leaves` micro-batches, of which this rank computes these."""
+        """Start a step of `leaves` micro-batches over all ranks. This rank computes `microbatches`."""
 
     def before_backward(self, microbatch: MicroBatch) -> None: ...
 
     def after_backward(self, microbatch: MicroBatch) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the sums and leave them in `grad` of the model's parameters."""
+        """Wait for the sums and put them into `grad` of the model's parameters."""
 
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """What a Layout has besides that cuts the model's parameters, and puts others in their places to compute."""
+    """An additional protocol for layouts that shard parameters and gather them for computation."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return by what was gathered so far, which is the same tensor each time, what it is gathered of."""
+        """Map each tensor gathered so far to the sharded parameter that it is gathered from.
+
+        A parameter is gathered into the same tensor each time.
+        """
 
 
 @runtime_checkable
 class CutsGradients(Protocol):
-    """What a Layout has besides where each rank has the whole sum of the gradients, and keeps some rows of it."""
+    """An additional protocol for layouts in which each rank has the whole gradient sum, but keeps only some rows."""
 
     def keep_whole(self) -> None:
-        """Keep the whole sum of each step until its update, for `witnessed`."""
+        """Keep the whole gradient sum of each step until its update, for `witnessed`."""
 
     def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
-        """Return the rows of a step's whole sum that this rank is to keep, and those that the next one is to."""
+        """Return the rows of the whole gradient sum that this rank keeps, and the rows that the next rank keeps."""
 
 
 class Norms(NamedTuple):
-    """What looks at whole tensors, or at those of all ranks, wherever their rows are. All ranks call each alike.
+    """Norms of whole tensors, and flags over all ranks. All ranks must call each function in the same way.
 
-    `all_rows` gives the L2 norm of each row of all that is trained, for tensors in the places of `Layout.trained`, in
-    their order: float64 of shape [rows of all tensors], the same on every rank. `of_tensors` gives the norm of each
-    whole tensor, of which this rank's part is given by what is trained in that place: float64 of shape [len(tensors)].
-    `agree_` makes flags, 0-dim, nonzero on all ranks which are so on one.
+    - `all_rows` returns the L2 norms of the rows of all trained tensors. Pass one tensor for each item of
+      `Layout.trained`, in the same order. The result is float64 of shape [rows of all tensors], and the same on every
+      rank.
+    - `of_tensors` returns the norms of whole tensors. Map each trained tensor to this rank's part of the tensor. The
+      result is float64 of shape [len(tensors)].
+    - `agree_` makes 0-dim flags nonzero on all ranks if they are nonzero on any rank.
     """
 
     all_rows: Callable[[Sequence[Tensor]], Tensor]
@@ -75,49 +80,57 @@ class Norms(NamedTuple):
 
 
 class Layout(Protocol):
-    """Where all of a model's tensors are. All ranks call each method in the same order."""
+    """The storage of all tensors of a model. All ranks must call the methods in the same order."""
 
     @property
     def trained(self) -> Sequence[Named]:
-        """What this rank's optimizer moves, in the model's order."""
+        """The tensors that this rank's optimizer updates, in the model's order."""
 
     @property
     def norms(self) -> Norms:
-        """The norms of what is trained."""
+        """The norms of the trained tensors."""
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return `tensor`, [r, ...] as what is trained of parameter `name` is, as rows of the whole one of [R, ...]."""
+        """Return `tensor` of shape [r, ...] as rows of the whole tensor of shape [R, ...].
+
+        It must have the shape of the trained tensor of parameter `name`.
+        """
 
     def publish(self) -> None:
-        """Call after an update: bring what is trained to where the model computes with it."""
+        """Copy the trained tensors to the tensors that the model computes with. Call this after an update."""
 
     def state(self) -> dict[str, MaybeSharded]:
         """Return the model's state, under the names of a single process."""
 
     def collect(self) -> None:
-        """Call when a step's sums are complete: bring them from the model's parameters to `grad` of what is trained."""
+        """Move the sums from the model's parameters to `grad` of the trained tensors.
+
+        Call this when the sums of a step are complete.
+        """
 
     def reload(self) -> None:
-        """Bring the values of the tensors of `state` to where the model computes with them.
+        """Copy the tensors of `state` to the tensors that the model computes with.
 
-        Call it after they were written, and after an evaluation, which may have left what it gathered.
+        Call this after you write to the tensors of `state`, and after an evaluation, which can leave weights gathered.
         """
 
 
-# Given the model, a stream that is the layout's own, and the dtype in which the model is to compute, if it is another.
+# Arguments: the model, a stream that only the layout uses, and the dtype that the model computes in, if it isn't its
+# own dtype.
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-# Where each rank has all that is trained. All ranks then have the same gradients, and so the same flags.
+# The norms if each rank has all trained tensors. Then all ranks have the same gradients, and therefore the same flags.
 WHOLE: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
 
 
 def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None) -> Norms:
-    """Return the norms of tensors that are kept in rows: each rank works out those of its own, for all.
+    """Return the norms of tensors that are sharded in rows. Each rank computes the norms of its own rows for all ranks.
 
-    `parts` says of what is trained in the whole model, in its order, which rows this rank has; what is `trained` on
-    this rank is all of it, unless it is given. Everything is worked out on the world's device, so that nobody waits for
-    a GPU, and a CPU, which adds up in another order, has no part in it; what is in its memory comes piece by piece.
+    `parts` has this rank's rows of all trained tensors of the whole model, in the model's order. `trained` has the
+    trained tensors of this rank and defaults to all of them. All computation runs on the device of the world, so that
+    no rank waits for a GPU, and because a CPU would add in a different order. Tensors in CPU memory are moved to the
+    device piece by piece.
     """
     own, device = list(parts if trained is None else trained), world.device
 
@@ -152,23 +165,23 @@ def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable
 
 @final
 class Slots:
-    """Where the tensors of an optimizer's state are kept: one of its parameter's shape is kept as the parameter is."""
+    """The layout of the optimizer's state. A slot with the shape of its parameter is sharded like the parameter."""
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
-        """Take what a layout says is `trained` and how that is `held`."""
+        """`trained` and `held` are Layout.trained and Layout.as_shard."""
         self.trained = trained
         self._by_name = dict(trained)
         self._held = held
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return this rank's tensor `name`, which is `<parameter>/<slot>`, as it lies."""
+        """Return this rank's tensor `name` (`<parameter>/<slot>`) as a shard if its parameter is sharded."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         lies_alike = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
         return self._held(owner, tensor) if lies_alike else tensor
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of the whole tensor `name`: [r, ...] of [R, ...] where it lies as its parameter."""
+        """Return this rank's part of the whole tensor `name`. If it is sharded like its parameter, it is [r, ...]."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         if parameter is None:
@@ -179,9 +192,10 @@ class Slots:
 
 @torch.no_grad()
 def take_over(given: NamedTensors, own: NamedTensors, names: Iterable[str] | None = None) -> None:
-    """Write what a state gives, whole, to what this rank has of it.
+    """Copy this rank's part of the whole tensors in `given` to the tensors in `own`.
 
-    UsageError where it has not the tensors of the model: those of `own`, or where these are a part of them, `names`.
+    Raises UsageError if the names in `given` aren't the names of the model: the names in `own`, or `names` if `own` has
+    only some of the model's tensors.
     """
     differing = sorted({*given}.symmetric_difference(own if names is None else names))
     if differing:
@@ -191,17 +205,19 @@ def take_over(given: NamedTensors, own: NamedTensors, names: Iterable[str] | Non
 
 
 def trainable_parameters(model: nn.Module) -> list[Named]:
-    """Return the parameters that want a gradient, in the model's order, by the first of their names."""
+    """Return the parameters that require a gradient, in the model's order. Shared parameters have their first name."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return all tensors whole, on every rank; those that are cut come to the CPU. All ranks call it alike.
+    """Return all tensors as whole tensors on every rank. Sharded tensors are gathered on the CPU.
 
-    For what fits: a checkpoint goes to the disk without it (training/checkpoint/shards.py).
+    All ranks must call this in the same way. The tensors must fit into memory. Checkpoints are written without this
+    function (training/checkpoint/shards.py).
     """
     shards = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
-    # One table of bytes for all, each on one rank and zero on the others: a float's sum would turn -0.0 into 0.0.
+    # Add up one table of bytes for all tensors. Each byte is nonzero on at most one rank. A sum of floats would turn
+    # -0.0 into 0.0.
     ends = list(accumulate((_bytes(shard) for shard in shards.values()), initial=0))
     table = torch.zeros(ends[-1], dtype=torch.uint8)
     for start, shard in zip(ends, shards.values(), strict=False):
@@ -221,10 +237,10 @@ def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
 
 
 def wholes(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is whole on this rank and, on rank 0, what is cut, gathered. All ranks iterate to the end."""
+    """Yield whole tensors of this rank, then on rank 0 the gathered sharded tensors. All ranks must exhaust it."""
     yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
     cut = [(name, held) for name, held in tensors.items() if isinstance(held, Shard)]
-    # One collective for each tensor would take most of the time.
+    # Gather groups of tensors, because one collective per tensor would dominate the time.
     for group in pieces(((each, _bytes(each[1])) for each in cut), _GATHERED_BYTES):
         whole = gather_whole(world, dict(group))
         if world.rank == 0:
@@ -237,5 +253,5 @@ def _whole(table: Tensor, start: int, shard: Shard) -> Tensor:
 
 
 def _bytes(shard: Shard) -> int:
-    """Return the size of the whole, rounded up so that what lies behind it begins where any dtype may begin."""
+    """Return the size of the whole tensor, rounded up so that the next tensor is aligned for any dtype."""
     return -(-shard.shape.numel() * shard.tensor.element_size() // 16) * 16

@@ -1,10 +1,13 @@
-"""The layout of a model whose experts are dealt out: of these each rank has its groups, and all else whole.
+"""The layout of expert parallelism: each rank has some groups of experts, and all other parameters are replicated.
 
-What all ranks have is added as by data parallelism. The gradients of experts come from the ranks that use them
-(parallel/tensor/experts.py), one micro-batch of each rank in a round, and are added by the rank that has them; with
-several replicas of the experts, after backward, between the ranks that have the same.
+Gradients of replicated parameters are added up as in data parallelism. For the experts, a step has these phases:
 
-Shapes: the experts' parameters p_ER..., of E * R rows in all, of which this rank has the e * R of its e experts.
+1. Ranks run the step in rounds, with one micro-batch per rank in each round. In the backward, the rank that has an
+   expert computes separate gradients of the expert for the micro-batch of each rank (parallel/tensor/experts.py).
+2. After each round, the rank pushes these gradients into the tree.
+3. After the last backward, the ranks that have replicas of the same experts add up their sums.
+
+Shapes: the parameters of E experts are p_ER..., with E * R rows. This rank has the e * R rows of its e experts.
 """
 
 from collections.abc import Sequence
@@ -30,18 +33,18 @@ from lockstep.tasks.base import Build, MicroBatch, MicroBatches
 
 
 def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
-    """Return the modules of experts that are cut into groups, by name."""
+    """Return the expert modules that are split into groups, by name."""
     layers = cut_layers(model)
     return {name: layer for name, layer in layers.items() if isinstance(layer.module.forward, Experts)}
 
 
 def check_experts(build: Build, ranks: int, strategy: str) -> None:
-    """Raise UsageError where the model that `build` builds has no groups of experts for so many ranks."""
+    """Raise UsageError if the experts of the model can't be split into the same number of groups on all ranks."""
     _expert_layers(on_meta(build), ranks, strategy)
 
 
 def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, CutLayer]:
-    """Return the experts of a model, of which each of so many ranks can have as many groups; else UsageError."""
+    """Return the expert modules of a model. Raises UsageError if `ranks` ranks can't share their groups evenly."""
     experts = expert_layers(model)
     if cut_layers(model) and not experts:
         raise UsageError(
@@ -53,7 +56,7 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
 
 
 def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
-    """Build a model, of whose experts a rank keeps its own. All ranks call it."""
+    """Build a model and keep only this rank's experts. All ranks must call it."""
     model, rank = build(), mesh.coordinate(world.rank).expert
     layers = _expert_layers(model, mesh.expert)
     keep_part(layers.values(), rank, mesh.expert)
@@ -65,7 +68,7 @@ def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
 
 
 def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
-    """Return what lays out a model that `own_experts` built."""
+    """Return a function that creates the layout of a model from `own_experts`."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
@@ -92,7 +95,7 @@ def _sums_of(layer: CutLayer, across: Sum) -> "_Sums":
 
 @dataclass(eq=False)
 class _Sums:
-    """The sums of the gradients of a module's experts: by name, and by the rank whose micro-batches they are of."""
+    """The gradient sums of a module's experts, by parameter name and by the rank that computed the micro-batches."""
 
     dispatch: Dispatch
     module: nn.Module
@@ -104,7 +107,7 @@ class _Sums:
         return {name: each for name, each in self.module.named_parameters(recurse=False) if each.requires_grad}
 
     def push(self, indices: Sequence[int | None]) -> None:
-        """Take what a round made for the micro-batches with these numbers, by rank; None is a dummy's."""
+        """Push the gradients of a round. `indices` has the micro-batch of each rank, or None for a dummy."""
         taken = self.dispatch.take()
         for rank, index in enumerate(indices):
             if index is None:
@@ -117,9 +120,9 @@ class _Sums:
                 counter.push(index, gradient.to(sum_dtype(parameter)))
 
     def finish(self, leaves: int) -> None:
-        """Leave the sums in the gradients. All ranks call it."""
+        """Put the sums into `grad`. All ranks must call it."""
         for name, parameter in self.trained.items():
-            # The ranks in step have micro-batches that follow each other: their blocks are merged before they are sent.
+            # The ranks of a round have consecutive micro-batches, so merge their blocks before they are sent.
             joined: Counter[Tensor] = Counter(add_)
             for rank in range(self.dispatch.ranks):
                 own = self.counters.get((name, rank))
@@ -131,7 +134,7 @@ class _Sums:
 
 @final
 class _ExpertGradients:
-    """Adds the gradients of the experts, and by `shared` those of all else."""
+    """Adds up the gradients of the experts. `shared` adds up the gradients of all other parameters."""
 
     def __init__(self, shared: GradientSum, experts: Sequence[_Sums], data_ranks: Sequence[DataRank]) -> None:
         self._shared = shared

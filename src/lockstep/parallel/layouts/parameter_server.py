@@ -1,14 +1,16 @@
-"""The layout of a parameter server: rank 0 has the optimizer, the others push gradients to it and pull weights from it.
+"""The layout of a parameter server: all other ranks push gradients to rank 0, and pull weights from it.
 
-Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with one server, which computes
-too. In a step, beside what any data parallelism does:
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
+which also computes micro-batches. In addition to the usual data-parallel step:
 
-1. each rank adds its micro-batches as far as the tree allows (core/tree.py), and workers *push* those pieces, a bucket
-   as soon as backward has filled it; the server adds the pieces of all ranks by the tree: the bits of one process;
-2. the server updates the weights; the workers' optimizers have parameters without rows, and nothing to do;
-3. the workers *pull* the new weights, which the server holds back until it has moved them.
+1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* these pieces to the
+   server, one bucket at a time, as soon as backward has filled it. The server adds up the pieces of all ranks with the
+   tree, so the sum has the bits of a single process.
+2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
+3. The workers *pull* the new weights. The server only answers after the update.
 
-Shapes: a bucket's flat pieces are g_N; of a parameter p_R... the server has all R rows, and a worker none: p_0...
+Shapes: the flat pieces of a bucket are g_N. For a parameter p_R..., the server has all R rows, and a worker has none:
+p_0...
 """
 
 from collections import defaultdict
@@ -36,7 +38,7 @@ Pieces = Mapping[LeafBlock, Tensor]
 
 
 def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_bytes: int) -> MakeLayout:
-    """Return what puts a model on each of several ranks, which push gradients to `server`, that of rank 0."""
+    """Return a function that creates the layout. Ranks push gradients to the `server` of rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, calls, dtype)
@@ -48,7 +50,7 @@ def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_b
 
 @final
 class Server:
-    """What rank 0 has for the others: room for the pieces that they push, and the weights of the last update."""
+    """The server on rank 0. It stores the pieces that workers push, and the weights of the last update."""
 
     def __init__(self, ranks: int, timeout_s: float) -> None:
         self._workers = ranks - 1
@@ -60,13 +62,16 @@ class Server:
         self._waiting: list[Future[list[Tensor]]] = []
 
     def push(self, number: int, pieces: Pieces) -> None:
-        """Take a worker's pieces of the sum of this number."""
+        """Store a worker's pieces of sum `number`."""
         with self._changed:
             self._pushed[number].append(pieces)
             self._changed.notify_all()
 
     def collect(self, number: int) -> list[Pieces]:
-        """Wait for the pieces that all workers push to the sum of this number, and return them."""
+        """Wait until all workers have pushed their pieces of sum `number`, and return the pieces.
+
+        Raises PeerLostError on a timeout.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
                 missing = self._workers - len(self._pushed[number])
@@ -74,7 +79,7 @@ class Server:
             return self._pushed.pop(number)
 
     def release(self, weights: list[Tensor]) -> None:
-        """Let the workers have the weights of one more update, which nobody changes any more."""
+        """Publish the weights of the next update to the workers. The tensors must not change after this call."""
         with self._changed:
             self._weights = weights
             self._updates += 1
@@ -83,7 +88,7 @@ class Server:
             each.set_result(weights)
 
     def pull(self, update: int) -> Future[list[Tensor]]:
-        """Return the weights of the update of this number, once there are such."""
+        """Return a future for the weights of update number `update`."""
         future: Future[list[Tensor]] = Future()
         with self._changed:
             if self._updates < update:
@@ -95,13 +100,13 @@ class Server:
 
 @final
 class PushedSum:
-    """The sum over the ranks, on the server; workers get memory of which nothing is read."""
+    """The sum over all ranks on the server. On workers, it returns uninitialized memory that isn't read."""
 
     def __init__(self, serves: bool, server: Server, calls: Rpc) -> None:
         self._serves = serves
         self._server = server
         self._calls = calls
-        self._number = 0  # sums are numbered alike on all ranks, which add them in one order
+        self._number = 0  # the number of the sum, the same on all ranks because they add up in the same order
 
     def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
@@ -117,7 +122,7 @@ class PushedSum:
 
 @final
 class ServedLayout:
-    """Every rank has the whole model, and rank 0 all rows of each parameter to update."""
+    """A layout in which each rank has the whole model, and rank 0 updates all rows of each parameter."""
 
     def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
@@ -156,11 +161,11 @@ class ServedLayout:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Let the others pull what was updated here, or pull it."""
+        """See Layout. The server releases the new weights, and workers pull them."""
         self._updates += 1
         weights = [weight.detach() for _, weight in self._whole]
         if self._serves:
-            # Copies: an evaluation may come before a worker has pulled, and puts averaged weights in their place.
+            # Release copies, because an evaluation can swap in averaged weights before a worker has pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
             torch._foreach_copy_(weights, self._calls.ask("pull", self._updates))

@@ -1,4 +1,4 @@
-"""The layout of a model that each process has whole."""
+"""The replicated layout: each rank has the whole model."""
 
 import torch
 from torch import nn
@@ -15,13 +15,13 @@ from lockstep.parallel.weights import Weights
 def replicated(
     world: World, mesh: Mesh, bucket_bytes: int, sent: torch.dtype | None = None, chunks: int = 1
 ) -> MakeLayout:
-    """Return what puts a model on each of the ranks, which add gradients in buckets of about `bucket_bytes`.
+    """Return a function that creates the layout. Gradients are reduced in buckets of about `bucket_bytes`.
 
-    With `sent` they are added over the ranks in that dtype. Sequences are cut into so many `chunks`.
+    With `sent`, gradients are added up over the ranks in that dtype. Sequences are split into `chunks` chunks.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first: it makes what gradients are added of
+        weights = Weights(model, dtype)  # first, because it turns parameters into the copies that have the gradients
         canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
         among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
         gradients = Gradients(trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)

@@ -1,9 +1,9 @@
-"""The layout of ZeRO's first stage: the model whole on each rank, and of each tensor some rows to update.
+"""The layout of ZeRO stage 1: each rank has the whole model, and updates some rows of each tensor.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1. Each rank
-keeps the optimizer's state for its rows alone; after an update the ranks send each other the rows they moved.
+only keeps the optimizer's state for its rows. After an update, the ranks send each other the updated rows.
 
-Shapes: a parameter p_R... of R rows, of which this rank updates p_r..., a view of it or a copy in other memory.
+Shapes: a parameter p_R... has R rows. This rank updates p_r..., which is a view of the parameter, or a copy.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
-_PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed for sending: a message costs as much as such a copy
+_PACKED_BYTES: Final = 64 << 10  # pack smaller parameters: a message costs as much as a copy of this size
 
 
 def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
-    """Return what puts a model whole on each of several ranks, with a share of each tensor's rows to update.
+    """Return a function that creates the layout, with the whole model on each rank and a share of the rows to update.
 
-    With `offload` those rows and the optimizer's state for them are in the memory of the CPU (parallel/offloaded.py).
-    Sequences are cut into so many `chunks`.
+    With `offload`, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). Sequences are split
+    into `chunks` chunks.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -42,10 +42,10 @@ def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int
 
 @final
 class RowLayout:
-    """Rank r has the r-th even cut of the rows of each parameter; one without dims is every rank's.
+    """A layout that splits the rows of each parameter evenly. Rank r has the r-th part.
 
-    Where the model computes with copies of its weights in `dtype`, those are whole on each rank, and the trained
-    weights themselves in rows.
+    Every rank updates parameters without dims. If the model computes with weight copies in `dtype`, the copies are
+    whole on each rank, and the weights are sharded in rows.
     """
 
     def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
@@ -56,14 +56,14 @@ class RowLayout:
         self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
         self._offload = offload
-        self._apart = offload or self._copies  # the rows are in other memory than the model
+        self._apart = offload or self._copies  # whether the rows have separate memory from the model
         self.trained = [(name, nn.Parameter(self._own(parameter))) for name, parameter in self._whole]
         self._weights.let_go()
         parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
         self.norms = norms_of_rows(world, parts)
         self._moved = self._sort()
         self._keeps_whole = False
-        self._sums: list[Tensor] = []  # of a step, in the order of `trained`, where they are kept until its update
+        self._sums: list[Tensor] = []  # whole sums of a step, in the order of `trained`, if they are kept
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -89,7 +89,7 @@ class RowLayout:
                 trained.copy_(self._cuts[name].tensor)
 
     def collect(self) -> None:
-        """Keep this rank's rows of the gradients, and free the rest while the optimizer works."""
+        """See Layout. Keeps this rank's rows of the gradients, and frees all other rows during the update."""
         self._sums.clear()
         for (name, parameter), (_, own) in zip(self._whole, self.trained, strict=True):
             assert parameter.grad is not None
@@ -112,7 +112,7 @@ class RowLayout:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Send all ranks the rows that this one moved, and take theirs."""
+        """See Layout. Sends the updated rows of this rank to all ranks, and receives theirs."""
         self._sums.clear()
         if self._apart:
             for name, trained in self.trained:
@@ -137,10 +137,10 @@ class RowLayout:
         return host_like(rows).copy_(rows) if self._offload else rows.clone()
 
     def _sort(self) -> "list[_Packed]":
-        """Sort the parameters into those that are sent as they lie, and the others, which are packed, by dtype."""
+        """Group the parameters: one group that is sent directly from memory, and one group per dtype that is packed."""
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
-            # A view whose dims follow their order in memory, but for dim 0, which stays first.
+            # A view whose dims are in memory order, except for dim 0, which stays first.
             inner = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
             as_it_lies = inner.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
             kinds.setdefault(None if as_it_lies else parameter.dtype, []).append(inner if as_it_lies else parameter)
@@ -153,7 +153,7 @@ class RowLayout:
 
 @final
 class _Packed:
-    """Rows of some parameters, `by_rank`: each rank's are its to tell. `packed` ones travel as one tensor."""
+    """Rows of several parameters by rank. Each rank sends its own rows. If `packed`, they are sent as one tensor."""
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
         self._world = world

@@ -1,7 +1,7 @@
-"""The layout of a slice of a model whose ranks share sequences outside of regions (tensor/sequence_parallel.py).
+"""The layout of a model slice whose ranks split sequences outside of sliced regions (tensor/sequence_parallel.py).
 
-What is cut has gradients of all chunks of a sequence on each rank that has it, all else of the rank's own chunks alone:
-so they are two sums, over other ranks.
+Each rank computes the gradients of its sliced parameters for all chunks of a sequence. The gradients of all other
+parameters only cover the rank's own chunks. Therefore there are two gradient sums, over different ranks.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches
 
 
 def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
-    """Return what puts a slice of a model on each of the ranks, where sequences are cut into so many `chunks`."""
+    """Return a function that creates the layout. Sequences are split into `chunks` chunks."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
@@ -39,7 +39,7 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
 
 @final
 class SequenceParallelGradients:
-    """Adds the gradients of what is `whole` over this rank's leaves, and of what is `cut` over dummies, too."""
+    """Adds up gradients: of `whole` parameters over this rank's leaves, and of `cut` parameters also over dummies."""
 
     def __init__(self, whole: GradientSum, cut: GradientSum) -> None:
         self._whole = whole

@@ -1,14 +1,19 @@
-"""The layout of ZeRO's second and third stage: parameters, gradients and optimizer state in rows on the ranks.
+"""The layout of ZeRO stages 2 and 3: parameters, gradients and optimizer state are sharded in rows.
 
-Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), on torch's fully_shard. The
-members of a replica go through a step in rounds, one micro-batch each. In a round's backward each member is dealt its
-rows of all the members' gradients, and adds them by the tree (core/tree.py), so that it never holds more than rows of
-sums. After the last round the replicas add theirs. Members without a micro-batch of their own in a round compute
-another's along, since parameters are gathered from all; what they find counts for nothing. So does what all compute
-beside a step: that is a round in which no member has a micro-batch.
+It uses torch's fully_shard: Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel"
+(VLDB). A step, phase by phase:
 
-Shapes: M members; a unit's gradients g_MN, flat, with a part of N elements for each member, as fully_shard lays them
-out (each parameter's rows even, padded); what is dealt to this one, and summed, g_N.
+1. The members of a replica run the step in rounds, with one micro-batch per member in each round. If a member has no
+   micro-batch in a round, it computes a dummy, because parameters are gathered from all members. The results of a dummy
+   don't count.
+2. In the backward of a round, each member receives its rows of the gradients of all members, and pushes them into the
+   tree (core/tree.py). Therefore a member only ever stores rows of the sums.
+3. In the last round, the replicas add up their sums.
+
+A computation outside of a step is a round in which no member has a micro-batch.
+
+Shapes: there are M members. The gradients of a unit are g_MN, a flat vector with N elements per member in the layout of
+fully_shard (the rows of each parameter are split evenly and padded). This member receives and sums g_N.
 """
 
 from collections import deque
@@ -34,22 +39,23 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norm
 from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
-# Exchanges that may wait while backward makes the next unit's gradients: of about two units, whose gradients are whole.
+# How many communications can be pending while backward computes the next unit. This is about two units, and the whole
+# gradients of these units stay in memory.
 _UNDER_WAY: Final = 4
-# A member that calls its units in another order may hand on its gradients only after gathers in which this one takes
-# part. So a member that waited for so long waits no more, and keeps more gradients instead.
+# If a member calls its units in a different order, it may only pass on its gradients after gathers that this member has
+# to join. Therefore a member that has waited this long stops waiting, and keeps more gradients in memory instead.
 _PATIENCE_S: Final = 10.0
 
 
 def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
-    """Return what puts a model in rows on the members of this rank's replica.
+    """Return a function that creates the layout: a model in rows on the members of this rank's replica.
 
-    With `offload` they are in the memory of the CPU while nothing computes with them (parallel/offloaded.py).
-    Sequences are cut into so many `chunks`, of which each rank computes one.
+    With `offload`, the rows are in CPU memory while they aren't used (parallel/offloaded.py). Sequences are split into
+    `chunks` chunks, and each rank computes one of them.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        # NCCL calls return at once, and fully_shard gives the buffers of one stream only to that.
+        # NCCL calls return immediately, and fully_shard only supports buffers on a single stream.
         stream = InlineStream() if world.on_gpu else stream
         layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, chunks)
         return layout, layout.gradients
@@ -59,9 +65,9 @@ def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, ch
 
 @final
 class ShardedLayout:
-    """A model of which each member of a replica has some rows, with its buffers whole.
+    """A layout in which each member of a replica has some rows of the model. Buffers are replicated.
 
-    With `dtype` the rows are gathered in that, and the model computes with what is gathered.
+    With `dtype`, the rows are gathered in that dtype, and the model computes with the gathered weights.
     """
 
     def __init__(
@@ -87,7 +93,7 @@ class ShardedLayout:
         self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
         _watch_memory_formats(model)
         with torch.no_grad():
-            for parameter in model.parameters():  # fully_shard takes no other memory format
+            for parameter in model.parameters():  # fully_shard supports no other memory format
                 parameter.data = parameter.data.contiguous()
         narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
@@ -116,27 +122,32 @@ class ShardedLayout:
         self._sharded.end_round()
 
     def publish(self) -> None:
-        """See Layout: what is trained are the very rows that are gathered."""
+        """See Layout. This is a no-op, because the trained tensors are the rows that are gathered."""
 
 
 @final
 @dataclass(eq=False)
 class _ShardSums:
-    """Adds what fully_shard's backward makes, and leaves this member's rows of the sums in the gradients of its shards.
+    """Adds up the gradients of fully_shard's backward, and puts this member's rows of the sums into `grad`.
 
-    Three things go on at once. Backward (this thread) hands over a unit's gradients in each round. The stream exchanges
-    them among the members and pushes the rows that arrive into the unit's counter, in the order in which they were
-    handed over. In the last round, as soon as a unit and all before it in `_order` are handed over, the stream adds
-    its rows over the replicas, too. `_under_way` are the exchanges that this thread has not yet waited for.
+    Three things happen at the same time:
+
+    1. Backward, in this thread, passes on the gradients of a unit in each round.
+    2. The stream sends these gradients to the members, and pushes the received rows into the counter of the unit. It
+       keeps the order in which the units were passed on.
+    3. In the last round, once a unit and all units before it in `_order` were passed on, the stream also adds up its
+       rows over the replicas.
+
+    `_under_way` has the communications that this thread hasn't waited for.
     """
 
     rank: DataRank
-    deal: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows, of this member
+    deal: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows of this member
     across: CanonicalSum
     stream: CommStream
     units: Sequence[str]
     chunks: int
-    model: Sharded = field(init=False)  # which hands over to `receive`
+    model: Sharded = field(init=False)  # calls `receive`
     _note: Note | None = field(default=None, init=False)
     _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
@@ -152,7 +163,7 @@ class _ShardSums:
     def __post_init__(self) -> None:
         self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in self.units]
         last = len(self.units) - 1
-        self._order = [*reversed(range(last)), last]  # as most backwards go: the rest of the model is last
+        self._order = [*reversed(range(last)), last]  # the order of most backwards, with the rest of the model last
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
@@ -179,7 +190,7 @@ class _ShardSums:
             self.model.end_round()
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Take what a unit's backward made, [M * N] (comm/fsdp.py); after the last round `output`, [N], is the sum."""
+        """Receive the gradients of a unit, [M * N] (comm/fsdp.py). After the last round, `output` [N] is the sum."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
         while may_wait and self._patient and len(self._under_way) >= _UNDER_WAY:
@@ -200,8 +211,8 @@ class _ShardSums:
             self._under_way.popleft()()
 
     def _complete_ready(self, everything: bool) -> None:
-        # During backward, so that parts of sums and sums are not there together for all units. The replicas add unit
-        # after unit in one order, which is not always that of their backwards.
+        # Complete units during backward, so that partial sums and sums of all units aren't in memory at the same time.
+        # The replicas must add up the units in the same order, which can differ from the order of their backwards.
         while self._incomplete and (everything or self._incomplete[0] in self._outputs):
             unit = self._incomplete.popleft()
             if unit in self._outputs:
@@ -262,10 +273,10 @@ def _channels_last(tensor: Tensor) -> bool:
 
 
 def _watch_memory_formats(model: nn.Module) -> None:
-    """Check what layers are given whose weights are channels_last: in rows they are contiguous.
+    """Check the inputs of layers with channels_last weights, because rows of these weights are contiguous.
 
-    A convolution is computed in channels_last if its input or its weight is. So with such an input its bits are the
-    same, and another input is rejected.
+    A convolution runs in channels_last if its input or its weight is channels_last. Therefore its bits don't change if
+    its input is channels_last. All other inputs are rejected.
     """
 
     def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:

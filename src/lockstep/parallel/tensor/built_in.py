@@ -1,4 +1,4 @@
-"""Plans of models that we know: those of timm and our own by their modules, those of transformers by its own plans."""
+"""Built-in plans: by module class for timm and Lockstep models, and from their own plans for transformers models."""
 
 from fnmatch import fnmatchcase
 from typing import Final
@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.parallel.tensor.experts import takes_pairs
 
-# By the class of a module: what it is and its layers are, by names relative to it.
+# By module class: the kinds of the module and of its layers, with names relative to the module.
 _MODULES: Final = {
     "timm.layers.attention.Attention": {
         "": "heads:num_heads,attn_dim",
@@ -21,12 +21,12 @@ _MODULES: Final = {
     "lockstep.models.gpt.Attention": {"": "heads:heads", "queries_keys_values": "colwise:3", "out": "rowwise"},
     "lockstep.models.gpt.Block": {"": "region:feed_forward", "up": "colwise", "down": "rowwise"},
 }
-# The words of transformers that we have a kind for. A group of layers with another one is left whole.
+# The kinds of transformers that Lockstep supports. If a group of layers has any other kind, the group isn't split.
 _KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
 
 
 def built_in_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan of a model whose layers are known, by the names of its modules; empty for another one."""
+    """Return the built-in plan of a model by module name. It is empty if no layer of the model is known."""
     plan = {}
     for name, module in model.named_modules():
         for layer, kind in _MODULES.get(f"{type(module).__module__}.{type(module).__qualname__}", {}).items():
@@ -36,7 +36,7 @@ def built_in_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _of_transformers(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a model of transformers brings along, but for groups of layers with kinds we have not."""
+    """Return the plan of a transformers model, without groups of layers whose kinds aren't supported."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     before = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""

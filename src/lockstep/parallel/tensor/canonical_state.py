@@ -1,4 +1,4 @@
-"""An engine of a model in chunks, whose state has the shapes that the model has without them."""
+"""Wraps the engine of a model in chunks, so that its state has the same shapes as without chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from lockstep.parallel.engine import Engine, State
 
 @final
 class CanonicalState:
-    """`engine`, with the tensors of `chunked`, and what the optimizer keeps for them, as if nothing were cut."""
+    """Wraps `engine`. Tensors in `chunked` and their optimizer state have the same layout as without chunks."""
 
     def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class CanonicalState:
 
     @property
     def audited(self) -> int:
-        """How many steps were audited."""
+        """The number of steps that passed an audit."""
         return getattr(self._engine, "audited", 0)
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -42,7 +42,7 @@ class CanonicalState:
         found = dict(tensors)
         for name, held in tensors.items():
             chunked = self._of(name)
-            if chunked is None or held.shape.numel() != prod(chunked.shape):  # a number of steps, say
+            if chunked is None or held.shape.numel() != prod(chunked.shape):  # e.g. a step counter
                 continue
             if isinstance(held, Shard):
                 found[name] = replace(held, shape=Size(chunked.shape), chunked=chunked)
@@ -59,7 +59,7 @@ class CanonicalState:
         return found
 
     def _of(self, name: str) -> Chunked | None:
-        """Return how a tensor of the model is rearranged, or one that the optimizer keeps: `<parameter>/<slot>`."""
+        """Return the Chunked of a parameter, or of an optimizer slot (`<parameter>/<slot>`), or None."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 
 

@@ -1,19 +1,20 @@
-"""The chunks of features into which a recipe cuts a part of a model, and how they are computed one by one.
+"""Regions: parts of a model that a recipe splits into chunks of features, and that are computed chunk by chunk.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3: a layer whose outputs are cut needs no exchange, one whose inputs are cut
-gives partial sums. What is ours is the unit. The model's code between such a pair of layers, a *region*, is called once
-for each chunk, by whoever computes it: products, activations, attention and dropout have the shape and the random
-numbers of one chunk. The partial sums are added by the tree (core/tree.py), within a rank and then over the ranks of
-the mesh's tensor axis. So the number of these ranks changes no bit.
+Shoeybi et al. 2019, "Megatron-LM", section 3: a layer with split outputs needs no communication, and a layer with split
+inputs computes partial sums. Different from Megatron-LM, the unit of computation is a chunk. The model's code between
+such a pair of layers, a *region*, is called once for each chunk, on the rank that has the chunk. Therefore products,
+activations, attention and dropout have the shape and the random numbers of one chunk on any rank. The tree
+(core/tree.py) adds up the partial sums, first within a rank and then over the ranks of the mesh's tensor axis. This
+means that the number of these ranks doesn't change any bits.
 
-A region goes like this, for a rank with chunks 2 and 3:
+For example, a rank with chunks 2 and 3 computes a region in these phases:
 
-1. The region is called for chunk 2. Its first layers (`ColumnLinear`) compute the outputs of both chunks, and give
-   those of 2. From here on the generators are chunk 2's.
-2. At its last layer (`RowLinear`) the call ends: the layer keeps what it is given.
-3. The region is called for chunk 3, and its first layers give what they have of 3.
-4. Its last layer has all chunks of this rank now. It gives their sum over all ranks, the generators go on from where
-   they were before step 1, and the rest of the region is computed once.
+1. It calls the region for chunk 2. The first layers (`ColumnLinear`) compute the outputs of both chunks, and return the
+   outputs of chunk 2. From here on, the generators have the seed of chunk 2.
+2. At the last layer (`RowLinear`), the call ends. The layer stores its inputs.
+3. It calls the region for chunk 3. The first layers return the stored outputs of chunk 3.
+4. Now the last layer has the inputs of all chunks of this rank. It returns their sum over all ranks. The generators
+   continue from their state before chunk 2 was seeded, and the rest of the region is computed once.
 """
 
 import threading
@@ -33,9 +34,10 @@ from lockstep.core.tree import Counter, LeafBlock
 
 
 class Forwards(Protocol):
-    """The `count` forwards that go through a region together, of which `own` are this rank's.
+    """The `count` forwards that go through a region together. This rank has the forwards in `own`.
 
-    They are one, or the chunks of a sequence where ranks share sequences outside of regions (sequence_parallel.py).
+    There is one forward by default. If ranks split sequences outside of regions (sequence_parallel.py), there is one
+    forward for each chunk of a sequence.
     """
 
     @property
@@ -48,21 +50,24 @@ class Forwards(Protocol):
     def under_way(self) -> bool: ...
 
     def enter(self, chunks: "Region", call: partial[Any]) -> None:
-        """Call before a region is called for a forward of this rank's, so that others can be called for it, too."""
+        """Announce the call of a region for a forward of this rank, so that other forwards can call it, too."""
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
-        """Return one forward's part of what `joint` makes of what all of them give."""
+        """Return this forward's item of `joint(inputs)`. `inputs` has the `given` of all forwards."""
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Return what each forward has, given what those of this rank have: tensors of one shape."""
+        """Return the tensors of all forwards. `own` has the tensors of this rank's forwards, with the same shape."""
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
-        """Return the sum over all `chunks` of a region for each forward of this rank's, given its pieces for all."""
+        """Return the sum over all `chunks` of a region for each forward of this rank.
+
+        `pieces` has this rank's pieces of the sums of all forwards.
+        """
 
 
 @final
 class Region:
-    """The `count` chunks of a region, of which this rank computes `own`: until `share` is called, all."""
+    """The `count` chunks of a region. This rank computes the chunks in `own`, which are all chunks before `share`."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
@@ -74,17 +79,17 @@ class Region:
         self._calls = _RegionCalls()
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
-        """Leave the chunks of other ranks to them: this one is `rank` of `ranks`, over which `across` adds."""
+        """Split the chunks over `ranks` ranks. This is rank `rank`, and `across` adds up over the ranks."""
         self.own = part(self.count, ranks, rank)
         self._across = across
 
     def before(self, call: partial[Any]) -> None:
-        """Call a region for all chunks but the last, for which it is called after this."""
+        """Call the region for all chunks except the last. The caller then calls it for the last chunk."""
         self.forwards.enter(self, call)
         self._call(call, len(self.own) - 1)
 
     def visit(self, call: partial[Any]) -> None:
-        """Call a region for all chunks in the place of a forward that another rank computes (sequence_parallel.py)."""
+        """Call the region for all chunks, on behalf of a forward of a different rank (sequence_parallel.py)."""
         self._call(call, len(self.own))
 
     def _call(self, call: partial[Any], times: int) -> None:
@@ -106,13 +111,14 @@ class Region:
 
     @property
     def computing(self) -> bool:
-        """Whether a call of the region is under way, from its first layers to its last."""
+        """Whether a call of the region is in progress, from its first layers to its last layer."""
         return self._calls.now is not None
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Return the part of the chunk that is computed of what `compute` gave when `layer` was called for the first.
+        """Return the outputs of `layer` for the current chunk.
 
-        It gives all parts of this rank's chunks, chunk by chunk: as many tensors for each.
+        When `layer` is called for the first chunk, `compute` computes the outputs of all chunks of this rank, chunk by
+        chunk, with the same number of tensors for each chunk.
         """
         now = self._calls.now
         if now is None:
@@ -125,7 +131,7 @@ class Region:
         return now.made[layer][now.current * count : (now.current + 1) * count]
 
     def gather(self, given: Tensor) -> list[Tensor]:
-        """Return what the last layer was given for all of this rank's chunks; a call before the last one ends here."""
+        """Return the inputs of the last layer for all chunks of this rank. Before the last chunk, raise ChunkDone."""
         now = self._calls.now
         if now is None:
             raise RuntimeError(f"the rowwise layer of {self.name} was called from elsewhere: it cannot be cut")
@@ -137,7 +143,7 @@ class Region:
         return now.given
 
     def each(self, training: bool) -> Iterator[tuple[int, int]]:
-        """Yield place and number of each chunk of this rank, which draws numbers of its own in training."""
+        """Yield the position and the index of each chunk of this rank. In training, seed the generators for it."""
         draws = Draws()
         for at, chunk in enumerate(self.own):
             if training:
@@ -146,29 +152,29 @@ class Region:
         draws.go_on()
 
     def rows(self, length: int) -> list[range]:
-        """Return which of `length` rows are in each chunk of this rank, where `length` need be no multiple of all."""
+        """Return the range of rows in each chunk of this rank. `length` doesn't have to be a multiple of `count`."""
         return [part(length, self.count, chunk) for chunk in self.own]
 
     def of_all(self, own: Tensor) -> Tensor:
-        """Return what all chunks have, by their numbers along dim 0, given what this rank's have. All ranks call it."""
+        """Gather the tensors of all chunks, in order along dim 0. All ranks must call it with their own chunks."""
         return self._across.side_by_side(own).flatten(0, 1)
 
     def total(self, partials: Iterable[Tensor]) -> Tensor:
-        """Return the sum over all chunks of tensors of one shape; those of this rank's may be overwritten.
+        """Return the sum of tensors of the same shape over all chunks. The tensors in `partials` may be overwritten.
 
-        One is asked for after the other, so that few are there at a time. All ranks that share the chunks call it in
-        the same order.
+        `partials` is consumed lazily, so that only a few tensors are in memory at a time. All ranks that share the
+        chunks must call this in the same order.
         """
         return self.add(self.pieces(partials))
 
     def add(self, pieces: Mapping[LeafBlock, Tensor]) -> Tensor:
-        """Return the sum over all chunks, of which this rank has these pieces."""
+        """Return the sum over all chunks, from this rank's pieces and the pieces of all other ranks."""
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
 
     def pieces(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
-        """Return what this rank can add by itself of such a sum, by the blocks of the tree."""
+        """Return the partial sums that this rank can compute by itself, by block of the tree."""
         counter: Counter[Tensor] = Counter(add_)
         for chunk, each in zip(self.own, partials, strict=True):
             counter.push(chunk, each)
@@ -177,7 +183,7 @@ class Region:
 
 @final
 class _OneForward:
-    """A forward by itself, which has nothing to gather."""
+    """A single forward, without communication between forwards."""
 
     def __init__(self, chunks: Region) -> None:
         self.count, self.own, self.under_way = 1, range(1), True
@@ -191,7 +197,7 @@ class _OneForward:
         return joint([given])[0]
 
     def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """See Forwards. A kernel may give other bits for elements that are elsewhere in memory than gathered ones."""
+        """See Forwards. Tensors are made contiguous like gathered tensors, since strides can change a kernel's bits."""
         return [each.contiguous() for each in own]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
@@ -201,33 +207,34 @@ class _OneForward:
 
 @dataclass(eq=False)
 class _RegionCall:
-    """A call of a region: its random numbers, what is made by its first layers, and what is given to its last."""
+    """A call of a region: its random numbers, the outputs of its first layers, and the inputs of its last layer."""
 
     draws: "Draws"
     made: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
     given: list[Tensor] = field(default_factory=list)
-    current: int = 0  # which of this rank's chunks is being computed
+    current: int = 0  # the position of the current chunk among this rank's chunks
 
 
 class _RegionCalls(threading.local):
-    """The call that is under way: one for each forward of those that have a thread each (parallel/cooperative.py)."""
+    """The call in progress. Each forward that runs in a separate thread has its own (parallel/cooperative.py)."""
 
     now: _RegionCall | None = None
 
     def __reduce__(self) -> "tuple[type[_RegionCalls], tuple[()]]":
-        """Let a model be copied: of its copy no call is under way."""
+        """Support copies of a model. A copy has no call in progress."""
         return _RegionCalls, ()
 
 
 class ChunkDone(BaseException):
-    """Ends a call of a region. No Exception: the region's own code may catch those."""
+    """Ends a call of a region. It isn't an Exception, because the region's own code may catch those."""
 
 
 @final
 class Draws:
-    """The random numbers of a region: before its first layers and after its last they are those of the whole.
+    """The random numbers of a region.
 
-    In between a chunk draws by its number and `key`, which is drawn where the first of them begins.
+    Before its first layers and after its last layer, the generators aren't changed. In between, each chunk seeds them
+    with its index and `key`. The key is drawn when the first chunk begins.
     """
 
     def __init__(self) -> None:
@@ -240,30 +247,30 @@ class Draws:
         self._drawing: int | None = None
 
     def for_chunk(self, chunk: int) -> None:
-        """Give a chunk its own numbers from here on, if it has not had them in this call."""
+        """Seed the generators for a chunk, unless they already are."""
         if chunk != self._drawing:
             self._drawing = chunk
             self.draw_by(self.key, chunk)
 
     @property
     def key(self) -> int:
-        """What the chunks of this call draw by."""
+        """The key of the seeds of this call. It is drawn on first access."""
         if self._key is None:
             self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
             self._after = self._states()
         return self._key
 
     def draw_by(self, key: int, chunk: int) -> None:
-        """Give a chunk the numbers that it has with this key."""
+        """Seed the generators with this key and chunk."""
         for generator in self._generators:
             generator.manual_seed(random.torch_seed(random.extend_key(key, chunk)))
 
     def rewind(self) -> None:
-        """Draw again what was drawn before the first layers."""
+        """Restore the state before the first layers."""
         self._set(self._before)
 
     def go_on(self) -> None:
-        """Draw on as if the chunks had drawn nothing."""
+        """Continue from the state after the key was drawn, as if the chunks hadn't drawn any numbers."""
         if self._after:
             self._set(self._after)
 

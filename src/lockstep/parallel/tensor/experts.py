@@ -1,21 +1,22 @@
-"""Experts of a mixture, whose chunks are groups of experts.
+"""Mixture of experts: the chunks of an expert module are groups of experts.
 
-Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer". A module of
-experts is given rows of features, and for each row the numbers of the experts that a gate chose, and their weights.
-What has one shape and one order whoever computes it is a call of the module's own code for a *group* of experts, with
-those pairs of a row and an expert alone that fell to the group, in the order of the rows. What the groups give is added
-by the tree (chunks.py), and so are the gradients of the rows and weights.
+Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer". The inputs of an
+expert module are rows of features and, for each row, the indices and the weights of the experts that a gate chose. The
+unit of computation is a call of the module's own code for a *group* of experts. Its inputs are only the pairs of a row
+and an expert of the group, in the order of the rows. Therefore the call has the same shape and the same order on any
+rank. The tree (chunks.py) adds up the outputs of the groups, and the gradients of the rows and weights.
 
-Where experts are on other ranks, rows go there and come back: Lepikhin et al. 2021, "GShard: Scaling Giant Models with
-Conditional Computation and Automatic Sharding" (ICLR). Each rank then has micro-batches of its own and some groups of
-the experts. A call goes like this, on all ranks at once:
+With expert parallelism, each rank has different micro-batches and some groups of the experts: Lepikhin et al. 2021,
+"GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). In a call of the module, all
+ranks run these phases together:
 
-1. Each rank sends each other the rows that its groups were chosen for, with the numbers of the experts and the weights.
-2. A rank calls its groups for the rows of one rank, that is of one micro-batch, after those of another. So a call has
-   the shape, the order and the random numbers that it has in one process.
-3. What it made goes back the way that the rows came.
+1. Each rank sends its rows to the ranks that have the chosen experts, with the indices and the weights of the experts.
+2. Each rank calls its groups, separately for the rows of each source rank, i.e. of each micro-batch. Therefore a call
+   has the same shape, order and random numbers as in a single process.
+3. Each rank sends the outputs back to the source ranks.
 
-Backward goes the same ways. The gradients of a rank's experts are kept apart by micro-batch, and added by the tree.
+Backward takes the same route in reverse. Each rank keeps the gradients of its experts separate by micro-batch, and the
+tree adds them up.
 
 Shapes: n rows, d features, k experts for each row, p pairs of a group.
 """
@@ -39,31 +40,32 @@ from lockstep.parallel.tensor.layers import align, by_chunk, calling_with, copie
 
 
 class Pairs(NamedTuple):
-    """What a group is asked for: `rows` [p, d], `experts` [p] by their numbers in the group, `weights` [p]."""
+    """The inputs of a group: `rows` [p, d], `experts` [p] as indices in the group, and `weights` [p]."""
 
     rows: Tensor
     experts: Tensor
     weights: Tensor
 
 
-# Given the pairs of each of some groups: what the groups make of them, [p, d] for each.
+# Maps the pairs of several groups to the outputs of these groups, [p, d] for each group.
 Make = Callable[[Sequence[Pairs]], Sequence[Tensor]]
 
 
 def takes_pairs(module: nn.Module) -> bool:
-    """Whether the module's forward takes rows, numbers of experts and weights."""
+    """Return whether the module's forward has three arguments: rows, expert indices and weights."""
     return len(inspect.signature(module.forward).parameters) == 3
 
 
 @final
 class Experts:
-    """In place of the forward of `module`, whose parameters have one row of dim 0 for each expert.
+    """Replaces the forward of `module`. Its parameters must have one row of dim 0 for each expert.
 
-    Another `make` may be put in the place of this rank's own work for the groups in `chunks.own` (Dispatch).
+    By default, this rank computes the groups in `chunks.own`. To dispatch rows to other ranks, replace `make` (see
+    Dispatch).
     """
 
     def __init__(self, module: nn.Module, chunks: Region, of_group: int) -> None:
-        """Take a module whose own code finds that it has `of_group` experts."""
+        """`of_group` is the number of experts that the module's own code computes with."""
         self.module = module
         self.chunks = chunks
         self.make: Make = self._make
@@ -71,7 +73,7 @@ class Experts:
         self._of_group = of_group
 
     def __call__(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return what `experts` [n, k] give for `rows` [n, d], times their `weights` [n, k], for each row: [n, d]."""
+        """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
         if rows.ndim != 2 or experts.ndim != 2:
             raise UsageError(
                 f"recipe.model.plan: {self.chunks.name} is experts, and was called with rows of shape {[*rows.shape]} "
@@ -91,13 +93,13 @@ class Experts:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What this rank has of the module's parameters."""
+        """This rank's part of the module's parameters."""
         return dict(self.module.named_parameters(recurse=False))
 
     def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-        """Return what the group with these parameters makes of its pairs: [p, d]."""
+        """Return the outputs [p, d] of the group with these parameters for its pairs."""
         rows, experts, weights = pairs
-        if not len(rows):  # what depends on rows and weights all the same: all ranks then do the same in backward
+        if not len(rows):  # keep the graph to rows and weights, so that all ranks do the same in backward
             return rows * weights[:, None]
         with calling_with(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
@@ -111,8 +113,8 @@ class Experts:
 
 
 def _pairs(relative: Tensor, count: int) -> Tensor:
-    """Return which pairs have one of `count` experts, given their numbers from the first of these on."""
-    if not has_values(relative):  # as if all had one: for the shapes
+    """Return the indices of the pairs whose `relative` expert index is in [0, count)."""
+    if not has_values(relative):  # without values, only shapes matter: select all pairs
         return torch.arange(len(relative), device=relative.device)
     return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
 
@@ -126,7 +128,7 @@ Gradients = dict[str, Tensor]  # by the names of a module's parameters
 
 @final
 class Dispatch:
-    """What makes a module's groups of experts work where they are: rank r of `ranks` has the r-th part of them."""
+    """Dispatches rows to the ranks that have the experts. Rank r of `ranks` has the r-th part of the groups."""
 
     def __init__(self, experts: Experts, rank: int, ranks: int, carrier: Carrier) -> None:
         self._experts = experts
@@ -134,11 +136,11 @@ class Dispatch:
         self.ranks = ranks
         self._carrier = carrier
         self._own = experts.chunks.count // ranks
-        # What a round's backward has made for each rank's micro-batch. A module may be called several times.
+        # Gradients of the current round by source rank. They accumulate, because a module can be called several times.
         self._arrived: dict[int, Gradients] = {}
 
     def __call__(self, asked: Sequence[Pairs]) -> list[Tensor]:
-        """See Make; `asked` has all groups."""
+        """See Make. `asked` has the pairs of all groups of all ranks."""
         draws = Draws()
         training = self._experts.module.training
         counts = [len(pairs.rows) for pairs in asked]
@@ -149,7 +151,7 @@ class Dispatch:
             out, back, [torch.cat([each.rows for each in asked]), torch.cat([each.weights for each in asked])]
         )
         [experts] = self.exchange(out, back, [torch.cat([each.experts for each in asked])])
-        # By rank, and for each by group: in this order they arrive, and go back.
+        # Rows arrive and go back in the order of source ranks, and of groups for each source rank.
         lengths = [length for each in arriving for length in each[:-1]]
         parts = zip(_split(lengths, rows), torch.split(experts, lengths), _split(lengths, weights), strict=True)
         given = (Pairs(*each) for each in parts)
@@ -169,9 +171,9 @@ class Dispatch:
         return list(_split(counts, returned))
 
     def exchange(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send each rank its part of each tensor, so many rows as in `out`, and return what comes, as many as `back`.
+        """Send `out[r]` rows of each tensor to rank r, and return the received tensors with `back[r]` rows from rank r.
 
-        What a rank has for itself it keeps.
+        Rows for this rank itself are copied.
         """
         arriving = [each.new_empty(sum(back), *each.shape[1:]) for each in tensors]
         sent, received = [], []
@@ -187,23 +189,23 @@ class Dispatch:
         return arriving
 
     def _exchange_rows(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what `exchange` does; its backward is the exchange the other way."""
+        """Return the result of `exchange`. Its backward exchanges the gradients in the opposite direction."""
         return linear_map(partial(self.exchange, out, back), partial(self.exchange, back, out), tensors)
 
     def receive(self, source: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take what a backward made for the parameters, for a micro-batch of the rank `source`."""
+        """Add the gradients of the parameters for the micro-batch of rank `source`."""
         arrived = self._arrived.setdefault(source, {})
         for name, gradient in zip(self._experts.parameters, gradients, strict=True):
             if gradient is not None:
                 arrived[name] = arrived[name] + gradient if name in arrived else gradient
 
     def take(self) -> Mapping[int, Gradients]:
-        """Return what was received in a round, by rank, and forget it."""
+        """Return the gradients of a round by source rank, and clear them."""
         arrived, self._arrived = self._arrived, {}
         return arrived
 
     def _announce(self, counts: Sequence[int], key: int) -> list[list[int]]:
-        """Tell each rank how many rows each of its groups will get, and the key; return what each rank tells."""
+        """Send each rank the numbers of rows for its groups, and the key. Return the numbers and keys of all ranks."""
         device = next(iter(self._experts.parameters.values())).device
         told = [[*counts[rank * self._own : (rank + 1) * self._own], key] for rank in range(self.ranks)]
         [heard] = self.exchange([1] * self.ranks, [1] * self.ranks, [torch.tensor(told, device=device)])
@@ -212,7 +214,7 @@ class Dispatch:
 
 
 class _BySource(torch.autograd.Function):
-    """The parameters once for each rank; their gradients are handed over, and never added up here."""
+    """Returns the parameters once for each rank. Passes their gradients to the Dispatch instead of adding them up."""
 
     @staticmethod
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -229,12 +231,12 @@ class _BySource(torch.autograd.Function):
 
 
 def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return parts of a tensor, each as it is in a process that has it alone (layers.py, align)."""
+    """Split a tensor into parts with separate memory, as in a process that has only this part (layers.py, align)."""
     return linear_map(partial(_parts, lengths), _cat, [tensor])
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Return parts one behind the other; the gradient of each is as it is in a process that has it alone."""
+    """Concatenate parts. In backward, the gradient of each part has separate memory."""
     [whole] = linear_map(_cat, partial(_parts, [len(each) for each in parts]), parts)
     return whole
 

@@ -1,9 +1,9 @@
-"""The layers of a region: linear layers whose outputs are cut, one whose inputs are, and what all chunks use alike.
+"""The layers of a region: linear layers with split outputs, a linear layer with split inputs, and shared layers.
 
-Of the six products of a pair, forward and backward, only two add over what is cut: the sum of the last layer, and the
-gradient of the input of a first one. These go chunk by chunk, and so do the others: the same numbers could come from
-one product for all of a rank's chunks, but whether they do is the kernel's business, and would have to be shown for
-each shape.
+A pair of layers has six matrix products in forward and backward. Only two of them add over the split dimension: the sum
+of the last layer, and the gradient of the input of a first layer. These two are computed chunk by chunk. The other four
+are also computed chunk by chunk. A single product for all chunks of a rank could give the same numbers, but this
+depends on the kernel, and would have to be shown for each shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _ALIGNED: Final = 16  # bytes
 
 @final
 class ColumnLinear(nn.Module):
-    """A first layer of a region: its weight has shape [chunks * outputs of a chunk, inputs]."""
+    """A first layer of a region. Its weight has the shape [chunks * outputs of a chunk, inputs]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ColumnLinear(nn.Module):
 
 @final
 class RowLinear(nn.Module):
-    """The last layer of a region: its weight has shape [chunks * outputs, inputs of a chunk].
+    """The last layer of a region. Its weight has the shape [chunks * outputs, inputs of a chunk].
 
     The bias is added once, to the sum.
     """
@@ -59,22 +59,22 @@ class RowLinear(nn.Module):
         bias, weight, *given = _cast(self.bias, self.weight, *given)
         place = f"the last layer of {self.chunks.name}"
         added: Tensor | None = self.chunks.forwards.exchange(place, partial(_rows, self.chunks), (weight, given))
-        if added is None:  # of a forward that another rank goes on with
+        if added is None:  # a different rank continues this forward
             raise ChunkDone
         outputs = added.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
 
 def column_outputs(chunks: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
-    """Return what each chunk of this rank gives for `inputs` [n, i], where `weight` has these chunks' rows."""
+    """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` has the rows of these chunks."""
     given = _cast(bias, weight, inputs.contiguous())
     outputs: Sequence[Tensor] = chunks.forwards.exchange(f"a layer of {chunks.name}", partial(_columns, chunks), given)
     return outputs
 
 
 def share_parameters(layer: nn.Module, chunks: Region) -> None:
-    """Let `layer`, such as a norm of each head, be used by all chunks: its gradients are added over them."""
-    layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance: its names stay
+    """Share `layer`, e.g. a norm of each head, between all chunks. Its gradients are added up over the chunks."""
+    layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance, so its names don't change
 
 
 def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -> Any:
@@ -86,7 +86,7 @@ def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -
 
 
 def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return `tensors` once for each chunk of this rank; their gradients are added over all chunks."""
+    """Return `tensors` once for each chunk of this rank. Their gradients are added up over all chunks."""
     place = f"a layer of {chunks.name} that chunks share"
     made: Sequence[Tensor] = chunks.forwards.exchange(place, partial(_copies, chunks), tensors)
     return made
@@ -94,7 +94,7 @@ def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @contextmanager
 def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
-    """Let the module's own code find these tensors in place of its parameters."""
+    """Replace the parameters of a module by these tensors inside the block."""
     own = module._parameters
     module._parameters = parameters
     try:
@@ -103,8 +103,8 @@ def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None
         module._parameters = own
 
 
-# What follows is for all forwards that go through a region together (chunks.py, Forwards): one, or the chunks of a
-# sequence, of which this rank's alone have the inputs of a first layer and get the outputs of the last one.
+# The functions below compute all forwards that go through a region together (chunks.py, Forwards): one forward, or the
+# chunks of a sequence. Only forwards of this rank have inputs of a first layer, and get outputs of the last layer.
 
 
 def _columns(chunks: Region, given: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
@@ -150,9 +150,9 @@ def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any
 
 
 class _ColumnMultiply(torch.autograd.Function):
-    """inputs_NI times the transpose of each chunk of weight_OI, plus its chunk of bias_O: an outputs_NO for each.
+    """Multiplies inputs_NI by the transpose of each chunk of weight_OI and adds its chunk of bias_O: outputs_NO each.
 
-    All forwards give the same weight and bias, in whose places their gradients differ.
+    All forwards pass the same weight and bias, but get different gradients for them.
     """
 
     @staticmethod
@@ -174,7 +174,7 @@ class _ColumnMultiply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         forwards, chunks = ctx.forwards, ctx.chunks
         weight, *own_NI = ctx.saved_tensors
-        of_forwards = _by_forward(gradients, forwards)  # of each the gradients of its outputs_NO
+        of_forwards = _by_forward(gradients, forwards)  # for each forward, the gradients of its outputs_NO
         nothing = [None] * forwards.count
         of_bias = [torch.cat([each.sum(0) for each in mine]) for mine in of_forwards] if ctx.biased else nothing
         of_weight: Sequence[Tensor | None] = nothing
@@ -193,7 +193,7 @@ class _ColumnMultiply(torch.autograd.Function):
 
 
 class _RowMultiply(torch.autograd.Function):
-    """given_NI of each chunk times the transpose of its chunk of weight_OI, added over all chunks: outputs_NO."""
+    """Multiplies given_NI of each chunk by the transpose of its chunk of weight_OI, and sums all chunks: outputs_NO."""
 
     @staticmethod
     def forward(ctx: Any, forwards: Forwards, chunks: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -223,21 +223,21 @@ class _RowMultiply(torch.autograd.Function):
 
 
 def by_chunk(tensor: Tensor, chunks: Region) -> tuple[Tensor, ...]:
-    """Return what this rank has of a parameter, chunk by chunk."""
+    """Return this rank's part of a parameter, chunk by chunk."""
     return tuple(align(each) for each in tensor.tensor_split(len(chunks.own)))
 
 
 def align(part: Tensor) -> Tensor:
-    """Return a part of a tensor where a tensor of its own may be in memory: a copy, where it is not.
+    """Return a part of a tensor with the alignment of a separate tensor. If it isn't aligned, return a copy.
 
-    Kernels choose by the address: on a CPU a product with one row has other bits where a matrix begins at no multiple
-    of 16 bytes. A chunk may, behind others; on a rank that has it alone it does not.
+    Kernels depend on the address: on a CPU, a product with one row has different bits if the matrix doesn't start at a
+    multiple of 16 bytes. A chunk after other chunks may not be aligned. On a rank that has only this chunk, it is.
     """
     return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
 
 
 def _cast(bias: Tensor | None, weight: Tensor, *given: Tensor) -> tuple[Any, ...]:
-    """Return the tensors in the dtype in which autocast would multiply them, where it is on."""
+    """If autocast is enabled, convert the tensors to the dtype that it would multiply them in."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):
         return bias, weight, *given

@@ -1,11 +1,11 @@
-"""Logits that are in chunks, and their cross entropy, for which they are never joined.
+"""Logits in chunks, and a cross entropy that never gathers them.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3: of each row of logits a chunk gives three numbers, its largest logit, the
-sum of its exponentials and the target's logit, if it has that. Of these all ranks have those of all chunks, and the
-sums are added by the tree. The gradient of a chunk is its part of the softmax, less one at the target.
+Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, a chunk computes three numbers: its largest
+logit, the sum of its exponentials, and the logit of the target if the chunk has it. All ranks gather these numbers of
+all chunks, and the tree adds up the sums. The gradient of a chunk is its part of the softmax, minus one at the target.
 
-A head (vocab.py) gives a tensor, as the code between a model and its loss expects one: it has the shape of all logits,
-and the chunks of this rank beside it. What would need the others is refused.
+A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. It has the
+shape of all logits, but holds only the chunks of this rank. Operations that need the other chunks are rejected.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lockstep.parallel.tensor.chunks import Region
 
 @final
 class Logits(Tensor):
-    """Logits of shape [..., entries], of which `parts` has the chunks of this rank: [..., entries of a chunk] each."""
+    """Logits of shape [..., entries]. `parts` has this rank's chunks of shape [..., entries of a chunk]."""
 
     parts: tuple[Tensor, ...]
     chunks: Region
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], chunks: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
-        """Give the parts the `dtype` in which the loss is computed, by default their own."""
+        """`dtype` is the dtype that the loss is computed in. It defaults to the dtype of the parts."""
         first = parts[0]
         made: Logits = Tensor._make_wrapper_subclass(
             cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
@@ -47,7 +47,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute what is known of chunks by themselves. Of anything else torch may know the answer by the shape."""
+        """Compute functions that work by chunk. For all other functions, torch may only need the shape."""
         if function is F.cross_entropy:
             return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
         if known := _OF_EACH.get(function):
@@ -58,12 +58,12 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        """Refuse what would compute with values."""
+        """Reject operations that compute with values."""
         logits = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits))
         _refuse(logits, f"{function} is computed of its logits")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return what is known without the other chunks."""
+        """Return the shape and the chunks, because the values aren't all on this rank."""
         return f"Logits of shape {[*self.shape]}, chunks {self.chunks.own} of {self.chunks.count}"
 
 
@@ -108,7 +108,7 @@ def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
 
 
 def _register_hook(logits: Logits, hook: Any) -> Any:
-    """Call `hook` before the backward of each part: fully_shard hangs on to the outputs of a module."""
+    """Register `hook` on each part, because fully_shard registers hooks on the outputs of a module."""
     return [each.register_hook(hook) for each in logits.parts][-1]  # type: ignore[no-untyped-call]
 
 
@@ -128,7 +128,7 @@ _OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
 
 
 def _cross_entropy(given: Mapping[str, Any]) -> Tensor:
-    """Compute F.cross_entropy of arguments by their names; all parts of the sum are of float32 at least."""
+    """Compute F.cross_entropy from its arguments by name. All sums are in float32 or wider."""
     logits, targets = given["input"], given["target"]
     for name, value in given.items():
         usual = inspect.signature(F.cross_entropy).parameters[name].default
@@ -149,7 +149,7 @@ def _cross_entropy(given: Mapping[str, Any]) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The cross entropy of each of n `targets`, given this rank's chunks [n, e] of the logits: [n], 0 if `ignored`."""
+    """The cross entropy [n] of `targets` [n], from this rank's chunks [n, e] of logits. `ignored` targets have 0."""
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class _CrossEntropy(torch.autograd.Function):
         torch._assert_async(fits.all(), f"a target is none of {entries} entries")
         ctx.rows, ctx.ignored = chunks.rows(entries), ignored
         own = [_chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)]
-        # By chunk, [chunks, n]: the same on all ranks from here on.
+        # By chunk, [chunks, n]. From here on, all ranks compute the same.
         tops, sums, chosen = chunks.of_all(torch.stack(own)).unbind(1)
         top = tops.amax(0)
         sums = sums * (tops - top).exp()
@@ -182,13 +182,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which targets are in a chunk with these rows, and their places there; 0 for others."""
+    """Return which targets are in a chunk with these rows, and their positions in it, or 0 for all other targets."""
     inside = (targets >= rows.start) & (targets < rows.stop)
     return inside, (targets - rows.start).where(inside, 0)
 
 
 def _chunk_statistics(part: Tensor, inside: Tensor, at: Tensor) -> Tensor:
-    """Return of a chunk its largest logit, the sum of its exponentials less that, and the target's logit: [3, n]."""
+    """Return the largest logit m of a chunk, the sum of exp(logit - m), and the logit of the target: [3, n]."""
     wide = part.to(torch.promote_types(part.dtype, torch.float32))
     top = wide.amax(1).clamp_min(torch.finfo(wide.dtype).min)  # all may be minus infinity
     added = (wide - top[:, None]).exp_().sum(1)

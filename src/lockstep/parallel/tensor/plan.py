@@ -1,20 +1,20 @@
-"""A plan: which layers of a model are cut into chunks, and how.
+"""Plans: which layers of a model are split into chunks, and how.
 
 A plan maps patterns of module names (common/patterns.py) to kinds:
 
-| kind | of a module | what it means |
+| kind | of a module | meaning |
 |---|---|---|
-| `colwise` | nn.Linear | its outputs are cut; `colwise:3`: they are three things of one size, each of which is cut |
-| `rowwise` | nn.Linear | its inputs are cut; what the chunks give is added |
-| `heads:NAMES` | any | its attributes NAMES count heads, or features of all heads; a chunk's are fewer |
-| `shared` | any | it is used by each chunk by itself, such as a norm of each head |
-| `whole` | any | it is used before the first cut layer of its region or after the last |
-| `experts` | any | its parameters have a row for each of its `num_experts`, or of what `experts:NAME` names |
-| `vocab` | nn.Embedding, nn.Linear | its rows are cut: it looks rows up, or is the head that scores all of them |
-| `region:METHOD` | any | the layers are cut inside this method, which takes no named arguments |
+| `colwise` | nn.Linear | split the outputs; `colwise:3` splits three concatenated outputs of the same size |
+| `rowwise` | nn.Linear | split the inputs, and add up the outputs of the chunks |
+| `heads:NAMES` | any | divide the attributes NAMES, which count heads or features of all heads |
+| `shared` | any | each chunk uses the module, e.g. a norm of each head |
+| `whole` | any | the module is used before the first or after the last split layer of its region |
+| `experts` | any | parameters have one row per expert; `num_experts` or `experts:NAME` is the number of experts |
+| `vocab` | nn.Embedding, nn.Linear | split the rows of an embedding, or of the head that computes the logits |
+| `region:METHOD` | any | split the layers inside this method, which must have no keyword arguments |
 
-The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that has colwise layers, too, or a
-method of it that is named.
+The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that also has colwise layers, or the
+named method of this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,31 +42,31 @@ _SHOWN: Final = 64  # the largest number of chunks in a message
 
 
 class _Kind(NamedTuple):
-    """What a plan does to a module: `colwise:3` is `colwise`, and `more` is what follows the colon."""
+    """The kind of a module. For `colwise:3`, `what` is `colwise` and `more` is `3`."""
 
     what: str
     more: str
 
 
-Kinds = Mapping[str, _Kind]  # by the names of modules
+Kinds = Mapping[str, _Kind]  # by module name
 
 
 class _Region(NamedTuple):
-    """A part of a model that is computed chunk by chunk: a module, or a method of it, and the modules inside."""
+    """A part of a model that is computed chunk by chunk: a module or one of its methods, and the modules inside."""
 
     name: str
     method: str
     inside: Kinds
 
     def of(self, what: str) -> list[tuple[str, str]]:
-        """Return the names of a kind, and what follows the colon."""
+        """Return the names of the modules of a kind, and their text after the colon."""
         return [(name, kind.more) for name, kind in self.inside.items() if kind.what == what]
 
 
 def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
-    """Cut what a plan names into `count` chunks, in place; return by name how the parameters are rearranged.
+    """Split the layers of a plan into `count` chunks, in place. Returns how parameters are rearranged, by name.
 
-    UsageError where that cannot be.
+    Raises UsageError if a layer can't be split.
     """
     kinds = _kinds(model, plan)
     regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
@@ -87,12 +87,12 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
         if kind.what == "vocab":
             _by_rows(model.get_submodule(name), name, count)
     cut = {model.get_parameter(name): each for name, each in chunked.items()}
-    every = model.named_parameters(remove_duplicate=False)  # a module may have several names
+    every = model.named_parameters(remove_duplicate=False)  # a module can have several names
     return {name: cut[parameter] for name, parameter in every if parameter in cut}
 
 
 def region_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that are computed chunk by chunk, or have a method that is."""
+    """Return the names of the modules that are computed chunk by chunk, or that have such a method."""
     found = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
@@ -102,7 +102,7 @@ def region_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_untied(model: nn.Module, kinds: Kinds) -> None:
-    """Raise UsageError where a layer that is cut shares a parameter with one that is not cut by the same rows."""
+    """Raise UsageError if a split layer shares a parameter with a layer that isn't split by the same rows."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in {*module.parameters(recurse=False)}:
@@ -124,7 +124,7 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
 
 
 def _kinds(model: nn.Module, plan: Plan) -> Kinds:
-    """Return the kinds of those modules that a plan names; of several patterns that fit, the first counts."""
+    """Return the kinds of the modules in a plan. If several patterns match, the first pattern applies."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
@@ -136,13 +136,13 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
 
 
 def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
-    """Return the region that ends with the layer `last`: look for its colwise layers in smaller modules first."""
+    """Return the region that ends with the layer `last`. Smaller modules are searched for colwise layers first."""
     for name in _above(last):
         before = f"{name}." if name else ""
         inside = {each: kind for each, kind in kinds.items() if each.startswith(before)}
         own = kinds.get(name)
         if own is not None and own.what == "region":
-            # A method calls layers of its own module. Which of the other modules it calls is not known.
+            # A method calls layers of its own module. It isn't known which other modules it calls.
             inside = {each: kind for each, kind in inside.items() if "." not in each.removeprefix(before)}
             if not callable(getattr(model.get_submodule(name), own.more, None)):
                 raise UsageError(f"{_KEY}: {name} is region:{own.more}, and has no such method")
@@ -167,7 +167,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
-    """Raise UsageError where a parameter of a region is in no module of the plan: who adds its gradients?"""
+    """Raise UsageError if a parameter of a region isn't in the plan, as it isn't known how to add its gradients."""
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
         if not any(owner == each or owner.startswith(f"{each}.") for each in inside):
@@ -198,7 +198,7 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
 @final
 @dataclass(frozen=True)
 class _Hook:
-    """Called before a region's forward."""
+    """The forward pre-hook of a region."""
 
     chunks: Region
 
@@ -209,7 +209,7 @@ class _Hook:
 @final
 @dataclass(frozen=True)
 class _Method:
-    """A region that is a method."""
+    """Replaces a method that is a region."""
 
     method: Callable[..., Any]
     chunks: Region
@@ -220,7 +220,7 @@ class _Method:
 
 
 def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    """Cut experts into groups: they stay in their order, so nothing is rearranged."""
+    """Split experts into groups. Experts keep their order, so parameters aren't rearranged."""
     if not takes_pairs(module):
         raise UsageError(
             f"{_KEY}: {name} is experts; its forward has to take rows [n, d], numbers of experts [n, k] and weights "
@@ -239,11 +239,11 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
                 f"{_KEY}: {name} is experts, {of_group * count} by its {attribute}, and has a parameter {key} of shape "
                 f"{[*parameter.shape]}; dim 0 has to have a row for each expert"
             )
-    module.forward = Experts(module, Region(count, name), of_group)  # on the instance: its names stay
+    module.forward = Experts(module, Region(count, name), of_group)  # on the instance, so its names don't change
 
 
 def _by_rows(module: nn.Module, name: str, count: int) -> None:
-    """Cut a table or a head: its rows stay in their order, so nothing is rearranged."""
+    """Split an embedding or a head. Rows keep their order, so parameters aren't rearranged."""
     forward: LookUp | Head
     if type(module) is nn.Embedding:
         forward = LookUp(module, Region(count, name))
@@ -297,7 +297,7 @@ Cut = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
 
 
 def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) -> Cut:
-    """Cut a layer's outputs: `parts` things of one size, each of heads of `head` features, which stay whole."""
+    """Split the outputs of a layer: `parts` outputs of the same size. Heads of `head` features aren't split."""
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     length = outputs // parts
     if outputs % parts or length % (count * head):

@@ -1,13 +1,14 @@
-"""Sequence parallelism: the ranks that share the chunks of regions also share the sequences outside of them.
+"""Sequence parallelism: the ranks that share the chunks of regions also split the sequences outside of regions.
 
 Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section
-4.2. Outside of regions a rank computes its own chunks of each sequence, in regions its chunks of features for all of
-them. So a region's first layers gather their inputs from all ranks, and its last layer adds what all have for a chunk
-of a sequence where that is; in backward it is the other way round.
+4.2. Outside of regions, a rank computes its own chunks of each sequence. In regions, it computes its chunks of features
+for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all ranks, and the last
+layer reduces the outputs for a chunk of a sequence on the rank that has the chunk. Backward does the opposite.
 
-Two ranks, two chunks of each sequence (A on rank 0, B on rank 1), two chunks of features (0 and 1). Each rank has a
-thread for each chunk of a sequence (parallel/cooperative.py). That of its own chunk runs the model's forward; that of
-the other rank's *visits* regions: it calls their code in the place of the forward that runs elsewhere.
+The following example has two ranks, two chunks of each sequence (A on rank 0, B on rank 1), and two chunks of features
+(0 and 1). Each rank has a thread for each chunk of a sequence (parallel/cooperative.py). The thread of the rank's own
+chunk runs the forward of the model. The thread of the other rank's chunk *visits* regions: it calls their code on
+behalf of the forward on the other rank.
 
     rank 0, thread A    rank 0, thread B        rank 1, thread A    rank 1, thread B
     ----------------    ----------------        ----------------    ----------------
@@ -18,10 +19,11 @@ the other rank's *visits* regions: it calls their code in the place of the forwa
     ========= scatter: chunks 0 and 1 of A are added on rank 0, those of B on rank 1 ==
     goes on with A      waits                   waits               goes on with B
 
-The threads of a rank come to `=====` together, where autograd records one node for all of them: so all ranks exchange
-in one order, in backward too. A last `enter` with nothing to visit, `leave`, ends the visits.
+The threads of a rank wait for each other at `=====`, and autograd records one node for all of them. Therefore all ranks
+communicate in the same order, in backward too. To end the visits, a forward calls `leave`, which is an `enter` without
+a region.
 
-The sums are added by the tree, as they are where each rank has all chunks of the sequence: so the bits are the same.
+The tree adds up the sums in the same way as if each rank had all chunks of the sequence, so the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,9 +61,9 @@ _NEXT: Final = "its next region, or its end"
 def sequence_parallel_leaves(
     slices: Mesh, problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
 ) -> WorkUnits:
-    """Return the leaves of this rank, where `mesh` is that of `slices`, spread (core/mesh.py).
+    """Return the work units of this rank. `mesh` is the spread form of `slices` (core/mesh.py).
 
-    The model's regions are told of it. All ranks call it alike.
+    Sets `visited` of the model's regions. All ranks must call this in the same way.
     """
     at = slices.coordinate(world.rank)
     carrier = world.carrier(slices, "context", side_stream=False) if slices.context > 1 else None
@@ -77,7 +79,7 @@ def sequence_parallel_leaves(
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
-    """Raise UsageError where a model cannot be computed so; it is on the meta device, as its inputs `example`."""
+    """Raise UsageError if a model doesn't support this. The model and its inputs `example` are on the meta device."""
     layers = cut_layers(model)
     for name, layer in layers.items():
         if not isinstance(layer.module, ColumnLinear | RowLinear):
@@ -92,13 +94,13 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
             call(model, example)
     except LockstepError:
         raise
-    except Exception:  # it reads values: then its first forward says so, on all ranks (parallel/cooperative.py)
+    except Exception:  # the model reads values: in this case, its first forward raises (parallel/cooperative.py)
         return
 
 
 @final
 class _InRegions(TorchFunctionMode):
-    """A context in which a call of torch's attention outside of the regions of these layers is a UsageError."""
+    """A context that raises UsageError if torch's attention is called outside of the regions of these layers."""
 
     def __init__(self, layers: Iterable[CutLayer]) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class _InRegions(TorchFunctionMode):
 
 @final
 class SpreadChunks:
-    """The chunks of sequences that go through this rank's regions: those of other ranks are dummies."""
+    """The work units of all chunks of a sequence. The chunks of other ranks are dummies, which only visit regions."""
 
     def __init__(self, sequences: SequenceChunks, spread: "Spread") -> None:
         self.count, self.around = sequences.count, sequences.around
@@ -141,7 +143,7 @@ class SpreadChunks:
 
 
 class _Visit(NamedTuple):
-    """A call of a region, and the states of the generators that it begins with."""
+    """A call of a region, and the initial states of its generators."""
 
     chunks: Region
     call: partial[Any]
@@ -151,9 +153,10 @@ class _Visit(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The `count` chunks of a sequence whose forwards go through this rank's regions together: `own` are this rank's.
+    """The forwards of the `count` chunks of a sequence, which go through regions together. This rank has `own`.
 
-    This one is `rank` of `ranks`, which have as many each, in order. One that is alone needs no carrier.
+    This is rank `rank` of `ranks`. The ranks have the same number of consecutive chunks. A single rank needs no
+    carrier.
     """
 
     count: int
@@ -166,28 +169,28 @@ class Spread:
 
     @property
     def own(self) -> range:
-        """The numbers of this rank's chunks."""
+        """The indices of this rank's chunks."""
         return part(self.count, self.ranks, self.rank)
 
     @property
     def under_way(self) -> bool:
-        """Whether forwards of chunks are under way: an evaluation is of whole sequences, on all ranks alike."""
+        """Whether forwards of chunks are in progress. This isn't the case in evaluation, which uses whole sequences."""
         return self.together.under_way
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
-        """Call before a region is called for a forward of this rank's: those of others visit it."""
+        """Announce the call of a region for a forward of this rank, so that the threads of other forwards visit it."""
         states = [each.get_state() for each in self.generators]
         self.together.exchange(_NEXT, self._visits, _Visit(chunks, call, states))
 
     def leave(self) -> None:
-        """Call when a forward of this rank's comes to no region any more."""
+        """Announce that a forward of this rank calls no more regions."""
         self.together.exchange(_NEXT, self._visits, None)
 
     def visit_regions(self) -> None:
-        """Call in the place of another rank's forward: go through the regions that it goes through."""
+        """Visit all regions that the forward of a different rank calls, until it leaves."""
         while (visit := self.together.exchange(_NEXT, self._visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
-                generator.set_state(state.clone())  # torch 2.15 reads past the end of a view that begins further on
+                generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
             visit.chunks.visit(visit.call)
 
     def exchange(self, place: str, joint: Joint, given: Any) -> Any:
@@ -220,7 +223,7 @@ class Spread:
         return total(found, chunks, add_)
 
     def _visits(self, given: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
-        """Give those of other ranks what they call a region with."""
+        """Return the region call for each forward. For forwards of other ranks, use the arguments on these ranks."""
         own = [given[number] for number in self.own]
         visits = [each for each in own if each is not None]
         if not visits:
@@ -240,7 +243,7 @@ class Spread:
         return found
 
     def _of_all(self, own: Sequence[Any]) -> Sequence[Any]:
-        """Return an argument of all forwards: of what a gradient goes to the shape alone, since layers gather it."""
+        """Return an argument of all forwards. If it requires a gradient, only its shape is used: layers gather it."""
         first = own[0]
         if not isinstance(first, Tensor):
             return [first] * self.count

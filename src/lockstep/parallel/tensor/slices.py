@@ -1,4 +1,4 @@
-"""A model in chunks of which this rank keeps its own, and where these are in the whole."""
+"""Model slices: this rank's chunks of a model, and their place in the whole model."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -23,9 +23,9 @@ from lockstep.tasks.base import Build
 
 
 class CutLayer(NamedTuple):
-    """A layer that is cut into chunks, and which of its parameters are.
+    """A layer that is split into chunks, and the names of its parameters that are split.
 
-    `rows` is how many rows they have in the whole, where the chunks need not have as many each.
+    If chunks can have different numbers of rows, `rows` is the number of rows of the whole parameters.
     """
 
     module: nn.Module
@@ -35,14 +35,14 @@ class CutLayer(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a rank's rows of a parameter are in the whole one, which has `shape`: from row `first` on."""
+    """The place of a rank's rows in the whole parameter of `shape`. They start at row `first`."""
 
     shape: Size
     first: int
 
 
 def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
-    """Return the layers that are cut into chunks, by name."""
+    """Return the layers that are split into chunks, by name."""
     found = {}
     for name, module in model.named_modules():
         own = tuple(key for key, _ in module.named_parameters(recurse=False))
@@ -59,7 +59,7 @@ def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
 
 
 def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: int) -> dict[str, RowPlace]:
-    """Return where the parts are that the `rank`-th of so many ranks keeps of what is cut, by each of their names."""
+    """Return the places of the split parameters of rank `rank` out of `ranks`, under all of their names."""
     cut = {}
     for layer in layers.values():
         for key in layer.parameters:
@@ -71,7 +71,7 @@ def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: i
 
 
 def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "tensor") -> None:
-    """Raise UsageError where so many ranks cannot share the chunks of these layers, each as many as the next."""
+    """Raise UsageError if `ranks` ranks can't share the chunks of these layers evenly."""
     if not layers and ranks > 1:
         raise UsageError(
             f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a number that "
@@ -87,7 +87,7 @@ def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "te
 
 
 def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
-    """Drop, in place, the chunks of the other ranks of the mesh's tensor axis; return the model. All ranks call it."""
+    """Keep only this rank's chunks along the tensor axis, in place. Returns the model. All ranks must call it."""
     rank = mesh.coordinate(world.rank).tensor
     across = world.canonical(mesh, "tensor", side_stream=False)
     layers = cut_layers(model)
@@ -99,8 +99,8 @@ def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
 
 
 def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
-    """Keep of what is cut the part of the `rank`-th of so many ranks alone."""
-    kept: dict[nn.Parameter, nn.Parameter] = {}  # two layers may have one weight
+    """Keep only the part of rank `rank` out of `ranks` of the split parameters, in place."""
+    kept: dict[nn.Parameter, nn.Parameter] = {}  # two layers can share a weight
     for layer in layers:
         for key in layer.parameters:
             whole = getattr(layer.module, key)
@@ -112,19 +112,19 @@ def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
 
 
 def _own_rows(rows: int, layer: CutLayer, rank: int, ranks: int) -> range:
-    """Return which of so many rows are in the chunks of a rank."""
+    """Return the range of rows that are in the chunks of a rank. `rows` is the number of all rows."""
     count = layer.chunks.count
     own = part(count, ranks, rank)
     return range(part(rows, count, own[0]).start, part(rows, count, own[-1]).stop)
 
 
 def own_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
-    """Build a model, of which a rank keeps its own chunks."""
+    """Build a model and keep only this rank's chunks. All ranks must call it."""
     return keep_own_chunks(build(), world, mesh)
 
 
 def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
-    """Return what lays out a rank's own slice of a model by `make`, and reports it as part of the whole."""
+    """Return a function that creates the layout of this rank's slice with `make`, as part of the whole model."""
 
     def make_sliced(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         place = Slice.of(model, world, mesh)
@@ -136,29 +136,29 @@ def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
 
 @final
 class Slice:
-    """Which part of a model in chunks a rank has: of what is cut some rows, and of the rest what all have alike."""
+    """The part of a model that a rank has: some rows of the split parameters, and all replicated tensors."""
 
     def __init__(self, cut: Mapping[str, RowPlace], rank: int, primary: bool = True) -> None:
-        """Take where those parameters are of which the `rank`-th of some ranks has its own chunks alone."""
-        self.first = not rank  # whether it reports what all of these ranks have alike
-        self.primary = primary  # and whether what those with the same chunks have alike
+        """`cut` has the places of the split parameters of rank `rank`."""
+        self.first = not rank  # whether this rank reports the tensors that are the same on all ranks of the axis
+        self.primary = primary  # whether it reports its chunks, among the ranks that have the same chunks
         self._cut = cut
 
     @classmethod
     def of(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
-        """Return that of a model which the ranks of the mesh's tensor axis share."""
+        """Return this rank's slice along the mesh's tensor axis."""
         at = mesh.coordinate(world.rank)
         primary = not (at.replicate or at.context)
         return cls(places(model, cut_layers(model), at.tensor, mesh.tensor), at.tensor, primary)
 
     def as_part(self, name: str, held: MaybeSharded) -> MaybeSharded:
-        """Return what the rank has of a tensor of its slice as a part of the whole one."""
+        """Return a tensor of the slice as a part of the whole tensor."""
         if isinstance(held, Shard):
             return self.part(name, held)
         return self.part(name, Shard(held.detach(), 0, held.shape, self.primary)) if name in self._cut else held
 
     def part(self, name: str, own: Shard) -> Shard:
-        """Return rows of a tensor of the slice as rows of the whole one."""
+        """Return rows of a tensor of the slice as rows of the whole tensor."""
         if name not in self._cut:
             return replace(own, primary=own.primary and self.first)
         place = self._cut[name]
@@ -167,7 +167,7 @@ class Slice:
 
 @final
 class SlicedLayout:
-    """The layout `own` of a rank's slice, reported as rows of the whole."""
+    """Wraps the layout `own` of a rank's slice, and reports its tensors as rows of the whole model."""
 
     def __init__(self, world: World, place: Slice, own: Layout) -> None:
         self._place = place
@@ -185,7 +185,7 @@ class SlicedLayout:
         return self._place.as_part(name, self._own.as_shard(name, tensor))
 
     def _part(self, name: str, tensor: Tensor) -> Shard:
-        """Return what this rank answers for."""
+        """Return a trained tensor as a Shard, including whether this rank reports it."""
         held = self.as_shard(name, tensor)
         primary = self._place.primary and self._place.first
         return held if isinstance(held, Shard) else Shard(held, 0, held.shape, primary)

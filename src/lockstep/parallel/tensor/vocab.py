@@ -1,11 +1,12 @@
-"""Tables of which each chunk has some rows: what looks rows up, and the head that scores all of them.
+"""Tables whose rows are split into chunks: embeddings, and heads that compute logits.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows need be no multiple of the chunks. Modules stay
-what they are, with their names and their weights, which two may share; only their forwards are others.
+Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows doesn't have to be a multiple of the number of chunks.
+Only the forwards of modules are replaced. Modules keep their names and their weights, and two modules can share a
+weight.
 
-- A look-up: each chunk gives those rows that it has, and zeros for the others; they are added by the tree.
-- A head: each chunk gives the logits of its rows. While the model trains they stay apart (logits.py); in evaluation all
-  ranks get all of them. The gradient of the inputs is added over the chunks.
+- Embedding: each chunk returns the rows that it has, and zeros for all other rows. The tree adds up the chunks.
+- Head: each chunk returns the logits of its rows. In training, the logits stay in chunks (logits.py). In evaluation,
+  all ranks get all logits. The gradient of the inputs is added up over the chunks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +27,12 @@ from lockstep.parallel.tensor.logits import Logits
 
 @final
 class LookUp:
-    """In place of the forward of `module`, whose weight has this rank's rows."""
+    """Replaces the forward of an embedding whose weight has only this rank's rows."""
 
     def __init__(self, module: nn.Embedding, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
-        self.rows = module.num_embeddings  # of the whole table
+        self.rows = module.num_embeddings  # the number of rows of the whole table
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the row of each id: [..., d]."""
@@ -42,15 +43,15 @@ class LookUp:
 
 @final
 class Head:
-    """In place of the forward of `module`, whose weight and bias have this rank's rows."""
+    """Replaces the forward of a linear layer whose weight and bias have only this rank's rows."""
 
     def __init__(self, module: nn.Linear, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
-        self.rows = module.out_features  # of the whole weight
+        self.rows = module.out_features  # the number of rows of the whole weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the logits: in chunks while the model trains, else whole."""
+        """Return the logits: in chunks in training, and whole in evaluation."""
         module = self.module
         flat = column_outputs(self.chunks, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [each.view(*inputs.shape[:-1], -1) for each in flat]
@@ -63,14 +64,14 @@ class Head:
 
 
 class _LookUp(torch.autograd.Function):
-    """The rows with these `ids` [n]: [n, d]. Those with the id `padding` get no gradient."""
+    """Looks up the rows [n, d] of `ids` [n]. The row of the id `padding` gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
         torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is none of {length} rows")
         ctx.rows, ctx.padding = chunks.rows(length), padding
         ctx.save_for_backward(ids)
-        # Zeros that are added change no bit, but for a zero that was negative.
+        # Adding zeros doesn't change any bits, except that -0.0 becomes 0.0.
         return chunks.total(_chunk_embeddings(ctx.rows, by_chunk(weight, chunks), ids))
 
     @staticmethod
@@ -94,11 +95,11 @@ def _chunk_embeddings(chunks: list[range], weights: tuple[Tensor, ...], ids: Ten
 
 
 def _join_chunks(chunks: Region, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return what all chunks give, given this rank's: [..., entries]."""
+    """Gather the chunks of all ranks and concatenate them: [..., entries]."""
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
     lengths = [len(rows) for rows in cut(length, chunks.count)]
-    own = [F.pad(each, (0, lengths[0] - each.shape[-1])) for each in parts]  # the first chunk is a longest one
+    own = [F.pad(each, (0, lengths[0] - each.shape[-1])) for each in parts]  # no chunk is longer than the first chunk
     every = chunks.of_all(torch.stack(own))
     return [torch.cat([each[..., :count] for each, count in zip(every, lengths, strict=True)], -1)]
 
