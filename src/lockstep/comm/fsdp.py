@@ -88,7 +88,7 @@ class Sharded:
             sharded, group = self._units[number], _group(self._units[number])
             if older and group is not None:
                 older_fsdp.complete(group, places)
-            if group is not None:
+            if narrow is not None and group is not None:
                 grad_dtype.keep_computed_dtype(group)
             _add_zeros(sharded)
             sharded.set_custom_all_gather(_AllGatherHook(partial(self._gathers.before, number)))

@@ -66,10 +66,9 @@ class LoopCheckpoints:
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         compared["modules in evaluation mode"] = placed.modes.summary()
         where = calling()
-        compared["run.state"] = json.dumps(plain, sort_keys=True)
+        compared["run.state"] = text = json.dumps(plain, sort_keys=True)
         world.compare(compared, where=where)
-        compare_tensors(world, tensors)
-        self._state.note_save(where)
+        self._state.note_save((text, compare_tensors(world, tensors)), where)
         if placed.scheduler is not None:
             placed.scheduler.note_save()
         placed.modes.note_save()

@@ -20,6 +20,9 @@ from lockstep.common.plainfile import parse_json
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
+# The plain values of `run.state` as JSON, and a digest of each tensor. Equal values have equal summaries.
+Summary = tuple[str, dict[str, str]]
+
 _KINDS: Final = "keep numbers, text, tensors, lists and dicts by text in it"
 
 
@@ -29,7 +32,7 @@ class ScriptState:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._saved: tuple[tuple[str, dict[str, str]], str] | None = None  # a summary, and the line of the save
+        self._saved: tuple[Summary, str] | None = None  # a summary, and the line of the save
         self.values: dict[str, Any] = {}
 
     def split(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -44,9 +47,9 @@ class ScriptState:
         """Load the values from the checkpoint `path`."""
         self.values |= joined_state(path, plain, tensors, self._world.device)
 
-    def note_save(self, where: str) -> None:
-        """Note the values that a save at this line keeps."""
-        self._saved = self._summary(), where
+    def note_save(self, summary: Summary, where: str) -> None:
+        """Note a summary of the values that a save at this line keeps."""
+        self._saved = summary, where
 
     def forget_save(self) -> None:
         """Forget a save between two loops. After such a save, a resumed script runs the same lines."""
@@ -62,8 +65,7 @@ class ScriptState:
                 saved[1],
             )
 
-    def _summary(self) -> tuple[str, dict[str, str]]:
-        """Return a summary of the values. Equal values have equal summaries."""
+    def _summary(self) -> Summary:
         plain, tensors = self.split()
         return json.dumps(plain, sort_keys=True), state_digests(tensors)
 
@@ -85,11 +87,10 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     return plain, tensors
 
 
-def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if tensors of `run.state` aren't the same on all ranks. All ranks call it."""
-    if world.size == 1:
-        return
-    first, *others = world.told_by_all(state_digests(tensors))
+def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the digests of the tensors of `run.state`. Raises UsageError if they differ. All ranks call it."""
+    own = state_digests(tensors)
+    first, *others = [own] if world.size == 1 else world.told_by_all(own)
     for rank, digests in enumerate(others, start=1):
         wrong = next((name for name in [*first, *digests] if digests.get(name) != first.get(name)), None)
         if wrong is not None:
@@ -98,6 +99,7 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> None:
                 "make it of what all ranks have, such as step.sums, step.loss or the weights, and not of what a rank "
                 "computes of its own micro-batches",
             )
+    return own
 
 
 def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
