@@ -18,7 +18,7 @@ from lockstep.launchers.slurm import resolve_master
 
 
 def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
-    """Return what each launcher detects in the environment, in order of precedence, and findings about the rank.
+    """Return a finding for each launcher, in order of precedence, and findings about the rank.
 
     The second value is ready for JSON: the name of the launcher that decides, and the rank. Both are None if no
     launcher started this process.
