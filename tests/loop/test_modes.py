@@ -112,6 +112,24 @@ def test_ranks_that_have_other_modules_in_evaluation_mode_are_refused() -> None:
         assert re.match(text, found)
 
 
+def evaluating_on_rank_0(run: Any) -> None:
+    model, _ = loops.placed(run)
+    for step in loops.steps(run, epochs=1):
+        model.train(run.rank != 0 and step.number > 1)
+        for batch in step:
+            step.backward(sum=loops.loss(model, batch))
+        step.update()
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_whole_model_in_another_mode_on_a_rank_is_refused_before_its_calls_communicate(strategy: str) -> None:
+    """Found by scripts/prove-loops: the second step gathered units in one mode and asked for them in the other."""
+    text = "step 2: rank 1 calls the placed model in training mode, and rank 0 in evaluation mode"
+    for error in worlds.run(2, ended, strategy, evaluating_on_rank_0):
+        assert text in error
+
+
 def test_a_checkpoint_of_an_earlier_version_leaves_modes_alone() -> None:
     model, warnings = loops.net(), []
     kept = Modes(model, [])

@@ -95,9 +95,10 @@ class Gate:
             if numerics.dtype is not None:
                 _in_dtype(each, numerics)
             # PyTorch stores a compiled call here, around all hooks. Hooks of our own would add 7 us to each call.
-            vars(each)["_compiled_call_impl"] = partial(self._call, each._compiled_call_impl or each._call_impl, number)
+            call = each._compiled_call_impl or each._call_impl
+            vars(each)["_compiled_call_impl"] = partial(self._call, call, each, number)
 
-    def _call(self, call: Callable[..., Any], number: int, /, *args: Any, **named: Any) -> Any:
+    def _call(self, call: Callable[..., Any], module: nn.Module, number: int, /, *args: Any, **named: Any) -> Any:
         if self.recomputing:  # torch.utils.checkpoint restores the random numbers and the precision of the forward
             return call(*args, **named)
         if not self.open and self.step:
@@ -112,7 +113,7 @@ class Gate:
                 "lockstep.load(folder, model=...) returns what a run that was joined with dir=folder has saved",
             )
         if self.alike is not None:
-            self.alike.call(number, self.at)
+            self.alike.call(number, self.at, training=module.training)
             if torch.is_inference_mode_enabled():
                 # Tensors gathered under inference mode stay inference tensors, which no later backward can use.
                 with torch.inference_mode(False), torch.no_grad():
@@ -144,15 +145,18 @@ class AlikeCalls:
         """Return the check for groups of ranks, or None if each group has one rank."""
         return AlikeCalls(world, groups) if len(groups[0]) > 1 else None
 
-    def call(self, number: int, at: str, where: str = "") -> None:
+    def call(self, number: int, at: str, where: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of a group unless all of them call the module `number` now.
 
-        All ranks of the group must call this method. `where` is the line to name. It defaults to the calling line.
+        All ranks of the group must call this method. `training` is the mode of the module. `where` is the line to
+        name. It defaults to the calling line.
         """
-        # The gradient mode also decides what is communicated.
-        found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled()]))
+        # The gradient mode and the mode of the module also decide what is communicated.
+        found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
         if len({*found}) == 1:
             return
+        if len({each[:3] for each in found}) == 1:
+            raise _modes_error(self._ranks, [bool(each[3]) for each in found], at)
         if leaving := [rank for rank, each in zip(self._ranks, found, strict=True) if _number(each) == self.LEFT]:
             raise _left_error(leaving, [rank for rank in self._ranks if rank not in leaving], where)
         over = [_number(each) == self.OVER for each in found]
@@ -170,6 +174,17 @@ class AlikeCalls:
 
 def _number(said: bytes) -> int:
     return int.from_bytes(said[:2])
+
+
+def _modes_error(ranks: Sequence[int], training: Sequence[bool], at: str) -> Exception:
+    in_training, in_evaluation = (
+        ", ".join(str(rank) for rank, mode in zip(ranks, training, strict=True) if mode is which)
+        for which in (True, False)
+    )
+    return refusal(
+        f"{at}rank {in_training} calls the placed model in training mode, and rank {in_evaluation} in evaluation mode",
+        "choose the mode from step.number, step.epoch or step.samples_seen, and not from the rank or the micro-batch",
+    )
 
 
 def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Exception:
