@@ -25,7 +25,7 @@ from lockstep.loop.guard import Guard
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.placed import Placed
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.training import loop as training_loop
+from lockstep.training.reports import StepReports
 
 STEPS, TURNS = 200, 20
 
@@ -40,7 +40,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("keys of random numbers", random, "extend_key"),
     ("samples and micro-batches of the step", Loader, "_send"),
     ("which samples, planned in blocks", Loader, "_plan"),
-    ("the loss of the step, looked at each 10 steps", training_loop, "_report"),
+    ("the loss of the step, checked every 10 steps", StepReports, "report"),
     ("begin the step", DataParallelEngine, "begin"),
     ("end the step: its sums", DataParallelEngine, "end"),
     ("leave the forward: buffers that must not move", Forward, "leave"),

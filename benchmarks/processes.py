@@ -57,6 +57,17 @@ def take_turns(contestants: Mapping[str, Contestant], turns: int) -> dict[str, l
 
     A first turn of each, all at once, does not count: it imports, allocates and warms up.
     """
+    seconds, _ = take_measured_turns(contestants, turns)
+    return seconds
+
+
+def take_measured_turns(
+    contestants: Mapping[str, Contestant], turns: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the seconds of `take_turns`, and the CPU seconds of all processes of a contestant together.
+
+    CPU seconds change less than the clock if other processes use the machine.
+    """
     with ExitStack() as stack:
         groups = {name: stack.enter_context(_Group(name, each)) for name, each in contestants.items()}
         for group in groups.values():
@@ -64,11 +75,14 @@ def take_turns(contestants: Mapping[str, Contestant], turns: int) -> dict[str, l
         for group in groups.values():
             group.answer()
         seconds: dict[str, list[float]] = {name: [] for name in groups}
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in groups}
         for _ in range(turns):
             for name, group in groups.items():
                 group.ask()
-                seconds[name].append(group.answer())
-    return seconds
+                slowest_s, cpu_s = group.answer()
+                seconds[name].append(slowest_s)
+                cpu_seconds[name].append(cpu_s)
+    return seconds, cpu_seconds
 
 
 class _Group:
@@ -103,10 +117,12 @@ class _Group:
         for pipe in self._pipes:
             pipe.send(None)
 
-    def answer(self) -> float:
-        return max(self._one_answer(pipe) for pipe in self._pipes)
+    def answer(self) -> tuple[float, float]:
+        """Return the seconds of the slowest process, and the CPU seconds of all."""
+        answers = [self._one_answer(pipe) for pipe in self._pipes]
+        return max(seconds for seconds, _ in answers), sum(cpu_seconds for _, cpu_seconds in answers)
 
-    def _one_answer(self, pipe: Connection) -> float:
+    def _one_answer(self, pipe: Connection) -> tuple[float, float]:
         if not pipe.poll(TIMEOUT_S):
             raise TimeoutError(f"{self._name}: no answer within {TIMEOUT_S:g} s")
         try:
@@ -115,7 +131,8 @@ class _Group:
             raise RuntimeError(f"{self._name}: a process ended before its turn did") from None
         if isinstance(answer, str):
             raise RuntimeError(f"{self._name}:\n{answer}")
-        return float(answer)
+        seconds, cpu_seconds = answer
+        return float(seconds), float(cpu_seconds)
 
 
 def _serve(start: Start, info: RankInfo, rendezvous: str, pipe: Connection) -> None:
@@ -128,7 +145,9 @@ def _serve(start: Start, info: RankInfo, rendezvous: str, pipe: Connection) -> N
         try:
             pipe.recv()
             turn = turn or start(open_world(join_ranks(info, rendezvous, TIMEOUT_S), torch.device("cpu")))
-            pipe.send(turn())
+            began = time.process_time()
+            seconds = turn()
+            pipe.send((seconds, time.process_time() - began))
         except EOFError:
             return
         except Exception:
