@@ -147,6 +147,66 @@ def written_before_a_backward(step, model, optimizer):
         model[4].bias.add_(1)  # <-
 
 
+# After the first updates most checks only look for changes that would not stay.
+
+
+@refused("step 12: 0.bias was written")
+def written_in_a_late_step(run, model, optimizer):
+    for step in loops.steps(run, epochs=6):
+        for batch in step:
+            loss = loops.loss(model, batch)
+            step.backward(sum=loss)
+        if step.number == 12:
+            with torch.no_grad():
+                model[0].bias.add_(1)  # <-
+        step.update()
+
+
+@refused("step 13: 0.weight was written")
+def written_after_a_late_update(run, model, optimizer):
+    for step in loops.computed(run, model, epochs=6):
+        step.update()
+        if step.number == 12:
+            with torch.no_grad():
+                model[0].weight.add_(1)  # <-
+
+
+@refused("step 12: 4 was replaced")
+def layer_replaced_in_a_late_step(run, model, optimizer):
+    for step in loops.steps(run, epochs=6):
+        for batch in step:
+            step.backward(sum=loops.loss(model, batch))
+            if step.number == 12:
+                model[4] = nn.Linear(13, 3)  # <-
+        step.update()
+
+
+@refused("step 12: 0.weight was frozen")
+def frozen_in_a_late_step(run, model, optimizer):
+    for step in loops.steps(run, epochs=6):
+        for batch in step:
+            step.backward(sum=loops.loss(model, batch))
+        if step.number == 12:
+            model[0].weight.requires_grad_(False)  # <-
+        step.update()
+
+
+@refused("steps 9 to 17: 0.weight was given a hook of its gradient")
+def late_gradient_hook(run, model, optimizer):
+    for step in loops.computed(run, model, epochs=6):
+        if step.number == 12:
+            model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
+        step.update()
+
+
+@refused("0.weight was given a hook of its gradient")
+def gradient_hook_in_the_last_step(run, model, optimizer):
+    for step in loops.computed(run, model, epochs=4):
+        step.update()
+        if step.number == 12:
+            model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
+
+
 @refused("a running statistic of BatchNorm was written", "after")
 def statistics_reset(step, model, optimizer):
     model[1].reset_running_stats()  # <-

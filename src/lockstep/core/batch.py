@@ -24,6 +24,8 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch in their order. Leaves that aren't tensors are skipped."""
     if isinstance(batch, Tensor):
         return [batch]
+    if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
+        return [*batch]  # the usual batch, without the 5 us of a pytree
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):

@@ -102,6 +102,10 @@ _IN_LOSS: Final = (
     "compute a penalty on the weights in the model's forward, or use strategy ddp, zero1 or zero2; weight decay is the "
     "optimizer's"
 )
+_REQUIRES_GRAD: Final[Any] = TensorBase.requires_grad.__get__
+# Checks look for more in the first updates, and in every n-th update after them.
+_FIRST_UPDATES: Final = 8
+_EVERY: Final = 16
 _PLAIN: Final[Any] = TensorBase.data
 _TORCHS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
@@ -124,7 +128,7 @@ class Guard:
     ) -> None:
         self.step = 0
         self.last: Place = "", 0
-        self._whole_at = self._asked_at = self.last
+        self._compared_at = self._whole_at = self._asked_at = self.last  # where the last such check was
         self._frozen = False  # whether the last check found temporarily frozen parameters
         own = {id(each) for each in kept}
         self._names: dict[Tensor, str] = {}
@@ -137,12 +141,13 @@ class Guard:
         self._kept = sorted(kept, key=lambda each: id(each) not in still)
         self._still = sum(id(each) in still for each in kept)  # leading buffers that a forward updates uncounted
         self._modules = {module: name for name, module in model.named_modules()}
-        self._parts: list[tuple[str, dict[str, Any]]] = [
+        self._parts: list[tuple[str, dict[str, Any]]] = [  # the dicts of the modules themselves
             (f"{name}." if name else "", part)
             for module, name in self._modules.items()
             for part in (module._parameters, module._buffers, module._modules)
             if part
         ]
+        self._part_values = [part.values() for _, part in self._parts]  # views, which follow the dicts
         self._trained = [each for each in self._parameters if each.requires_grad]
         self._stand_ins = [Withheld(each, self._write_error) for each in self._trained]
         self._nothing = [None] * len(self._trained)
@@ -153,7 +158,10 @@ class Guard:
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # of a sharded model: original and version
         self._files: dict[str, bool] = {}  # whether each file is the user's
         self._running = False  # whether user code is running
-        self._whole = True  # whether the last check was a whole one
+        self._compared = self._asked = self._whole = True  # what the last check looked for
+        self._whole_step = self._last_step = 0  # of the last whole check, and of the last check
+        self._updates = 0
+        self._careful = True  # whether the checks of this step look for more
         if any(type(each) is not Parameter for each in model.parameters()):
             self._watch_forwards(model)
             for each in model.parameters():  # only user code can make a graph lead to shards
@@ -162,6 +170,7 @@ class Guard:
         _Data.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
         self._states = self._autograd_states()
+        self._requires_grad = [*map(_REQUIRES_GRAD, self._parameters)]
         self._identities = self._part_ids()
         self.withhold()
         self.mark(moved=True)
@@ -171,22 +180,36 @@ class Guard:
         self._running = False
         _Data.install().remove(self)
 
-    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False, frozen: bool = False) -> None:
+    def check(
+        self,
+        *,
+        whole: bool = True,
+        updating: bool = False,
+        modes: bool = False,
+        forward: bool = False,
+        frozen: bool = False,
+    ) -> None:
         """Raise UsageError if something changed since the last call of Lockstep ended.
 
-        - `whole`: Also check the addresses of tensors, `requires_grad` and gradient hooks. Otherwise only writes and
-          replaced parts are checked.
+        - `whole`: Check everything. Otherwise only check the gradients, the `kept` buffers, and `modes` if it is set.
+        - `updating`: The weights are about to be updated. Also check writes, replaced parts and `requires_grad`. An
+          update would hide these changes, and their effect would stay.
         - `modes`: All modules must be in the marked mode.
         - `forward`: A forward ran, so it may have written to the `kept` buffers.
         - `frozen`: Parameters may be frozen for an evaluation, and must be unfrozen before the next update.
+
+        In the steps after the first updates, and in some later steps, checks that aren't `whole` look for more, so that
+        the error can name the lines that the change is between. All other changes accumulate until the next update, or
+        until the next save or call of the run.
         """
         self._running = False
-        self._whole = whole
-        if (now := [each._version for each in self._tensors]) != self._versions:
-            raise self._refusal(f"{self._names[_first(self._tensors, now, self._versions)]} was written")
-        for tensor, (original, version) in self._gathered.items():
-            if tensor._version != version:
-                raise self._refusal(f"{self._names[original]} was written")
+        self._last_step = self.step or self._last_step
+        self._updates += updating
+        self._asked = whole or updating
+        self._compared = self._asked or self._careful
+        self._whole = whole or (updating and self._careful)
+        if self._compared:
+            self._check_writes()
         if modes and (now := [each.training for each in self._modules]) != self._modes:
             module = _first(self._modules, now, self._modes)
             mode = "training" if module.training else "evaluation"
@@ -198,33 +221,42 @@ class Guard:
         kept = self._still if forward else len(self._kept)
         if kept and [each._version for each in self._kept[:kept]] != self._kept_versions[:kept]:
             raise self._refusal("a running statistic of BatchNorm was written")
-        self._check_structure()
-        if whole:
-            if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
-                name = self._names[_first(self._plain, addresses, self._addresses)]
-                raise self._refusal(f"{name} was given other memory", since=self._whole_at)
-            self._check_asked(frozen=frozen)
+        if self._compared:
+            self._check_structure(self._compared_at)
+        if self._asked:
+            self._frozen = False
+            if self._whole or [*map(_REQUIRES_GRAD, self._parameters)] != self._requires_grad:
+                self._check_asked(hooks=self._whole, frozen=frozen)
+        if self._whole and (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
+            name = self._names[_first(self._plain, addresses, self._addresses)]
+            raise self._refusal(f"{name} was given other memory", since=self._whole_at, first=self._whole_step)
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """Note the current state, and let user code run. Weights are only noted if they `moved`."""
         if moved:
             self._summing = False
+            self._careful = self._updates <= _FIRST_UPDATES or not self._updates % _EVERY
             self._versions = [each._version for each in self._tensors]
         if modes:
             self._modes = [each.training for each in self._modules]
         if self._kept:
             self._kept_versions = [each._version for each in self._kept]
         if not self._running:  # otherwise nothing was checked since
-            self.last = self.line()
-            if moved or self._whole:
-                self._whole_at = self.last
-                if not self._frozen:
-                    self._asked_at = self.last
+            self.last = self.line(3)
+            if moved or self._compared:
+                self._compared_at = self.last
+            if (moved or self._asked) and not self._frozen:
+                self._asked_at = self.last
+            if self._whole:
+                self._whole_at, self._whole_step = self.last, self._last_step
             self._running = True
 
-    def line(self) -> Place:
-        """Return the calling line of user code. This is faster than `own_code.calling`."""
-        frame = sys._getframe(1)
+    def line(self, depth: int = 1) -> Place:
+        """Return the calling line of user code. This is faster than `own_code.calling`.
+
+        It looks from the frame that is `depth` frames above this one.
+        """
+        frame = sys._getframe(depth)
         while frame is not None:
             name = frame.f_code.co_filename
             own = self._files.get(name)
@@ -260,6 +292,14 @@ class Guard:
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
             raise refusal(f"{self._at}{name} was given other memory", _ADVICE)
 
+    def _check_writes(self) -> None:
+        if (now := [each._version for each in self._tensors]) != self._versions:
+            name = self._names[_first(self._tensors, now, self._versions)]
+            raise self._refusal(f"{name} was written", since=self._compared_at)
+        for tensor, (original, version) in self._gathered.items():
+            if tensor._version != version:
+                raise self._refusal(f"{self._names[original]} was written", since=self._compared_at)
+
     def _check_gradients(self, found: Sequence[Tensor | None]) -> None:
         for parameter, one, other in zip(self._trained, found, self._shown, strict=True):
             # zero_grad() before the first backward is harmless.
@@ -268,7 +308,6 @@ class Guard:
                 raise self._refusal(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
 
     def _check_asked(self, *, hooks: bool = True, frozen: bool = False, in_rows: bool = False) -> None:
-        self._frozen = False
         if (found := self._autograd_states()) == self._states:
             return
         for parameter, now, was in zip(self._parameters, found, self._states, strict=True):
@@ -280,7 +319,7 @@ class Guard:
                     raise self._refusal(f"{self._names[parameter]} was {done}", advice, self._asked_at)
             if hooks and now[1:] != was[1:]:
                 text = f"{self._names[parameter]} was given a hook of its gradient"
-                raise self._refusal(text, _HOOK, self._whole_at)
+                raise self._refusal(text, _HOOK, self._whole_at, self._whole_step)
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
@@ -291,14 +330,14 @@ class Guard:
             )
         return refusal(f"{self._at}a gradient of the placed model was written", _GRADIENT)
 
-    def _check_structure(self) -> None:
+    def _check_structure(self, since: Place) -> None:
         if self._part_ids() != self._identities:
             self._note_gathered()  # tensors that were gathered with other tensors but not called
         if (found := self._part_ids()) != self._identities:
             places = [f"{prefix}{name}" for prefix, part in self._parts for name in part]
             places += ["a part of the model"] * len(found)
             place = _first(places, [*found, None], [*self._identities, None, None])
-            raise self._refusal(f"{place} was replaced")
+            raise self._refusal(f"{place} was replaced", since=since)
 
     def _autograd_states(self) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
         return [
@@ -308,7 +347,7 @@ class Guard:
 
     def _part_ids(self) -> list[int]:
         """Return the identities of all parts of the modules. A gathered tensor counts as its original."""
-        found = [id(each) for _, part in self._parts for each in part.values()]
+        found = [*map(id, chain.from_iterable(self._part_values))]
         if not self._gathered:
             return found
         originals = {id(tensor): id(original) for tensor, (original, _) in self._gathered.items()}
@@ -325,7 +364,7 @@ class Guard:
 
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
-            self._check_structure()  # check first, since gathering overwrites replaced parameters
+            self._check_structure(self.last)  # check first, since gathering overwrites replaced parameters
             self._check_asked(hooks=False, in_rows=True)  # it decides which tensors backward gathers
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
@@ -362,8 +401,10 @@ class Guard:
     def _at(self) -> str:
         return f"step {self.step}: " if self.step else ""
 
-    def _refusal(self, text: str, advice: str = _ADVICE, since: Place | None = None) -> Exception:
-        return refusal(f"{self._at}{text}", advice, between(since or self.last, self.line()))
+    def _refusal(self, text: str, advice: str = _ADVICE, since: Place | None = None, first: int = 0) -> Exception:
+        """Return the error for a change after the line `since`, which may have happened in any step from `first` on."""
+        at = f"steps {first} to {self.step}: " if 0 < first < self.step else self._at
+        return refusal(f"{at}{text}", advice, between(since or self.last, self.line()))
 
 
 @final
@@ -373,13 +414,21 @@ class Unguarded:
     step = 0
     last: Place = "", 0
 
-    def check(self, *, whole: bool = True, modes: bool = False, forward: bool = False, frozen: bool = False) -> None:
+    def check(
+        self,
+        *,
+        whole: bool = True,
+        updating: bool = False,
+        modes: bool = False,
+        forward: bool = False,
+        frozen: bool = False,
+    ) -> None:
         """See Guard."""
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """See Guard."""
 
-    def line(self) -> Place:
+    def line(self, depth: int = 1) -> Place:
         """Return an empty line."""
         return self.last
 

@@ -85,7 +85,7 @@ class LossCheck:
         if not microbatch.weight:
             return  # a mean over nothing isn't finite and shows nothing
         self._first_step = self._first_step or step
-        form = (mean, *_last_operations(root))
+        form = (mean, *_last_operations(root))  # compared in every micro-batch
         if form in self._forms and step != self._first_step:
             return
         self._forms.add(form)
@@ -311,13 +311,18 @@ class _Looked:
         return len(beneath) == scale.value > 1 and alike and not one_each
 
 
-def _last_operations(node: Node) -> Iterator[type]:
-    """Yield the types of the last operations of a loss, starting at the end."""
+def _last_operations(node: Node) -> list[type]:
+    """Return the types of the last operations of a loss, starting at the end."""
+    found = []
     for _ in range(_COMPARED):
-        yield type(node)
-        node = next((below for below, _ in node.next_functions if below is not None), None)
-        if node is None:
-            return
+        found.append(type(node))
+        for below, _ in node.next_functions:
+            if below is not None:
+                node = below
+                break
+        else:
+            break
+    return found
 
 
 def _is_of_a_scaler(scale: Scale) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -125,8 +126,13 @@ class Placed:
 
     def some_idle(self, microbatches: int) -> bool:
         """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
+        return microbatches < self._replicas
+
+    @cached_property
+    def _replicas(self) -> int:
+        """The number of ranks that get different micro-batches, or 0 if groups of ranks gather weights together."""
         mesh = self.chosen.mesh(self.world.size)
-        return mesh.shard == mesh.expert == 1 and microbatches < mesh.replicate
+        return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
     def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
         """Apply the optimizer settings, and check that all ranks agree on them, the modes, `rate`, `clip` and `of`.

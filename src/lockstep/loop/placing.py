@@ -11,6 +11,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from numbers import Real
+from operator import is_
 from types import MethodType
 from typing import Any, Final, NoReturn, final
 
@@ -299,13 +300,13 @@ class Groups:
         self._groups: list[Settings] = [*optimizer.param_groups]
         self._made = [{**each} for each in self._groups]
         self._last = [{**each} for each in self._groups]
-        self._parameters = self._parameter_ids()
+        self._parameters = [[*each["params"]] for each in self._groups]
 
     def take(self, of_engine: Sequence[Settings], step: int) -> None:
         """Copy changed settings to the groups of the engine. Raises UsageError for settings that can't be applied."""
-        if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
+        if not _same(self._optimizer.param_groups, self._groups):
             raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
-        if self._parameter_ids() != self._parameters:
+        if not all(_same(group["params"], known) for group, known in zip(self._groups, self._parameters, strict=True)):
             raise refusal(f"step {step}: params of a group of the optimizer was changed", REST)
         for before, was in self._before:
             if before != was:
@@ -320,9 +321,6 @@ class Groups:
                     own[name] = last[name] = group[name]
             if self._scheduled:  # an update at rate 1 uses the rate of the group, bit for bit
                 own[SCALE] = float(group["lr"])
-
-    def _parameter_ids(self) -> list[list[int]]:
-        return [[*map(id, each["params"])] for each in self._groups]
 
     def named(self, name: str) -> frozenset[int]:
         """Return the indices of the groups with this name. Raises UsageError if there are none."""
@@ -384,6 +382,11 @@ def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", schedu
     pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
     if not numbers and not pairs:
         raise refusal(f"{at}{name} of a group of the optimizer was changed", _OTHER)
+
+
+def _same(objects: Sequence[object], known: Sequence[object]) -> bool:
+    """Return whether two lists hold the same objects. `==` would compare tensors element by element."""
+    return len(objects) == len(known) and all(map(is_, objects, known))
 
 
 def _is_number(value: Any) -> bool:

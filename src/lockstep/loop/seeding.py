@@ -15,11 +15,11 @@ _AFTER_LOOP: Final = 3
 
 @final
 class StepDraws:
-    """The seeds of a step. Steps are numbered from 0."""
+    """The seeds of a step. Steps are numbered from 0. `loop_key` is that of the run."""
 
-    def __init__(self, world: World, seed: int, number: int) -> None:
+    def __init__(self, world: World, loop_key: int, number: int) -> None:
         self._world = world
-        self._key = random.key(random.OWN_LOOP, seed, number)
+        self._key = random.extend_key(loop_key, number)
 
     def seed_head(self) -> None:
         """Seed all generators before the step."""

@@ -1,12 +1,12 @@
 """The sequence of steps in a custom loop: the checks before and after each step."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import final
 
 from torch import nn
 
 from lockstep.common.own_code import refusal
+from lockstep.core import random
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
 from lockstep.loop.figures import LoggedFigures
@@ -17,6 +17,7 @@ from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
 from lockstep.loop.placed import Placed
 from lockstep.loop.plan import OwnPlan
+from lockstep.loop.seeding import StepDraws
 from lockstep.loop.state import ScriptState, state_digests
 from lockstep.loop.step import Step
 from lockstep.loop.step_sums import StepSums
@@ -54,6 +55,8 @@ class StepSequence:
         self._modules_checked = 0  # number of updates of a step with checked modules
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
+        self._draws_key = random.key(random.OWN_LOOP, member.settings.seed)
+        self._plan: OwnPlan
 
     def begin_loop(self) -> bool:
         """Note that a loop begins. Return whether it is the first loop of the run."""
@@ -71,7 +74,7 @@ class StepSequence:
     ) -> Step:
         """Return the next step to the user's loop."""
         self._rank.phase = "training"
-        self._reports = reports
+        self._reports, self._plan = reports, plan
         placed.modes.restore()
         self._figures.compare()
         self._evaluation.end_pass()
@@ -82,9 +85,10 @@ class StepSequence:
             self._gate,
             min(plan.microbatches, turn.step.samples),
             placed,
-            _make_stray_check=partial(self._make_stray_check, placed, plan, turn),
+            _make_stray_check=self._make_stray_check,
             _losses=self._loss_check,
             _sums=self._sums,
+            _draws=StepDraws(self._rank.world, self._draws_key, turn.step.number),
             _audit=audit,
             _examination=examination,
         )
@@ -153,14 +157,14 @@ class StepSequence:
             self._losses.append(LossCheck(self._rank.world.size, self._rank.warn))
         return self._losses[phase]
 
-    def _make_stray_check(self, placed: Placed, plan: OwnPlan, turn: Turn, phase: int) -> StrayModuleCheck | None:
+    def _make_stray_check(self, placed: Placed, turn: Turn, phase: int) -> StrayModuleCheck | None:
         """Return a check for this process's first micro-batch in each update of a step, and None for later ones."""
-        looked, self._modules_checked = self._modules_checked > phase, max(self._modules_checked, phase + 1)
-        if looked:
+        if self._modules_checked > phase:
             return None
+        self._modules_checked = phase + 1
         if placed.came_evaluating:
             _check_mode(placed.model)
-        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, plan.too_few)
+        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, self._plan.too_few)
 
 
 def _check_mode(model: nn.Module) -> None:

@@ -38,9 +38,10 @@ class Step:
     _gate: Gate
     _leaves: int
     _placed: Placed
-    _make_stray_check: Callable[[int], StrayModuleCheck | None]
+    _make_stray_check: Callable[[Placed, Turn, int], StrayModuleCheck | None]
     _losses: Callable[[int], LossCheck]
     _sums: StepSums
+    _draws: StepDraws
     _audit: Callable[[], Iterator[Part]] | None
     _examination: Examination | None = None  # set if a replay examines this step
 
@@ -49,7 +50,6 @@ class Step:
         self._pass = StepPass(self._turn, self._placed, self._leaves, self._audit)
         self._forward = Forward(self._turn.step, self._placed, self._gate, self._examination)
         self._duplicate = self._updated = self._saved = False
-        self._draws = StepDraws(self._placed.world, self._placed.settings.seed, self._turn.step.number)
         self._draws.seed_head()
 
     @property
@@ -150,7 +150,7 @@ class Step:
                 first = not current.done
                 if not first:
                     self._guard.check(whole=False, modes=True)
-                stray_check = self._make_stray_check(current.number) if first else None
+                stray_check = self._make_stray_check(self._placed, self._turn, current.number) if first else None
                 self._duplicate = microbatch.dummy
                 self._draws.seed_microbatch(microbatch.index)
                 self._forward.enter(
@@ -197,10 +197,11 @@ class Step:
         Raises UsageError if the loss is passed without a name, if both are passed, or if the loss evidently has the
         other reduction.
         """
+        number = self.number
         if unnamed or (mean is None) == (sum is None):
             found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without its name"
             raise refusal(
-                f"step {self.number}: step.backward was given {found if unnamed or mean is not None else 'no loss'}",
+                f"step {number}: step.backward was given {found if unnamed or mean is not None else 'no loss'}",
                 "name it: step.backward(mean=loss) if it is a mean, as most losses of torch are by default, or "
                 'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
             )
@@ -212,11 +213,11 @@ class Step:
                 f"a second backward: {self._gate.ended}" if self._pass.done else "a backward outside of a micro-batch"
             )
             raise refusal(
-                f"step {self.number}: {what}",
+                f"step {number}: {what}",
                 "call step.backward once for each micro-batch, within `for batch in step`, with all losses added up",
             )
         self._losses(self._pass.number).check(
-            self.number,
+            number,
             loss,
             microbatch,
             self._leaves,
@@ -232,7 +233,7 @@ class Step:
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
-        counts = self._sums.end_microbatch(self.number)
+        counts = self._sums.end_microbatch(number)
         self._guard.give_back()
         self._forward.microbatch = None
         self._pass.done += 1
@@ -261,27 +262,30 @@ class Step:
         Every rank must call this method with the same arguments, once for each step or once after each iteration with
         `of`.
         """
+        number = self.number
         if self.updated:
             raise refusal(
-                f"step {self.number}: a second step.update",
+                f"step {number}: a second step.update",
                 "call it once for each step, or with of= after another iteration over its micro-batches",
             )
         if not self._pass.complete:
             raise self._unfinished()
-        self._guard.check()
+        self._guard.check(whole=False, updating=True)
         self._guard.give_back()
         placed = self._placed
-        given = update_settings(self.number, placed, lr, clip, of, audited=self._pass.audited)
+        given = update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
         self._sums.end(some_idle=placed.some_idle(self._leaves))
-        placed.agree(self.number, given.rate, given.clip, of, self._sums.names)
+        placed.agree(number, given.rate, given.clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
         sums = self._pass.sums()
         self._sums.take(sums.counts)
-        update = partial(self._engine.update, given.rate, given.clip, given.groups)
-        if self._examination is not None:
-            update = partial(self._examination.update, update, whole=of is None)
         self._turn.digest()
-        self._turn.done(given.shown, sums, update())
+        if self._examination is None:
+            updated = self._engine.update(given.rate, given.clip, given.groups)
+        else:
+            update = partial(self._engine.update, given.rate, given.clip, given.groups)
+            updated = self._examination.update(update, whole=of is None)
+        self._turn.done(given.shown, sums, updated)
         self._updated = True
         if of is not None:
             self._pass.start_over()

@@ -16,6 +16,7 @@ from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 
 ROOM: Final = 16  # numbers per step
+_NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -27,7 +28,7 @@ class StepSums:
     def __init__(self, world: World) -> None:
         self._world = world
         self.names: tuple[str, ...] = ()
-        self.totals: Mapping[str, Tensor] = MappingProxyType({})
+        self.totals: Mapping[str, Tensor] = _NO_TOTALS
         self._first: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
         self._values: dict[str, Tensor | float] = {}
 
@@ -82,8 +83,10 @@ class StepSums:
 
     def take(self, counts: Tensor | None) -> None:
         """Store the numbers of the iteration, summed over all ranks."""
-        sums = {} if counts is None else {name: counts[place] for place, name in enumerate(self.names)}
-        self.totals = MappingProxyType(sums)
+        if counts is None:
+            self.totals = _NO_TOTALS
+        else:
+            self.totals = MappingProxyType({name: counts[place] for place, name in enumerate(self.names)})
 
 
 def _list(names: tuple[str, ...]) -> str:

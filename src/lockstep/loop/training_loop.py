@@ -126,6 +126,7 @@ class TrainingLoop:
             ) from None
 
     def _save_last(self, progress: Progress) -> list[Saved]:
+        self.placed.guard.check()
         return [] if self.checkpoints is None else self.checkpoints.save_last(progress)
 
     def _finish(self) -> None:

@@ -6,7 +6,7 @@ buffer once for each of its own micro-batches, so the model would depend on the 
 The same applies to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, final
 
@@ -46,6 +46,7 @@ class BufferGuard:
         self._forwards = 0
         own = {id(each) for each in kept}
         self._modules = dict(model.named_modules())
+        self._buffers = [module._buffers for module in self._modules.values()]
         self._places = [
             (path, module, name)
             for path, module in self._modules.items()
@@ -73,12 +74,15 @@ class BufferGuard:
                 parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
                 raise UsageError(f"the forward writes the weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
-    @contextmanager
-    def watch_buffers(self) -> Iterator[None]:
+    def watch_buffers(self) -> "_BufferWatch":
         """Raise UsageError if the training forward in the block writes, replaces, adds or removes a buffer."""
-        noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
-        yield
-        if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
+        return _BufferWatch(self)
+
+    def _buffer_states(self) -> list[tuple[Tensor | None, int]]:
+        return [_state(module._buffers.get(name)) for _, module, name in self._places]
+
+    def _check_buffers(self, noted: Sequence[tuple[Tensor | None, int]]) -> None:
+        if sum(map(len, self._buffers)) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)
         for (path, module, name), (was, version) in zip(self._places, noted, strict=False):
@@ -88,6 +92,21 @@ class BufferGuard:
 
     def _names_now(self) -> set[tuple[str, str]]:
         return {(path, name) for path, module in self._modules.items() for name in module._buffers}
+
+
+@final
+class _BufferWatch:
+    """The block of a forward. A class, because a generator would add 3 us to every micro-batch."""
+
+    def __init__(self, guard: BufferGuard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._noted = self._guard._buffer_states()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._guard._check_buffers(self._noted)
 
 
 def _refusal(path: str, module: nn.Module, name: str) -> Exception:
