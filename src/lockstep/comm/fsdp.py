@@ -388,10 +388,14 @@ def _ask(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
-    # Like torch.chunk: all members have as many rows as the first, except for the last members.
-    height = -(-tensor.shape[0] // mesh.size())
+    height = rows_per_member(tensor.shape, mesh.size())
     own = tensor._local_tensor.detach()
     return Shard(own, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
+
+
+def rows_per_member(shape: torch.Size, members: int) -> int:
+    """Return the rows of each member. As in torch.chunk, the last members can have fewer rows, or none."""
+    return -(-shape[0] // members)
 
 
 def _foreign_backward() -> UsageError:

@@ -192,6 +192,15 @@ class World:
         received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
         move(self._groups.carrier(self._groups.main, range(self.size), "rows"), sent, received)
 
+    def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
+        """Send tensors to ranks, and fill `received` with the tensors that these ranks send to this rank.
+
+        All ranks call it. The tensors must be contiguous. Between two ranks, tensors arrive in the order in which they
+        are sent.
+        """
+        if self._groups is not None:
+            move(self._groups.carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
+
     def agree_to_stop(self, level: int) -> int:
         """Return the highest stop level that any rank passed in the previous call (0: none). All ranks get the same.
 

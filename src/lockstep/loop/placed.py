@@ -204,7 +204,15 @@ def spread(
     resting, came_evaluating = evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
     name, chosen = _strategy(member, asked)
-    check_steps(optimizer, model, name, chosen.traits.cuts_rows or chunks.count > 1, stored_dtype(settings.precision))
+    traits = chosen.traits
+    whole_updates = check_steps(
+        optimizer,
+        model,
+        name,
+        stored_dtype(settings.precision),
+        cuts_rows=traits.cuts_rows or chunks.count > 1,
+        lends_wholes=traits.lends_wholes and chunks.count == 1 and settings.placement.audit_every is None,
+    )
     recipe = PlainRecipe(
         microbatches=1,
         seed=settings.seed,
@@ -213,7 +221,9 @@ def spread(
         ema=None if ema is None else PlainEma(ema),
     )
     interval = recompute_interval(settings.placement, chosen)
-    numerics = Numerics(recipe, settings.placement.offload_activations, interval, member.guarded)
+    numerics = Numerics(
+        recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
+    )
     agreed(world, model, _SEEDED)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer = optimizer_factory(optimizer, model)

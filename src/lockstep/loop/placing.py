@@ -26,7 +26,7 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_rows, check_stored
+from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored, check_updates
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
@@ -113,26 +113,38 @@ def check_pair(model: Any, optimizer: Any) -> None:
 
 
 def check_steps(
-    optimizer: Optimizer, model: nn.Module, strategy: str, cuts_rows: bool, stored: torch.dtype | None
-) -> None:
-    """Raise UsageError if the optimizer can't do a plain step, or, with `cuts_rows`, a step on shards of a tensor.
+    optimizer: Optimizer,
+    model: nn.Module,
+    strategy: str,
+    stored: torch.dtype | None,
+    *,
+    cuts_rows: bool,
+    lends_wholes: bool,
+) -> bool:
+    """Return whether the optimizer needs whole tensors. Raise UsageError if it can't do a plain step.
+
+    With `cuts_rows`, the strategy shards tensors in rows. An optimizer that needs whole tensors is then rejected unless
+    the strategy `lends_wholes`.
 
     An optimizer that isn't from PyTorch or timm must also follow its learning rate, draw no random numbers and keep its
     state where checkpoints find it, as in a recipe. `stored` is the dtype that weights are trained in, if it differs
     from the dtype of the model.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    dims = {parameter.ndim for parameter in trained}
     narrow = {parameter.dtype for parameter in trained} & {*NARROW}
+    whole_updates = False
     for group in optimizer.param_groups:
         tried = partial(_trial_optimizer, optimizer, group)
-        check_optimizer(tried, dims)
+        dims = {parameter.ndim for parameter in group["params"] if parameter.requires_grad}
+        if dims:
+            check_optimizer(tried, dims)
         if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm"):
             check_own(type(optimizer).__name__, tried)
         if stored is not None:
             check_stored(tried, stored)
         for dtype in {stored, *narrow} if cuts_rows else ():
-            check_rows(tried, strategy, dtype)
+            whole_updates |= check_updates(tried, strategy, dtype, lends_wholes=lends_wholes)
+    return whole_updates
 
 
 def base_rate(optimizer: Optimizer) -> float:

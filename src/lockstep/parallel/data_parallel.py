@@ -51,7 +51,8 @@ from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
-from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, MakeLayout, Slots, take_over
+from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, Layout, MakeLayout, Slots, take_over
+from lockstep.parallel.layouts.owned import OwnedLayout
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -99,14 +100,17 @@ class DataParallelEngine:
             synchronise(self._model, self._together, self._step_sums)
         self._stream = world.stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
-        self._layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
+        strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
+        self._storage, self._gradients = make_layout(self._model, self._stream, numerics.copied)
+        self._owned = OwnedLayout(self._storage, world, strides) if numerics.whole_updates else None
+        self._layout: Layout = self._owned or self._storage
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
         # A custom loop has a separate guard (loop/guard.py), which names the line of a write.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
-        self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
+        self._updates = Updates(self._layout, make_optimizer, numerics, world.device, self._unowned())
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.recipe.precision, world.device)
         self._training = self._around_forward()
@@ -176,12 +180,12 @@ class DataParallelEngine:
 
     def keep_whole(self) -> None:
         """See Auditable."""
-        if isinstance(self._layout, CutsGradients):
-            self._layout.keep_whole()
+        if isinstance(self._storage, CutsGradients):
+            self._storage.keep_whole()
 
     def witnessed(self) -> Sequence[NamedTensors]:
         """See Auditable."""
-        return self._layout.witnessed() if isinstance(self._layout, CutsGradients) else []
+        return self._storage.witnessed() if isinstance(self._storage, CutsGradients) else []
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased."""
@@ -231,7 +235,7 @@ class DataParallelEngine:
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """See Phased."""
-        return self._layout.gathered_shards() if isinstance(self._layout, GathersWeights) else {}
+        return self._storage.gathered_shards() if isinstance(self._storage, GathersWeights) else {}
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
@@ -249,14 +253,23 @@ class DataParallelEngine:
     def state(self) -> State:
         """See Engine."""
         model = self._layout.state()
-        tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
+        optimizer, scalars = self._optimizer_state()
         return State(
             model=model,
-            optimizer={name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()},
+            optimizer=optimizer,
             ema=None if self._ema is None else self._ema.shards(model),
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
             feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
         )
+
+    def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+        if self._owned is not None:
+            return self._owned.optimizer_state(self._updates.optimizer)
+        tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
+        return {name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()}, scalars
+
+    def _unowned(self) -> Sequence[Tensor]:
+        return () if self._owned is None else self._owned.unowned
 
     @torch.no_grad()
     def take_weights(self, state: State) -> None:
@@ -274,8 +287,13 @@ class DataParallelEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         self.take_weights(state)
-        tensors = {name: self._slots.own(name, local_tensor(whole)) for name, whole in state.optimizer.items()}
-        load_optimizer_state(self._layout.trained, self._updates.optimizer, tensors, state.scalars["optimizer"])
+        wholes = {name: local_tensor(whole) for name, whole in state.optimizer.items()}
+        optimizer, scalars = self._updates.optimizer, state.scalars["optimizer"]
+        if self._owned is not None:
+            self._owned.load_optimizer_state(optimizer, wholes, scalars)
+        else:
+            tensors = {name: self._slots.own(name, whole) for name, whole in wholes.items()}
+            load_optimizer_state(self._layout.trained, optimizer, tensors, scalars)
         if self._ema is not None and state.ema is not None:
             take_over(state.ema, self._ema.shards(self._layout.state()))
         if self._low_rank is not None:

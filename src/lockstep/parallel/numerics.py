@@ -30,6 +30,7 @@ class Numerics:
     recompute: int = 0  # recompute every n-th block, for strategies without their own recomputation
     guarded: bool = True  # whether a forward that writes weights or buffers is rejected
     averages: bool = True  # whether to average weights, if the recipe does
+    whole_updates: bool = False  # whether the optimizer needs whole tensors, if the strategy shards them in rows
     peers: int = 1  # the number of engines that only share the micro-batches of a step, each with a different seed
     peer: int = 0  # the index of this engine
 

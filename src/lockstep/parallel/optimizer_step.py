@@ -1,6 +1,6 @@
 """The second half of a step, the same for all engines: unscale, clip, step or skip, and drop the gradient."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
@@ -22,12 +22,23 @@ from lockstep.parallel.optimize import bare_step
 
 @final
 class Updates:
-    """Updates the trained tensors: owns the optimizer and the loss scale, clips gradients and skips steps."""
+    """Updates the trained tensors: owns the optimizer and the loss scale, clips gradients and skips steps.
 
-    def __init__(self, layout: Layout, make_optimizer: MakeOptimizer, numerics: Numerics, device: torch.device) -> None:
+    `unowned` are trained tensors that the optimizer must skip, because other ranks update them.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        make_optimizer: MakeOptimizer,
+        numerics: Numerics,
+        device: torch.device,
+        unowned: Sequence[Tensor] = (),
+    ) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
         keep_ratios(self.optimizer)
         self._layout = layout
+        self._unowned = unowned
         self._trained = [tensor for _, tensor in layout.trained]
         self._step_optimizer = bare_step(self.optimizer)
         if any(tensor.device.type != device.type for tensor in self._trained):
@@ -98,6 +109,8 @@ class Updates:
         # This replaces GradScaler.step, which would check each flag again and doesn't report whether it stepped.
         if self._scales and any(bool(infinity) for infinity in self._infinities()):
             return False
+        for tensor in self._unowned:
+            tensor.grad = None
         with AlikeInRows() if self._narrow else nullcontext():  # type: ignore[no-untyped-call]
             self._step_optimizer()
         return True

@@ -20,7 +20,7 @@ from lockstep.common.own_code import OwnCode, own_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import AlikeInRows
 from lockstep.parallel.optimize import CONTRACT, OURS
-from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbers_of, optimizer_state
 
 Make = Callable[[Iterable[Named]], Optimizer]
 
@@ -57,23 +57,42 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
             )
 
 
-def check_rows(make: Make, strategy: str, dtype: torch.dtype | None = None) -> None:
-    """Raise UsageError if check_optimizer does, or if an optimizer updates rows differently than a whole tensor.
+def needs_wholes(make: Make, dtype: torch.dtype | None = None) -> bool:
+    """Return whether an optimizer updates rows differently than a whole tensor. Raises UsageError as check_optimizer.
 
     The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
-    dtype. The optimizers of parallel/layerwise.py pass, because they receive the norms of whole tensors. Fused
-    optimizers are rejected without a trial: the ends of their vectors change bits, but only for some values, so a trial
-    can't be sure to detect it.
+    dtype. The optimizers of parallel/layerwise.py can update rows, because they receive the norms of whole tensors.
+    Fused optimizers need whole tensors without a trial: the ends of their vectors change bits, but only for some
+    values, so a trial can't be sure to detect it.
     """
     optimizer = _small_optimizer(make)
     if type(optimizer) in OURS.values():
-        return
-    if _is_fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES):
+        return False
+    return _is_fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES)
+
+
+def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
+    """Return whether an optimizer needs whole tensors, for a strategy that shards tensors in rows.
+
+    Raises UsageError if it does and the strategy doesn't lend them (parallel/layouts/owned.py). Also raises UsageError
+    if the update of a tensor depends on other tensors, which can be on other ranks. Examples are an optimizer that
+    clips the norm of all gradients, and one that estimates a common step size.
+    """
+    if not needs_wholes(make, dtype):
+        return False
+    name = type(_small_optimizer(make)).__name__
+    if not lends_wholes:
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(optimizer).__name__} treats rows of a tensor otherwise than the "
-            f"whole tensor, so it cannot be cut; use strategy ddp, or an optimizer such as sgd, adamw, lars or lamb "
-            f"without fused=true"
+            f"strategy {strategy}: optimizer {name} updates rows of a tensor differently than the whole tensor, which "
+            f"no rank has here; use strategy ddp, zero1, zero2, zero3 or hsdp, without chunks and audits, or an "
+            f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
+    if not _alike_apart(make, dtype):
+        raise UsageError(
+            f"strategy {strategy}: optimizer {name} needs whole tensors, and its update of a tensor depends on other "
+            f"tensors, which other ranks have; use strategy ddp, or an optimizer that updates each tensor by itself"
+        )
+    return True
 
 
 def check_flat(make: Make, strategy: str) -> None:
@@ -211,6 +230,32 @@ def _after_steps(
             part.grad = rows.clone()
         _step(optimizer)
     return torch.cat([part.detach() for part in parts])
+
+
+def _alike_apart(make: Make, dtype: torch.dtype | None) -> bool:
+    """Return whether two matrices get the same values together as apart, with the same numbers in the groups."""
+    together = _pair_after_steps(make, (True, True), dtype)
+    first, second, idle = (
+        _pair_after_steps(make, has, dtype) for has in ((True, False), (False, True), (False, False))
+    )
+    alike = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
+    return alike and together[2] == first[2] == second[2] == idle[2]
+
+
+def _pair_after_steps(
+    make: Make, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+    """Return two matrices after a few steps, and the numbers of the groups. Only some of them have a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in _SHAPES[:2]]
+    optimizer = make([(f"part{number}", each) for number, each in enumerate(matrices)])
+    for _ in range(_STEPS):
+        for matrix, has_gradient in zip(matrices, with_gradient, strict=True):
+            gradient = torch.randn(matrix.shape, generator=generator).to(dtype)
+            matrix.grad = gradient if has_gradient else None
+        _step(optimizer)
+    first, second = (each.detach() for each in matrices)
+    return first, second, numbers_of(optimizer.param_groups)
 
 
 def _step(optimizer: Optimizer) -> None:

@@ -1,6 +1,9 @@
 """Checks what a placement can't do with a recipe, before any process starts."""
 
+from collections.abc import Callable, Collection, Iterable
+
 import torch
+from torch.optim import Optimizer
 
 from lockstep.config.placement import Placement
 from lockstep.core.devices import resolve_backend
@@ -10,7 +13,7 @@ from lockstep.device.precision import check_precision, computing_dtype, stored_d
 from lockstep.errors import UsageError
 from lockstep.models.operations import Refusal, find_refused_operations
 from lockstep.parallel.narrow_steps import NARROW
-from lockstep.parallel.optimizer_trials import check_rows
+from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import examples
@@ -50,8 +53,7 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
         raise UsageError("placement.on_corruption: go_on: only audits find who is wrong; set placement.audit_every too")
     _check_batchnorm(resolved)
     _check_sequences(resolved)
-    if strategy.traits.cuts_rows or recipe.model.chunks > 1:
-        check_rows(optimizer(recipe), resolved.strategy_name, stored_dtype(recipe.precision))
+    _check_updates(resolved, recipe.model.chunks > 1, [optimizer(recipe)], {stored_dtype(recipe.precision)})
     if isinstance(strategy, ExternalEngine):
         strategy.check_recipe(resolved.numerics, optimizer(recipe))
 
@@ -141,14 +143,7 @@ def _check_sequences(resolved: Resolved) -> None:
 def check_cut(resolved: Resolved, ready: Setup) -> None:
     """Raise UsageError if the strategy can't shard this model or optimizer for this number of processes."""
     strategy = resolved.strategy
-    if strategy.traits.cuts_rows or ready.chunked:
-        stored = stored_dtype(ready.recipe.precision)
-        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain optimizer is checked with the placement
-            check_rows(make, resolved.strategy_name, stored)
-        for dtype in NARROW if stored is None else ():  # dtypes in which the model itself may have weights
-            if any(form.dtype == dtype for form in ready.summary.trained.values()):
-                for make in with_each(ready.recipe, ready.special):
-                    check_rows(make, resolved.strategy_name, dtype)
+    needs_whole_updates(resolved, ready)
     if isinstance(strategy, ExternalEngine):
         for make in with_each(ready.recipe, ready.special)[1:]:
             strategy.check_recipe(resolved.numerics, make)
@@ -157,6 +152,36 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
         whole = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
+
+
+def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
+    """Return whether the optimizer needs whole tensors, which the strategy shards in rows.
+
+    Raises UsageError if the strategy can't lend them.
+    """
+    stored = stored_dtype(ready.recipe.precision)
+    dtypes = {stored}
+    if stored is None:  # the model itself may have weights in 16 bits
+        dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
+    return _check_updates(resolved, bool(ready.chunked), with_each(ready.recipe, ready.special), dtypes)
+
+
+def _check_updates(
+    resolved: Resolved,
+    chunked: bool,
+    makes: Iterable[Callable[..., Optimizer]],
+    dtypes: Collection[torch.dtype | None],
+) -> bool:
+    traits = resolved.strategy.traits
+    if not (traits.cuts_rows or chunked):
+        return False
+    lends_wholes = traits.lends_wholes and not chunked and resolved.placement.audit_every is None
+    needed = [
+        check_updates(make, resolved.strategy_name, dtype, lends_wholes=lends_wholes)
+        for make in makes
+        for dtype in dtypes
+    ]
+    return any(needed)
 
 
 def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:

@@ -15,6 +15,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.setup.build import Setup
+from lockstep.setup.checks import needs_whole_updates
 from lockstep.setup.prepare import Prepared
 from lockstep.strategies.base import CutsModel
 
@@ -28,7 +29,8 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
     problem = ready.problem
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
-    numerics = replace(prepared.resolved.numerics, guarded=ready.guarded)
+    whole_updates = needs_whole_updates(prepared.resolved, ready)
+    numerics = replace(prepared.resolved.numerics, guarded=ready.guarded, whole_updates=whole_updates)
     mesh = strategy.mesh(world.size)
     own = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)

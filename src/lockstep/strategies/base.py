@@ -38,7 +38,9 @@ class Traits:
 
     - `exactness`: `bits` promises the same bits as one process, and `close` promises a result that is close to it.
       `none` promises neither, so there is nothing to verify.
-    - `cuts_rows`: the optimizer sees rows of tensors. An optimizer whose result on rows differs is rejected.
+    - `cuts_rows`: the optimizer sees rows of tensors. An optimizer whose result on rows differs needs `lends_wholes`.
+    - `lends_wholes`: if an optimizer needs whole tensors, each tensor has an owner that updates it
+      (parallel/layouts/owned.py).
     - `compiles`: if False, `recipe.compile` is rejected, because no block is called as a whole, forward and backward.
     - `audits`: if False, `placement.audit_every` is rejected, because no two ranks have the same weights.
     - `syncs_batchnorm`: if False, `recipe.batchnorm: sync` is rejected, because the engine doesn't support it.
@@ -56,6 +58,7 @@ class Traits:
     communication: str
     exactness: Literal["bits", "close", "none"] = "bits"
     cuts_rows: bool = False
+    lends_wholes: bool = False
     compiles: bool = True
     audits: bool = True
     syncs_batchnorm: bool = False

@@ -26,9 +26,10 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-        needs="processes that the replicas divide; an optimizer that works element by element",
+        needs="processes that the replicas divide; an optimizer that updates each tensor by itself",
         communication="as zero3 within a replica; between replicas a shard of the gradients once a step",
         cuts_rows=True,
+        lends_wholes=True,
         syncs_batchnorm=True,
     )
 

@@ -24,9 +24,10 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; the optimizer's state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that works element by element",
+        needs="at most as many processes as micro-batches; an optimizer that updates each tensor by itself",
         communication="the sum of the gradients and the new parameters, once a step",
         cuts_rows=True,
+        lends_wholes=True,
         syncs_batchnorm=True,
         cuts_sequences=True,
     )

@@ -22,9 +22,10 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; gradients and optimizer state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that works element by element",
+        needs="at most as many processes as micro-batches; an optimizer that updates each tensor by itself",
         communication="the parameters once a step, the gradients of each micro-batch",
         cuts_rows=True,
+        lends_wholes=True,
         syncs_batchnorm=True,
     )
 

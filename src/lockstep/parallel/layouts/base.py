@@ -63,6 +63,23 @@ class CutsGradients(Protocol):
         """Return the rows of the whole gradient sum that this rank keeps, and the rows that the next rank keeps."""
 
 
+class Span(NamedTuple):
+    """The rows of a tensor that a rank holds. Of several ranks with the same rows, one is `primary`."""
+
+    rank: int
+    first: int
+    count: int
+    primary: bool
+
+
+@runtime_checkable
+class SpansRows(Protocol):
+    """An additional protocol for layouts in rows, which know the rows of every rank."""
+
+    def spans(self, shape: torch.Size) -> Sequence[Span]:
+        """Return the rows of a tensor of this shape, by rank. Empty if every rank has the whole tensor."""
+
+
 class Norms(NamedTuple):
     """Norms of whole tensors, and flags over all ranks. All ranks must call each function in the same way.
 

@@ -19,7 +19,7 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard, shard_like
 from lockstep.device.memory import host_like
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
 _PACKED_BYTES: Final = 64 << 10  # pack smaller parameters: a message costs as much as a copy of this size
@@ -99,6 +99,12 @@ class RowLayout:
             if self._keeps_whole:
                 self._sums.append(parameter.grad)
             parameter.grad = None
+
+    def spans(self, shape: torch.Size) -> Sequence[Span]:
+        """See SpansRows."""
+        size = self._world.size
+        rows = [part(shape[0], size, rank) for rank in range(size)] if shape else []
+        return [Span(rank, own.start, len(own), primary=True) for rank, own in enumerate(rows)]
 
     def keep_whole(self) -> None:
         """See CutsGradients."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
-from lockstep.comm.fsdp import Narrow, Sharded, own_gradient
+from lockstep.comm.fsdp import Narrow, Sharded, own_gradient, rows_per_member
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
@@ -35,7 +35,7 @@ from lockstep.core.shard import MaybeSharded, shard_like
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows
 from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
@@ -82,6 +82,7 @@ class ShardedLayout:
         chunks: int = 1,
     ) -> None:
         _check(model)
+        self._world, self._mesh = world, mesh
         rank = mesh.data_rank(world.rank)
         self._primary = not (rank.replica or rank.seat)
         units = find_units(model)
@@ -113,6 +114,17 @@ class ShardedLayout:
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return shard_like(tensor, self._cuts[name])
+
+    def spans(self, shape: torch.Size) -> Sequence[Span]:
+        """See SpansRows."""
+        found = []
+        for number in range(self._world.size):
+            rank = self._mesh.data_rank(number)
+            height = rows_per_member(shape, rank.members)
+            first = min(rank.member * height, shape[0])
+            count = min(height, shape[0] - first)
+            found.append(Span(number, first, count, primary=not (rank.replica or rank.seat)))
+        return found
 
     def collect(self) -> None:
         """See Layout."""

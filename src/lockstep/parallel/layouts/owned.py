@@ -1,0 +1,270 @@
+"""Whole tensors for optimizers that can't update rows: each tensor has an owner, which updates all of it.
+
+Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and a fused kernel computes the end of
+a tensor differently. On rows of a tensor, such an optimizer computes something else. This layout is around a layout in
+rows. A step, phase by phase:
+
+1. `collect`: The layout in rows has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
+   the owner of the tensor, which puts them together.
+2. The owner updates the whole tensor. Only the owner has the optimizer state of the tensor, so its memory is sharded as
+   before. All other ranks have an empty stand-in without a gradient, which optimizers skip.
+3. `publish`: The owner sends the updated rows to all ranks that hold them.
+
+Tensors get their owners in the order of their sizes, each the rank with the fewest elements so far. This balances the
+work of optimizers whose time depends on the number of elements.
+
+Besides its rows, a rank keeps a whole copy of the tensors that it owns: R * C / W elements for W ranks.
+
+Shapes: a tensor p_RC has R rows on its owner, and p_rC is a rank's part of the rows.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.comm.world import World
+from lockstep.core.shard import MaybeSharded, Shard
+from lockstep.parallel.layouts.base import Layout, Span, SpansRows, norms_of_rows
+from lockstep.parallel.offloaded import pieces
+from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state, optimizer_state
+
+_SENT_BYTES: Final = 32 << 20  # the size of the whole tensors whose rows are sent at a time
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and none on all other ranks."""
+
+    name: str
+    owner: int
+    spans: Sequence[Span]
+    rows: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    whole: nn.Parameter = field(init=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.rows.element_size()
+
+    def empty(self, dtype: torch.dtype, owned: bool) -> Tensor:
+        """Return memory for the whole tensor, laid out as on one process, or for none of its rows."""
+        device = self.rows.device
+        if owned:
+            return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+        return torch.empty((0, *self.shape[1:]), dtype=dtype, device=device)
+
+
+@final
+class OwnedLayout:
+    """The layout around `inner`. `strides` are those of the parameters before `inner` sharded them, by name."""
+
+    def __init__(self, inner: Layout, world: World, strides: Mapping[str, tuple[int, ...]]) -> None:
+        assert isinstance(inner, SpansRows)
+        self._inner: Layout = inner
+        self._world = world
+        shapes = {name: _whole_shape(inner, name, rows) for name, rows in inner.trained}
+        spans = {name: inner.spans(shape) for name, shape in shapes.items()}
+        self._owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
+        self._tensors = [
+            _Tensor(name, self._owners[name], spans[name], rows, shapes[name], strides[name])
+            for name, rows in inner.trained
+            if name in self._owners
+        ]
+        for tensor in self._tensors:
+            tensor.whole = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
+        wholes = {tensor.name: tensor.whole for tensor in self._tensors}
+        self.trained: Sequence[Named] = [(name, wholes.get(name, rows)) for name, rows in inner.trained]
+        self._shards = {
+            tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, primary=tensor.owner == world.rank)
+            for tensor in self._tensors
+        }
+        parts = {parameter: self._part(name, parameter) for name, parameter in self.trained}
+        self.norms = norms_of_rows(world, parts)
+        self._gather_weights()
+
+    @property
+    def unowned(self) -> Sequence[Tensor]:
+        """The stand-ins for the tensors that other ranks own."""
+        return [tensor.whole for tensor in self._tensors if tensor.owner != self._world.rank]
+
+    def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
+        """See Layout."""
+        if name not in self._shards:
+            return self._inner.as_shard(name, tensor)
+        shard = self._shards[name]
+        return Shard(tensor, 0, shard.shape, shard.primary)
+
+    def state(self) -> dict[str, MaybeSharded]:
+        """See Layout."""
+        return self._inner.state()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """See Layout. Sends rows of the gradients to the owners."""
+        self._inner.collect()
+        for group in self._groups():
+            gradients = {tensor.name: _gradient(tensor.rows) for tensor in group}
+            for tensor in group:
+                tensor.rows.grad = None
+                tensor.whole.grad = tensor.empty(gradients[tensor.name].dtype, self._owns(tensor))
+            self._gather(group, gradients, lambda tensor: _gradient(tensor.whole))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """See Layout. Sends the updated rows to the ranks that hold them."""
+        for group in self._groups():
+            self._scatter(group)
+        self._inner.publish()
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """See Layout."""
+        self._inner.reload()
+        self._gather_weights()
+
+    def optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+        """Return the state of all optimizers: shards of tensors that only their owner has, and the scalars.
+
+        All ranks must call it.
+        """
+        tensors, scalars = optimizer_state(self.trained, optimizer)
+        owned = {name: tensor for name, tensor in tensors.items() if self._is_owned(name)}
+        slots = {name: value for name, value in scalars["slots"].items() if self._is_owned(name)}
+        common = {name: value for name, value in scalars["slots"].items() if self._owner(name) is None}
+        forms = {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in owned.items()}
+        told = self._world.told_by_all({"forms": forms, "slots": slots})
+        state: dict[str, MaybeSharded] = {name: tensor for name, tensor in tensors.items() if self._owner(name) is None}
+        for each in told:
+            for name, (dtype, shape) in each["forms"].items():
+                state[name] = (
+                    Shard(owned[name], 0, torch.Size(shape))
+                    if name in owned
+                    else Shard(torch.empty([0, *shape[1:]], dtype=getattr(torch, dtype)), 0, torch.Size(shape), False)
+                )
+            common |= each["slots"]
+        order = {name: number for number, (name, _) in enumerate(self.trained)}
+        in_order = sorted(state, key=lambda name: order.get(name.rpartition("/")[0], len(order)))
+        return {name: state[name] for name in in_order}, {**scalars, "slots": common}
+
+    def load_optimizer_state(
+        self, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    ) -> None:
+        """Load the state of the tensors that this rank owns from the whole state of a checkpoint."""
+        own = {name: tensor for name, tensor in tensors.items() if self._keeps(name)}
+        slots = {name: value for name, value in scalars["slots"].items() if self._keeps(name)}
+        load_optimizer_state(self.trained, optimizer, own, {**scalars, "slots": slots})
+
+    def _owner(self, slot: str) -> int | None:
+        """Return the owner of the state `<parameter>/<slot>`, or None if every rank has it."""
+        name = slot.rpartition("/")[0]
+        return None if name.startswith(GROUP) or name not in self._owners else self._owners[name]
+
+    def _is_owned(self, slot: str) -> bool:
+        return self._owner(slot) == self._world.rank
+
+    def _keeps(self, slot: str) -> bool:
+        return self._owner(slot) in (None, self._world.rank)
+
+    def _owns(self, tensor: _Tensor) -> bool:
+        return tensor.owner == self._world.rank
+
+    def _part(self, name: str, parameter: nn.Parameter) -> Shard:
+        if name in self._shards:
+            return self._shards[name]
+        return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
+
+    def _groups(self) -> Iterable[list[_Tensor]]:
+        return pieces(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
+
+    @torch.no_grad()
+    def _gather_weights(self) -> None:
+        for group in self._groups():
+            self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.whole)
+
+    def _gather(self, group: Sequence[_Tensor], rows: Mapping[str, Tensor], whole: Callable[[_Tensor], Tensor]) -> None:
+        """Copy the rows of each rank into the whole tensors of the owners."""
+        sent, received = _Messages(), _Messages()
+        for tensor in group:
+            for span in tensor.spans:
+                if not span.primary or not span.count:
+                    continue
+                if span.rank == self._world.rank:
+                    sent.add(tensor.owner, rows[tensor.name])
+                if self._owns(tensor):
+                    received.add(span.rank, whole(tensor)[span.first : span.first + span.count])
+        self._exchange(sent, received)
+
+    def _scatter(self, group: Sequence[_Tensor]) -> None:
+        """Copy the whole tensors of the owners into the rows of each rank."""
+        sent, received = _Messages(), _Messages()
+        for tensor in group:
+            for span in tensor.spans:
+                if not span.count:
+                    continue
+                if self._owns(tensor):
+                    sent.add(span.rank, tensor.whole.detach()[span.first : span.first + span.count])
+                if span.rank == self._world.rank:
+                    received.add(tensor.owner, tensor.rows.detach())
+        self._exchange(sent, received)
+
+    def _exchange(self, sent: "_Messages", received: "_Messages") -> None:
+        """Pass messages between ranks. All tensors that a rank gets from the same rank come as one tensor per dtype."""
+        own = self._world.rank
+        device = self._world.device  # rows can be in CPU memory, which NCCL can't send
+        outgoing = [
+            (torch.cat([each.reshape(-1) for each in tensors]).to(device), rank)
+            for rank, tensors in sent.to_others(own)
+        ]
+        incoming = [
+            (torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=device), rank)
+            for rank, tensors in received.to_others(own)
+        ]
+        self._world.exchange(outgoing, incoming)
+        for (buffer, _), (_, tensors) in zip(incoming, received.to_others(own), strict=True):
+            parts = torch.split(buffer, [each.numel() for each in tensors])
+            torch._foreach_copy_(tensors, [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
+        for target, source in zip(received.of(own), sent.of(own), strict=True):
+            target.copy_(source)
+
+
+@final
+class _Messages:
+    """Tensors by rank and dtype, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def add(self, rank: int, tensor: Tensor) -> None:
+        self._tensors.setdefault((rank, tensor.dtype), []).append(tensor)
+
+    def of(self, rank: int) -> list[Tensor]:
+        """Return the tensors that stay on this rank."""
+        return [each for (to, _), tensors in self._tensors.items() if to == rank for each in tensors]
+
+    def to_others(self, own: int) -> list[tuple[int, list[Tensor]]]:
+        return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own]
+
+
+def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return the rank that updates each tensor, given the number of elements of each tensor."""
+    loads = [0] * ranks
+    owners = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # tensors of the same size stay in the model's order
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners
+
+
+def _whole_shape(layout: Layout, name: str, rows: nn.Parameter) -> torch.Size:
+    shard = layout.as_shard(name, rows.detach())
+    return shard.shape
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
