@@ -15,7 +15,7 @@ from lockstep.data.items import generators_kept
 from lockstep.errors import UsageError
 from lockstep.loop.model import AlikeCalls
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.optimizer_trials import check_rows
+from lockstep.parallel.optimizer_trials import needs_wholes
 
 Draws = tuple[float, float, float]
 
@@ -69,9 +69,8 @@ def test_a_look_at_data_gives_all_generators_back() -> None:
     assert draw() == first
 
 
-def test_a_fused_optimizer_is_refused_where_rows_are_cut() -> None:
-    with pytest.raises(UsageError, match="without fused=true"):
-        check_rows(lambda given, **_: torch.optim.SGD([each for _, each in given], lr=0.1, fused=True), "zero1")
+def test_a_fused_optimizer_needs_whole_tensors() -> None:
+    assert needs_wholes(lambda given, **_: torch.optim.SGD([each for _, each in given], lr=0.1, fused=True))
 
 
 def test_running_counts_of_batches_come_back_with_the_statistics() -> None:

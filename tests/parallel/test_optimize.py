@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.optimize import bare_step, make_optimizer
-from lockstep.parallel.optimizer_trials import check_optimizer, check_rows, check_stored
+from lockstep.parallel.optimizer_trials import check_optimizer, check_stored, check_updates, needs_wholes
 
 
 def _make(name: str, **changes: Any) -> torch.optim.Optimizer:
@@ -128,15 +128,14 @@ def test_torchs_optimizers_do_not_import_timm() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adam", "nadam", "rmsprop", "adagrad", "lion", "lars", "lamb"])
-def test_what_works_element_by_element_may_be_cut(name: str) -> None:
-    check_rows(partial(make_optimizer, name=name, lr=0.1), "zero1")
+def test_an_element_wise_optimizer_can_update_rows(name: str) -> None:
+    assert not needs_wholes(partial(make_optimizer, name=name, lr=0.1))
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("adafactor", {}),
-        ("lambc", {}),
         ("larc", {"weight_decay": 0.1}),
         ("sgd", {"fused": True, "momentum": 0.9}),
         ("muon", {}),
@@ -145,9 +144,32 @@ def test_what_works_element_by_element_may_be_cut(name: str) -> None:
         ("adam", {"fused": True}),
     ],
 )
-def test_what_looks_at_whole_tensors_may_not(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"strategy zero1: optimizer .* use strategy ddp"):
-        check_rows(partial(make_optimizer, name=name, lr=0.1, options=options), "zero1")
+def test_other_optimizers_need_whole_tensors_which_some_strategies_lend(name: str, options: dict[str, Any]) -> None:
+    make = partial(make_optimizer, name=name, lr=0.1, options=options)
+    assert check_updates(make, "zero1", lends_wholes=True)
+    with pytest.raises(UsageError, match=r"strategy tensor: optimizer .* use strategy ddp, zero1, zero2, zero3 or hsdp"):
+        check_updates(make, "tensor", lends_wholes=False)
+
+
+class _CountsItsSteps(torch.optim.Adafactor):
+    """Counts in a group, and only if a tensor of the group has a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0) + any(each.grad is not None for each in group["params"])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(make_optimizer, name="lambc", lr=0.1),  # clips the norm of all gradients
+        lambda trained: _CountsItsSteps([tensor for _, tensor in trained]),
+    ],
+)
+def test_an_optimizer_whose_tensors_depend_on_each_other_cannot_have_several_owners(make: Any) -> None:
+    with pytest.raises(UsageError, match="strategy zero3: optimizer .* depends on other tensors, which other ranks have"):
+        check_updates(make, "zero3", lends_wholes=True)
 
 
 def _options(asked: dict[str, Any]) -> partial[torch.optim.Optimizer]:
@@ -160,7 +182,7 @@ def _options(asked: dict[str, Any]) -> partial[torch.optim.Optimizer]:
 )
 def test_what_steps_over_any_gradient_in_fp16_may_have_its_weights_there(asked: dict[str, Any]) -> None:
     check_stored(_options(asked), torch.float16)
-    check_rows(_options(asked), "zero1", torch.float16)
+    assert not needs_wholes(_options(asked), torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +201,7 @@ def test_what_divides_by_what_fp16_rounds_to_zero_may_not(asked: dict[str, Any],
 
 def test_what_cannot_step_at_all_is_told_so_first() -> None:
     with pytest.raises(UsageError, match="optimizer LBFGS: it cannot take a plain step"):
-        check_rows(partial(make_optimizer, name="lbfgs", lr=0.1), "zero1")
+        needs_wholes(partial(make_optimizer, name="lbfgs", lr=0.1))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "adopt"])

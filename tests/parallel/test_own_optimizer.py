@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.common.own_code import location
 from lockstep.errors import OwnCodeError, UsageError
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_rows
+from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_updates
 
 FILE = Path(own_optimizers.__file__)
 
@@ -46,7 +46,7 @@ def place(text: str) -> str:
 def test_what_works_may_also_be_cut(make: Any) -> None:
     check_optimizer(make)
     check_own("x:y", make)
-    check_rows(make, "zero1")
+    assert not check_updates(make, "zero1", lends_wholes=False)
 
 
 def test_groups_have_their_options_and_names() -> None:
@@ -60,10 +60,11 @@ def test_torchs_own_form_is_chosen_here_for_a_class_that_has_forms() -> None:
     assert made.defaults["foreach"] is True
 
 
-def test_one_that_treats_rows_otherwise_is_refused_where_rows_are_cut() -> None:
+def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> None:
     check_own("x:y", named("Centred"))
-    with pytest.raises(UsageError, match="strategy zero2: optimizer Centred treats rows of a tensor otherwise than"):
-        check_rows(named("Centred"), "zero2")
+    assert check_updates(named("Centred"), "zero2", lends_wholes=True)
+    with pytest.raises(UsageError, match="strategy tensor: optimizer Centred updates rows of a tensor differently than"):
+        check_updates(named("Centred"), "tensor", lends_wholes=False)
 
 
 @pytest.mark.parametrize(
