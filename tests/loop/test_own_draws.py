@@ -117,7 +117,7 @@ class TwoRanks:
     rank = 0
 
     def gather(self, own: bytes) -> list[bytes]:
-        return [own, own[:2] + b"\x00"]
+        return [own, own[:2] + b"\x00" + own[3:]]
 
 
 def test_ranks_that_call_a_model_with_gradients_and_without_are_refused() -> None:

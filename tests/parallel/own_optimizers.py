@@ -42,6 +42,16 @@ class Centred(torch.optim.SGD):
         super().step()
 
 
+class CentredIfAny(torch.optim.SGD):
+    """Takes the mean of a whole tensor, and skips tensors without a gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                parameter.grad = parameter.grad - parameter.grad.mean()
+        super().step()
+
+
 class Forgetful(torch.optim.SGD):
     """Counts where no checkpoint looks."""
 

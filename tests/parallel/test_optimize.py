@@ -147,7 +147,9 @@ def test_an_element_wise_optimizer_can_update_rows(name: str) -> None:
 def test_other_optimizers_need_whole_tensors_which_some_strategies_lend(name: str, options: dict[str, Any]) -> None:
     make = partial(make_optimizer, name=name, lr=0.1, options=options)
     assert check_updates(make, "zero1", lends_wholes=True)
-    with pytest.raises(UsageError, match=r"strategy tensor: optimizer .* use strategy ddp, zero1, zero2, zero3 or hsdp"):
+    with pytest.raises(
+        UsageError, match=r"strategy tensor: optimizer .* use strategy ddp, zero1, zero2, zero3 or hsdp"
+    ):
         check_updates(make, "tensor", lends_wholes=False)
 
 
@@ -168,7 +170,9 @@ class _CountsItsSteps(torch.optim.Adafactor):
     ],
 )
 def test_an_optimizer_whose_tensors_depend_on_each_other_cannot_have_several_owners(make: Any) -> None:
-    with pytest.raises(UsageError, match="strategy zero3: optimizer .* depends on other tensors, which other ranks have"):
+    with pytest.raises(
+        UsageError, match=r"strategy zero3: optimizer .* depends on other tensors, which other ranks have"
+    ):
         check_updates(make, "zero3", lends_wholes=True)
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Final, TypeVar, cast, final
 from weakref import ref
 
@@ -102,7 +102,7 @@ _IN_LOSS: Final = (
     "compute a penalty on the weights in the model's forward, or use strategy ddp, zero1 or zero2; weight decay is the "
     "optimizer's"
 )
-_REQUIRES_GRAD: Final[Any] = TensorBase.requires_grad.__get__
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 # Checks look for more in the first updates, and in every n-th update after them.
 _FIRST_UPDATES: Final = 8
 _EVERY: Final = 16

@@ -87,7 +87,14 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
             f"no rank has here; use strategy ddp, zero1, zero2, zero3 or hsdp, without chunks and audits, or an "
             f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
-    if not _alike_apart(make, dtype):
+    try:
+        alike = _alike_apart(make, dtype)
+    except Exception as error:  # custom code can raise anything
+        raise UsageError(
+            f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
+            f"gradient, as those of other ranks have none: {own_error(error) or error}; skip such tensors"
+        ) from error
+    if not alike:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its update of a tensor depends on other "
             f"tensors, which other ranks have; use strategy ddp, or an optimizer that updates each tensor by itself"

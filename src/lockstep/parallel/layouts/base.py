@@ -68,7 +68,7 @@ class Span(NamedTuple):
 
     rank: int
     first: int
-    count: int
+    height: int
     primary: bool
 
 

@@ -83,7 +83,7 @@ class OwnedLayout:
             tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, primary=tensor.owner == world.rank)
             for tensor in self._tensors
         }
-        parts = {parameter: self._part(name, parameter) for name, parameter in self.trained}
+        parts: dict[Tensor, Shard] = {parameter: self._part(name, parameter) for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
         self._gather_weights()
 
@@ -191,12 +191,12 @@ class OwnedLayout:
         sent, received = _Messages(), _Messages()
         for tensor in group:
             for span in tensor.spans:
-                if not span.primary or not span.count:
+                if not span.primary or not span.height:
                     continue
                 if span.rank == self._world.rank:
                     sent.add(tensor.owner, rows[tensor.name])
                 if self._owns(tensor):
-                    received.add(span.rank, whole(tensor)[span.first : span.first + span.count])
+                    received.add(span.rank, whole(tensor)[span.first : span.first + span.height])
         self._exchange(sent, received)
 
     def _scatter(self, group: Sequence[_Tensor]) -> None:
@@ -204,10 +204,10 @@ class OwnedLayout:
         sent, received = _Messages(), _Messages()
         for tensor in group:
             for span in tensor.spans:
-                if not span.count:
+                if not span.height:
                     continue
                 if self._owns(tensor):
-                    sent.add(span.rank, tensor.whole.detach()[span.first : span.first + span.count])
+                    sent.add(span.rank, tensor.whole.detach()[span.first : span.first + span.height])
                 if span.rank == self._world.rank:
                     received.add(tensor.owner, tensor.rows.detach())
         self._exchange(sent, received)

@@ -122,8 +122,8 @@ class ShardedLayout:
             rank = self._mesh.data_rank(number)
             height = rows_per_member(shape, rank.members)
             first = min(rank.member * height, shape[0])
-            count = min(height, shape[0] - first)
-            found.append(Span(number, first, count, primary=not (rank.replica or rank.seat)))
+            own = min(height, shape[0] - first)
+            found.append(Span(number, first, own, primary=not (rank.replica or rank.seat)))
         return found
 
     def collect(self) -> None:
