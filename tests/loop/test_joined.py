@@ -596,7 +596,7 @@ def steps_of_a_loader(run: Any, *_: object) -> None:
     [
         (without_update, "step 1: left without step.update"),
         (optimizer_step, "optimizer.step() is not this loop's to call"),
-        (steps_of_a_loader, "data set DataLoader: no map-style data set"),
+        (steps_of_a_loader, "dataset DataLoader: not a map-style dataset"),
         (saved_within, "run.fingerprint: within step 1"),
         (exchange_before_update, "step 1: torch.distributed.barrier within the step"),
     ],
@@ -749,7 +749,7 @@ def test_a_batch_whose_samples_are_columns_is_refused_with_the_line_to_write():
     def columns(items: list[Any]) -> Any:
         return torch.stack([row for row, _ in items], 1), torch.stack([target for _, target in items])
 
-    advice = r"let samples run along dim 0 of each tensor, and write x = x\.transpose\(0, 1\) in the loop"
+    advice = r"put samples along dim 0 of each tensor, and use x = x\.transpose\(0, 1\) in the loop"
     with joined() as run:
         loops.placed(run)
         with pytest.raises(UsageError, match=advice):

@@ -23,12 +23,13 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
     leaves = [dict(with_paths(each)) for each in trees]
     if not leaves[0]:
         found = type_name(samples[0])
-        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {found}")
+        raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {found}")
     for number, each in zip(numbers, leaves, strict=True):
         if each.keys() != leaves[0].keys():
             raise UsageError(
-                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, and sample {number} "
-                f"{_leaf_names(each)}; give all samples one structure, or name a function in recipe.data.collate"
+                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, but sample {number} has "
+                f"{_leaf_names(each)}; return the same structure for all samples, or set recipe.data.collate to a "
+                f"function"
             )
     batch = [_stack(label, _name(path, trees[0]), [each[path] for each in leaves], numbers) for path in leaves[0]]
     return like(trees[0], batch)
@@ -41,14 +42,14 @@ def check_batch(label: str, answer: Any, samples: int) -> Batch:
     """
     batch = _plain(answer)
     if not tensors_of(batch):
-        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {type_name(answer)}")
+        raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {type_name(answer)}")
     for path, leaf in with_paths(batch):
         where = f"{label}: batch{path}"
         if not isinstance(leaf, Tensor):
-            raise UsageError(f"{where} is {type_name(leaf)}; make a tensor of it, or leave it out")
+            raise UsageError(f"{where} is {type_name(leaf)}; convert it to a tensor, or remove it")
         if leaf.ndim == 0 or len(leaf) != samples:
             raise UsageError(
-                f"{where} has shape {list(leaf.shape)} for {samples} samples; samples run along dim 0 of each tensor"
+                f"{where} has shape {list(leaf.shape)} for {samples} samples; put samples along dim 0 of each tensor"
             )
     return map_tensors(usable, batch)
 
@@ -61,7 +62,8 @@ def _tensors(label: str, sample: Any) -> Batch:
             found = tensor(value)
         except TypeError as error:
             where = _name(path, sample)
-            raise UsageError(f"{label}: its {where} is {error}, or name a function in recipe.data.collate") from error
+            advice = "convert it, or set recipe.data.collate to a function"
+            raise UsageError(f"{label}: {where}: {error}; {advice}") from error
         is_scalar_count = found.ndim == 0 and not found.is_floating_point() and found.dtype != torch.bool
         return found.long() if is_scalar_count else found  # a scalar target may have any integer dtype
 
@@ -71,10 +73,10 @@ def _tensors(label: str, sample: Any) -> Batch:
 def _stack(label: str, what: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
     kinds = {(each.shape, each.dtype): number for each, number in zip(tensors, numbers, strict=True)}
     if len(kinds) > 1:
-        found = ", ".join(f"{list(shape)} of {dtype} (sample {number})" for (shape, dtype), number in kinds.items())
+        found = ", ".join(f"{list(shape)} and {dtype} (sample {number})" for (shape, dtype), number in kinds.items())
         raise UsageError(
-            f"{label}: {what}s differ: {found}; give all samples one shape and dtype, or name a function that pads "
-            f"them in recipe.data.collate"
+            f"{label}: {what}: samples differ in shape or dtype: {found}; return the same shape and dtype for all "
+            f"samples, or set recipe.data.collate to a function that pads them"
         )
     return torch.stack(tensors)
 
@@ -107,4 +109,4 @@ def _name(path: str, sample: Any) -> str:
 
 
 def _leaf_names(leaves: Mapping[str, Any]) -> str:
-    return ", ".join(path or "one value" for path in leaves) or "nothing"
+    return ", ".join(path or "a single value" for path in leaves) or "no values"

@@ -29,8 +29,8 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     and is only passed to the function if the function accepts it. Raises UsageError if the result is invalid or the
     options don't fit.
     """
-    label = f"data set {path}"
-    made = _call(label, import_object(path, "data set"), options)
+    label = f"dataset {path}"
+    made = _call(label, import_object(path, "dataset"), options)
     function = collate_of(collate)
     with OwnCode(label):
         if isinstance(made, DataSet):
@@ -77,7 +77,7 @@ def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
 
 
 def _json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
-    unfit, advice = f"{label}: its facts are not ready for JSON", "; use plain numbers, text and lists"
+    unfit, advice = f"{label}: facts cannot be saved as JSON", "; use plain numbers, strings, lists and dicts"
     with error_as(UsageError, (TypeError, ValueError), unfit, advice):
         json.dumps(facts)
     return facts
@@ -85,7 +85,7 @@ def _json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
-        raise UsageError(f"{label}: it is of type {type(function).__name__}; name a function")
+        raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
     with OwnCode(label):
         return function(**_fitting_options(label, function, options))
 
@@ -100,7 +100,8 @@ def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[
         signature.bind(**taken)
     except TypeError as error:
         raise UsageError(
-            f"{label}: {error}; it takes {signature}, and recipe.data.options gives {', '.join(taken) or 'nothing'}"
+            f"{label}: {error} (recipe.data.options sets {', '.join(taken) or 'nothing'}); set the options to match "
+            f"the signature {signature}"
         ) from None
     return taken
 
@@ -113,12 +114,16 @@ def _pair(label: str, made: Any) -> tuple[Any, Any]:
             continue
         if not is_map_style(dataset):
             raise UsageError(
-                f"{label}: its {name} part is {type_name(dataset)}; expected a map-style data set, with a length and "
-                f"items by number{', or None for no validation' if name == 'validation' else ''}"
+                f"{label}: {name} part: expected a map-style dataset with a length and integer indexing"
+                f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
             )
         if not len(dataset):
-            raise UsageError(f"{label}: its {name} part has no samples")
+            raise UsageError(f"{label}: the {name} part has no samples; return {_non_empty(name == 'validation')}")
     return made[0], made[1]
+
+
+def _non_empty(is_validation: bool) -> str:
+    return f"at least one sample{', or None for no validation' if is_validation else ''}"
 
 
 def _whole(label: str, made: DataSet) -> DataSet:
@@ -127,5 +132,5 @@ def _whole(label: str, made: DataSet) -> DataSet:
     validation = None if made.validation is None else OwnSplit(f"{label}: validation", made.validation)
     for part, split in (("train", train), ("validation", validation)):
         if split is not None and not len(split):
-            raise UsageError(f"{label}: its split {part} has no samples")
+            raise UsageError(f"{label}: the split {part} has no samples; return {_non_empty(part == 'validation')}")
     return replace(made, train=train, validation=validation, facts=_json(label, dict(made.facts)))

@@ -32,15 +32,15 @@ class Items:
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
-        self._label = label or f"data set {type(dataset).__name__}"
+        self._label = label or f"dataset {type(dataset).__name__}"
         if not is_map_style(dataset):
-            advice = "loader.dataset" if isinstance(dataset, DataLoader) else "one, such as a list of the items"
-            raise UsageError(f"{self._label}: no map-style data set, with a length and items by number; give {advice}")
+            advice = "pass loader.dataset" if isinstance(dataset, DataLoader) else "pass one, such as a list of items"
+            raise UsageError(f"{self._label}: not a map-style dataset with a length and integer indexing; {advice}")
         self._dataset = dataset
         self._collate = collate or default_collate
         self._length = _length(self._label, dataset)
         if not self._length:
-            raise UsageError(f"{self._label}: it has no samples")
+            raise UsageError(f"{self._label}: has no samples; pass a dataset with at least one sample")
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self.in_memory: bool = self._tensors is not None
 
@@ -152,7 +152,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def _length(label: str, dataset: Any) -> int:
-    with OwnCode(f"{label}: its length"):
+    with OwnCode(f"{label}: length"):
         return len(dataset)
 
 
@@ -165,13 +165,13 @@ def _item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
 def _check_batch(label: str, batch: Batch, samples: int) -> None:
     tensors: Sequence[torch.Tensor] = tensors_of(batch)
     if not tensors:
-        raise UsageError(f"{label}: collate gave a {type(batch).__name__} without a tensor; give tensors")
+        raise UsageError(f"{label}: collate returned a {type(batch).__name__} without tensors; return tensors")
     wrong = next((each for each in tensors if not each.ndim or len(each) != samples), None)
     if wrong is not None:
         second = wrong.ndim > 1 and wrong.shape[1] == samples
         raise UsageError(
-            f"{label}: collate gave a tensor of shape {list(wrong.shape)} for {samples} samples; let samples run along "
-            f"dim 0 of each tensor{', and write x = x.transpose(0, 1) in the loop' if second else ''}"
+            f"{label}: collate returned a tensor of shape {list(wrong.shape)} for {samples} samples; put samples along "
+            f"dim 0 of each tensor{', and use x = x.transpose(0, 1) in the loop' if second else ''}"
         )
 
 

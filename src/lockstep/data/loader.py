@@ -34,7 +34,7 @@ from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
 _BLOCK: Final = 64, 8192  # the maximum number of updates, and of samples over all ranks, to plan at once
-_ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
+_ROOM: Final = "increase its size (docker run --shm-size), or set placement.workers=0"
 _DEATH_S: Final = 0.5  # how long to wait until a process with a broken connection has exited
 
 
@@ -228,9 +228,9 @@ def _fetching(
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
-    advice = f"; they need room in /dev/shm that can be written; {_ROOM}"
+    advice = f"; make sure that /dev/shm is writable, {_ROOM}"
     # Checked first, because a half-constructed iterator of torch fails with its own error.
-    with os_error_as(PreflightError, "placement.workers: loader processes cannot be started", advice):
+    with os_error_as(PreflightError, "placement.workers: cannot start loader processes", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(
         _Fetches(split),
@@ -288,7 +288,7 @@ class _Fetches(Dataset[Any]):
             # and the trainer would wait for the batch forever.
             return map_tensors(Tensor.share_memory_, fetched)
         except RuntimeError as error:
-            return DataError(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}")
+            return DataError(f"placement.workers: a batch does not fit in /dev/shm: {error}; {_ROOM}")
 
 
 def _unwrap_answer(answer: Any) -> Batch:

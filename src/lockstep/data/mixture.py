@@ -30,7 +30,7 @@ class _Source:
     name: Text
     root: Text | None = None
     options: dict[str, Any] | None = None
-    weight: Annotated[float, Field(gt=0, le=1e12, description="a number above 0, at most 1e12")] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e12, description="a number greater than 0 and at most 1e12")] = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Options:
     - `samples`: The number of samples in an epoch. Defaults to the number of samples of all sources together.
     """
 
-    of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to data sets")]
+    of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to datasets")]
     samples: Count | None = None
 
 
@@ -54,7 +54,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         for each in option_errors(_Source, given)
     ]
     if wrong:
-        raise UsageError("\n".join(f"data set mixture: {each}" for each in wrong))
+        raise UsageError("\n".join(f"dataset mixture: {each}" for each in wrong))
     sources = {label: build_options(_Source, given) for label, given in options.of.items()}
     opened = {label: _open(request, label, each) for label, each in sources.items()}
     _check_alike({label: (each.facts, _kind(each.train)) for label, each in opened.items()})
@@ -62,9 +62,10 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     weights = [each.weight for each in sources.values()]
     counts = shares(options.samples or sum(map(len, trained)), weights)
     if 0 in counts:
+        label = [*opened][counts.index(0)]
         raise UsageError(
-            f"data set mixture: {[*opened][counts.index(0)]} has no sample in an epoch of {sum(counts):,}; give it "
-            f"more weight, or more options.samples"
+            f"dataset mixture: {label} has no samples in an epoch of {sum(counts):,} samples; increase "
+            f"options.of.{label}.weight or options.samples"
         )
     train = Mixture(trained, counts)
     validated = [each.validation for each in opened.values() if each.validation is not None]
@@ -116,8 +117,9 @@ class Mixture:
         fetched, places = zip(*self._fetched(indices, draw), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(places)))
         columns = [dict(with_paths(each)) for each in fetched]
-        unfit = "data set mixture: samples of its sources do not fit in one batch"
-        with error_as(UsageError, (RuntimeError, KeyError, TypeError), unfit):
+        unfit = "dataset mixture: cannot combine samples of its sources in one batch"
+        advice = "; use sources whose samples have the same structure and shapes"
+        with error_as(UsageError, (RuntimeError, KeyError, TypeError), unfit, advice):
             return map_with_paths(lambda path, _: torch.cat([each[path] for each in columns])[order], fetched[0])
 
     def _fetched(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
@@ -156,11 +158,11 @@ def _check_alike(found: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]
     for label, (own_facts, own_kind) in others:
         differing = sorted(key for key in {**facts, **own_facts} if facts.get(key) != own_facts.get(key))
         if not differing and kind != own_kind:
-            differing = [f"what a sample is, {own_kind} and {kind}"]
+            differing = [f"the dtypes of a sample, {own_kind} and {kind}"]
         if differing:
             raise UsageError(
-                f"data set mixture: {label} and {first} differ in {', '.join(differing)}; a model takes one kind of "
-                f"data: sources can be mixed that agree in this"
+                f"dataset mixture: {label} and {first} differ in {', '.join(differing)}; convert one of them, or use "
+                f"only sources that agree in this"
             )
 
 
@@ -169,12 +171,12 @@ def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
     asked = DataRequest(source.name, root, request.download, options=source.options or {})
     if asked.cuts:
         raise UsageError(
-            f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; "
-            f"make one data set of them"
+            f"dataset mixture: recipe.data.options.of.{label}: {source.name} is not supported, since a mixture does "
+            f"not crop or resize images; combine the images in one dataset {source.name}"
         )
-    where = f"data set mixture: recipe.data.options.of.{label}"
+    where = f"dataset mixture: recipe.data.options.of.{label}"
     with error_as(UsageError, UsageError, where):
         opened = open_source(asked)
     if not len(opened.train):
-        raise UsageError(f"{where}: no sample to train on; remove it")
+        raise UsageError(f"{where}: has no training samples; remove it")
     return opened

@@ -14,9 +14,9 @@ T = TypeVar("T")
 _MOST: Final = 10**12
 _STRICT: Final = ConfigDict(strict=True)
 
-Count = Annotated[int, Field(ge=1, le=_MOST, description="a whole number of at least 1")]
-Share = Annotated[float, Field(ge=0, lt=1, description="a share of at least 0 and less than 1, such as 0.1")]
-Text = Annotated[str, Field(max_length=4000, description="text")]
+Count = Annotated[int, Field(ge=1, le=_MOST, description="an integer of at least 1")]
+Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and less than 1, such as 0.1")]
+Text = Annotated[str, Field(max_length=4000, description="a string")]
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="a list of names")]
 
 
@@ -30,14 +30,14 @@ def option_errors(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
     valid = {field.name: field for field in fields(kind)}
     for name, value in given.items():
         if not valid:
-            yield f"options.{name}: it takes no options; remove it"
+            yield f"options.{name}: this dataset has no options; remove it"
         elif name not in valid:
             yield f"options.{name}: unknown option{choices(name, valid)}"
         elif value is not None and (wrong := _wrong(kind, name, value)):
-            yield f"options.{name}: {wrong}; got {value!r}"
+            yield f"options.{name}: {wrong}, got {value!r}"
     for name, field in valid.items():
         if field.default is MISSING and given.get(name) is None:
-            yield f"options.{name}: missing; it has no default"
+            yield f"options.{name}: missing; set it, since it has no default"
 
 
 def build_options(kind: type[T], given: Mapping[str, Any]) -> T:

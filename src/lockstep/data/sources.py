@@ -85,7 +85,7 @@ def open_data(request: DataRequest) -> DataSet:
     from lockstep.data.options import build_options, option_errors
 
     source = cast(Source, import_module(f"lockstep.data.{_known(request.name).module}"))
-    strange = [f"collate: {request.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
+    strange = [f"collate: {request.collate} is only supported by your own datasets and by {_COLLATING}; remove it"]
     collate = strange if request.collate and request.name != _COLLATING else []
     _refuse(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
     return source.open_data(request, build_options(source.Options, request.options))
@@ -93,10 +93,10 @@ def open_data(request: DataRequest) -> DataSet:
 
 def _known(name: str) -> Known:
     if name not in SOURCES:
-        raise UsageError(f"data set {name}: no such data set{choices(name, (*SOURCES, _OWN))}")
+        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _OWN))}")
     return SOURCES[name]
 
 
 def _refuse(name: str, found: list[str]) -> None:
     if found:
-        raise UsageError("\n".join(f"data set {name}: recipe.data.{each}" for each in found))
+        raise UsageError("\n".join(f"dataset {name}: recipe.data.{each}" for each in found))

@@ -90,7 +90,7 @@ def _jpeg(content: bytearray, image: Image.Image) -> Tensor:
 
 def _pixels(image: Image.Image) -> Tensor:
     if image.mode.startswith(("I", "F")):  # Pillow would clip values above 255: a 16-bit image would become white
-        raise ValueError(f"its values do not fit into 8 bits (Pillow's mode {image.mode})")
+        raise ValueError(f"its values do not fit into 8 bits (Pillow mode {image.mode})")
     # Convert palettes by way of RGBA, because Pillow warns about palettes with transparency.
     plain = image.convert("RGBA") if image.mode == "P" else image
     return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)
@@ -98,7 +98,7 @@ def _pixels(image: Image.Image) -> Tensor:
 
 def _reason(error: Exception, content: bytearray) -> str:
     if not content:
-        return "it is empty"
+        return "the file is empty"
     if isinstance(error, UnidentifiedImageError):  # its message names an internal object
-        return "it has no image format that is known"
+        return "unknown image format"
     return _BUILT_AT.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

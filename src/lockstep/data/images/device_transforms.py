@@ -46,19 +46,23 @@ class ImageTransforms:
     def _misfits(self, shape: tuple[int, ...]) -> Iterator[str]:
         image = len(shape) == 3
         if not image and (self.crop_padding or self.flip):
-            yield f"recipe.data.augment: samples of shape {shape} are no images; leave crop_padding and flip out"
+            yield (
+                f"recipe.data.augment: crop_padding and flip require images, got samples of shape {shape}; remove "
+                f"crop_padding and flip"
+            )
         for name, values, other, others in (("mean", self.mean, "std", self.std), ("std", self.std, "mean", self.mean)):
             if values is None:
                 continue
             if others is None:
-                yield f"recipe.data.{name}: given without {other}, which this data set has none of; give both, or none"
-            elif not image or len(values) != shape[0]:
-                has = f"{shape[0]} channels" if image else f"shape {shape}, no channels"
-                yield f"recipe.data.{name}: {len(values)} values, but samples have {has}; give one for each channel"
+                yield f"recipe.data.{name}: set without {other}, which has no default here; set both, or neither"
+            elif not image:
+                yield f"recipe.data.{name}: requires images, got samples of shape {shape}; remove it"
+            elif len(values) != shape[0]:
+                yield f"recipe.data.{name}: {len(values)} values for {shape[0]} channels; set one value per channel"
         if image and self.crop_padding >= min(shape[1:]):
             yield (
-                f"recipe.data.augment.crop_padding: {self.crop_padding} around images of {shape[1]}x{shape[2]} gives "
-                f"crops without a pixel of the image; use at most {min(shape[1:]) - 1}"
+                f"recipe.data.augment.crop_padding: {self.crop_padding} is too large for images of "
+                f"{shape[1]}x{shape[2]}, since a crop could contain only padding; use at most {min(shape[1:]) - 1}"
             )
 
     def prepare(self, fetched: Batch, request: Request) -> Batch:
@@ -108,7 +112,7 @@ def device_transforms(
         return None
     classes = whole_samples(facts)
     if mixes and classes is None:
-        raise UsageError("recipe.mix: there are no labels of whole samples to mix; leave mixup and cutmix out")
+        raise UsageError("recipe.mix: mixup and cutmix require a class for each sample; remove mixup and cutmix")
     made = ImageTransforms(
         device=device,
         classes=classes or 0,

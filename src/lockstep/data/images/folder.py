@@ -48,15 +48,15 @@ def _warnings(ignored: Sequence[str]) -> Iterator[str]:
         kinds = Counter(_kind(os.path.basename(each)) for each in ignored)
         shown = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_SHOWN]
         others = len(ignored) - sum(kinds[kind] for kind in shown)
-        named = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in shown] + [f"{others:,} others"] * (others > 0)
+        named = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in shown] + [f"{others:,} other"] * (others > 0)
         yield (
-            f"data set folder: files ignored: {len(ignored):,} ({', '.join(named)}); images end in "
-            f"{', '.join(IMAGE_SUFFIXES)}, in the folder of a class"
+            f"dataset folder: files ignored: {len(ignored):,} ({', '.join(named)}); images must be in the folder of a "
+            f"class, and end in {', '.join(IMAGE_SUFFIXES)}"
         )
 
 
 def _kind(name: str) -> str:
-    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without an ending"
+    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without a suffix"
 
 
 @final

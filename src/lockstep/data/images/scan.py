@@ -17,9 +17,9 @@ OTHER_PICTURES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".j
 VALIDATION_PER_CLASS: Final = 0.1  # the default if the root contains the folders of the classes
 _SHOWN: Final = 5
 _LIKE_A_SPLIT: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
-_OR_NO_SPLIT: Final = "; or the folders of the classes alone, of which a share becomes validation's"
+_OR_NO_SPLIT: Final = ", or in only <class>/, which is then split into training and validation"
 _OR_A_SHARE: Final = (
-    "; or keep a share of each class of train/ for validation with options.validation_per_class=0.1, or none with 0"
+    ", or set options.validation_per_class=0.1 to use a fraction of train/ for validation (0 for no validation)"
 )
 
 
@@ -57,7 +57,9 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
     the order is the same on every machine. Hidden folders are ignored. Raises UsageError with one line per problem.
     """
     if share is not None and per_class is not None:
-        raise UsageError("data set folder: set options.validation or options.validation_per_class, not both")
+        raise UsageError(
+            "dataset folder: options.validation and options.validation_per_class are both set; set only one of them"
+        )
     if share is not None:
         return _split(root, share)
     if per_class is not None:
@@ -84,8 +86,9 @@ def _split(root: str, share: float) -> Scan:
         part.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
-            f"data set folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
-            f"{folder} leaves a class, or validation, without any; use another share, or a folder val"
+            f"dataset folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
+            f"{folder} leaves a class or the validation part without images; use a different fraction, or set "
+            f"options.validation_per_class instead"
         )
     return Scan(classes, train, validation, found.ignored)
 
@@ -102,7 +105,10 @@ def _split_classes(root: str, share: float | None) -> Scan:
     for files in found.images.values():
         taken |= {above + name for name in take_share([file.removeprefix(above) for file in files], share)}
     if share and not taken:
-        raise UsageError(f"data set folder: each class of {folder} has one image, so none is left for validation")
+        raise UsageError(
+            f"dataset folder: each class of {folder} has a single image, so no image is left for validation; add "
+            f"images, or set options.validation_per_class=0"
+        )
     labelled = _label_files(found.images, classes)
     train, validation = ([each for each in labelled if (each[0] in taken) == part] for part in (False, True))
     return Scan(classes, train, validation, found.ignored)
@@ -114,7 +120,9 @@ def _only_split(root: str, option: str) -> tuple[Path, _Found]:
     Raises UsageError if there is a val/.
     """
     if (Path(root) / "val").is_dir():
-        raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.{option}")
+        raise UsageError(
+            f"dataset folder: options.{option}: not supported with the folder {Path(root) / 'val'}; remove the option"
+        )
     split = "train" if (Path(root) / "train").is_dir() else ""
     found = _look_into(root, split)
     _refuse(list(_empty(root, {split: found.images})))
@@ -125,36 +133,38 @@ def _check_layout(root: Path, found: dict[str, list[str]]) -> None:
     """Raise UsageError if the folders in the root don't look like classes."""
     if len(found) == 1:
         raise UsageError(
-            f"data set folder: {root} holds one folder, '{next(iter(found))}', and a class needs another to be told "
-            f"from; let recipe.data.root be the folder that holds those of the classes"
+            f"dataset folder: {root} contains a single folder, '{next(iter(found))}', but at least 2 classes are "
+            f"required; set recipe.data.root to the folder that contains the class folders"
         )
     deep = {name for name, files in found.items() if all(root / name != Path(file).parent for file in files)}
     if splits := sorted(name for name in deep if name.lower() in _LIKE_A_SPLIT):
         raise UsageError(
-            f"data set folder: {root / splits[0]} holds folders and is named as a split; name the splits train "
-            f"and val, or set options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
+            f"dataset folder: {root / splits[0]} contains folders and has the name of a split; rename the splits to "
+            f"train and val, or set options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
         )
 
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        raise UsageError("\n".join(f"data set folder: {each}" for each in problems))
+        raise UsageError("\n".join(f"dataset folder: {each}" for each in problems))
 
 
 def _look_into(root: str, split: str) -> _Found:
     folder = Path(root) / split
     if not folder.is_dir():
         lacking = folder if os.path.isdir(root) else Path(root)
-        what = f"{lacking} is no folder" if lacking.exists() else f"there is no folder {lacking}"
+        what = "not a folder" if lacking.exists() else "no such folder"
         raise UsageError(
-            f"data set folder: {what}; recipe.data.root must hold train/<class>/ and val/<class>/ with the images of "
-            f"each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
+            f"dataset folder: {lacking}: {what}; set recipe.data.root to a folder with the images of each class in "
+            f"train/<class>/ and val/<class>/{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
         )
     with os.scandir(folder) as entries:
         listed = [(each.name, each.is_dir()) for each in entries]
     names = sorted(name for name, is_folder in listed if is_folder and not is_hidden(name))
     if not names:
-        raise UsageError(f"data set folder: {folder} holds no folders of classes; put each class's images in one")
+        raise UsageError(
+            f"dataset folder: {folder} contains no class folders; put the images of each class into its own folder"
+        )
     found: dict[str, list[str]] = {name: [] for name in names}
     ignored = sorted(str(folder / name) for name, is_folder in listed if not is_folder)
     for name in names:
@@ -162,7 +172,7 @@ def _look_into(root: str, split: str) -> _Found:
             (found[name] if _is_image(file, IMAGE_SUFFIXES) else ignored).append(file)
     if not any(found.values()):
         raise UsageError(
-            f"data set folder: no images in the {len(names)} folders of {folder}; images end in "
+            f"dataset folder: no images in the {len(names)} class folders of {folder}; add files that end in "
             f"{', '.join(IMAGE_SUFFIXES)}"
         )
     return _Found(found, ignored)
@@ -173,7 +183,7 @@ def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[s
         if missing := sorted(splits[here].keys() - splits[there].keys()):
             yield (
                 f"{_format_classes(missing)} of {Path(root) / here} "
-                f"{'is' if len(missing) == 1 else 'are'} missing in {Path(root) / there}; both need the same"
+                f"{'is' if len(missing) == 1 else 'are'} missing in {Path(root) / there}; use the same classes in both"
             )
 
 
@@ -181,7 +191,7 @@ def _empty(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     for split, found in splits.items():
         if empty := [name for name, files in found.items() if not files]:
             where = f"{_format_classes(empty)} of {Path(root) / split}"
-            yield f"no images in {where}; add some, which end in {', '.join(IMAGE_SUFFIXES)}, or remove the folder"
+            yield f"no images in {where}; add files that end in {', '.join(IMAGE_SUFFIXES)}, or remove the folder"
 
 
 def _format_classes(names: list[str]) -> str:

@@ -36,7 +36,8 @@ def load_index(file: Path, label: str) -> TarIndex:
     ignored. Raises UsageError if the file can't be read as a tar archive.
     """
     wrong = (OSError, ValueError, OverflowError, tarfile.TarError)  # OverflowError: from numbers too large for a file
-    unread = error_as(UsageError, wrong, f"data set webdataset: {file} cannot be read as a tar archive")
+    problem = f"dataset webdataset: cannot read {file} as a tar archive"
+    unread = error_as(UsageError, wrong, problem, "; use a complete archive without compression")
     with unread, plainfile.reader(file, links=True) as stream:
         found = os.fstat(stream.fileno())
         mark = np.array([_VERSION, found.st_size, found.st_mtime_ns])
@@ -81,8 +82,8 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
         raise UsageError(
-            f"data set webdataset: {file} is cut off, or damaged, at byte {offset:,}, where its end should be; copy it "
-            f"again"
+            f"dataset webdataset: {file} is truncated or damaged at byte {offset:,}, where it is expected to end; copy "
+            f"it again"
         )
 
 
@@ -96,7 +97,7 @@ def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
         spans.append((picture.offset_data, picture.size))
         targets.append(_target(archive, f"{file}: {name}", parts, label))
     if not names:
-        raise UsageError(f"data set webdataset: {file} has no pictures; they end in {', '.join(IMAGE_SUFFIXES)}")
+        raise UsageError(f"dataset webdataset: {file} has no images; add files that end in {', '.join(IMAGE_SUFFIXES)}")
     return TarIndex(str(file), np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
 
 
@@ -125,14 +126,20 @@ def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.
 def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
     member = parts.get(label) or parts.get("json")
     if member is None:
-        raise UsageError(f"data set webdataset: {where} has neither .{label} nor .json beside it; mend options.label")
+        raise UsageError(f"dataset webdataset: {where} has neither a .{label} nor a .json; correct options.label")
     stream = archive.extractfile(member)
     content = stream.read(_LABEL) if stream is not None else b""
     try:
         found: Any = plainfile.parse_json(content)
         value = found[label] if isinstance(found, dict) else found
     except (ValueError, KeyError) as error:
-        raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error
+        raise UsageError(
+            f"dataset webdataset: {where}: {member.name} has no integer '{label}': {error!r}; correct the file or "
+            f"options.label"
+        ) from error
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_CLASSES:
-        raise UsageError(f"data set webdataset: {where}: its class is {value!r}; classes are whole numbers from 0")
+        raise UsageError(
+            f"dataset webdataset: {where}: expected a class from 0 to {_MOST_CLASSES - 1:,}, got {value!r}; correct "
+            f"the file"
+        )
     return value

@@ -57,7 +57,7 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
     """
     known = _KNOWN[name]
     if not download and not Path(root).is_dir():
-        raise UsageError(_absent(name, root, "there is no such folder"))
+        raise UsageError(_absent(name, root, "no such folder"))
     with _alone(name, root):
         # CIFAR's files are pickles, which can run code when they are loaded. torchvision's constructor checks the MD5
         # of each file, downloaded or not, before it opens the file. Therefore nothing else may read them.
@@ -74,8 +74,8 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
 def _alone(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
         return nullcontext()  # not writable, so no rank is downloading to it
-    advice = "; set recipe.data.root to another"
-    with os_error_as(UsageError, f"data set {name}: the folder {root} cannot be made", advice):
+    advice = "; set recipe.data.root to a different folder"
+    with os_error_as(UsageError, f"dataset {name}: cannot create the folder {root}", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
     return exclusive(Path(root) / f".{name}.lock")
 
@@ -92,15 +92,15 @@ def _open(name: str, root: str, download: bool, train: bool) -> Any:
         if not download:
             raise UsageError(_absent(name, root, reason)) from error
         raise UsageError(
-            f"data set {name}: it cannot be downloaded to {root}: {reason}; mend the network and start again, or "
-            f"copy torchvision's {_KNOWN[name].kind} files there from another machine"
+            f"dataset {name}: cannot download it to {root}: {reason}; check the network and start again, or copy "
+            f"torchvision's {_KNOWN[name].kind} files there from a different machine"
         ) from error
 
 
 def _absent(name: str, root: str, reason: str) -> str:
     return (
-        f"data set {name}: not found whole in {root}: {reason}; set recipe.data.root to where it is, or remove what "
-        f"is left of it there and set recipe.data.download=true"
+        f"dataset {name}: missing or incomplete in {root}: {reason}; set recipe.data.root to its folder, or remove its "
+        f"files from {root} and set recipe.data.download=true"
     )
 
 

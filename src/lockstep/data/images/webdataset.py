@@ -43,16 +43,24 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     held_out = [load_index(each, options.label) for each in _archives(Path(request.root), "val")]
     if not train:
         raise UsageError(
-            f"data set webdataset: there is neither train*.tar nor train/*.tar in {request.root}; set recipe.data.root"
+            f"dataset webdataset: found neither train*.tar nor train/*.tar in {request.root}; set recipe.data.root to "
+            f"the folder of the archives"
         )
     if bool(held_out) == (options.validation is not None):
-        found = "there are val*.tar; remove it" if held_out else "missing, and there are no val*.tar; 0 is none"
-        raise UsageError(f"data set webdataset: options.validation: {found}")
+        found = (
+            "not supported with val archives; remove it"
+            if held_out
+            else "missing, but required without val archives; set a fraction, or 0 for no validation"
+        )
+        raise UsageError(f"dataset webdataset: options.validation: {found}")
     every = Archives(train)
     parts = (every, Archives(held_out)) if held_out else every.split(options.validation or 0.0)
     classes = _classes(options.classes, [*every.targets.tolist(), *parts[1].targets.tolist()])
     if not len(parts[0].targets):
-        raise UsageError("data set webdataset: no picture is left for training; use another options.validation")
+        raise UsageError(
+            f"dataset webdataset: options.validation: {options.validation} leaves no image for training; use a smaller "
+            f"fraction"
+        )
     return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
 
 
@@ -83,7 +91,7 @@ class Archives:
                 self._opened[number] = plainfile.descriptor(Path(archive.file), links=True)
             content = bytearray(size)
             if os.preadv(self._opened[number], [content], offset) != size:
-                raise DataError(f"{self.name(index)}: the archive was cut off while it was in use")
+                raise DataError(f"{self.name(index)}: the archive was truncated while in use; copy it again")
         return content
 
     def split(self, share: float) -> tuple[Self, Self]:
@@ -106,7 +114,7 @@ def _classes(given: int | list[str] | None, targets: list[int]) -> list[str]:
     names = given if isinstance(given, list) else [str(each) for each in range(given or max(targets, default=0) + 1)]
     if targets and (min(targets) < 0 or max(targets) >= len(names)):
         raise UsageError(
-            f"data set webdataset: classes are numbered {min(targets)} to {max(targets)}, and there are {len(names)}; "
-            f"mend options.classes"
+            f"dataset webdataset: options.classes: {len(names)} classes, but the images have classes {min(targets)} to "
+            f"{max(targets)}; set at least {max(targets) + 1} classes"
         )
     return names

@@ -80,7 +80,7 @@ def check_input(name: str, column: Any, means: bool) -> None:
     """
     import pyarrow.types as types
 
-    refuse_mixed(name, column, "or name it in options.categories")
+    refuse_mixed(name, column, "or add the column to options.categories")
     if kind_of(column) == "number" or types.is_null(column.type):  # the null type, if all values are missing
         check_numbers(name, column, means)
 
@@ -90,9 +90,9 @@ def check_numbers(name: str, column: Any, means: bool) -> None:
     values = _floats(name, column)
     wrong = np.isinf(values) if means else ~np.isfinite(values)
     if wrong.any():
-        advice = "leave them out" if means else "leave them out, or set options.missing=mean"
+        advice = "remove such rows" if means else "remove such rows, or set options.missing=mean for missing values"
         raise UsageError(
-            f"data set table: column '{name}' has {int(wrong.sum()):,} {'' if means else 'missing or '}infinite "
+            f"dataset table: column '{name}' has {int(wrong.sum()):,} {'' if means else 'missing or '}infinite "
             f"values, the first in row {int(wrong.argmax()):,}; {advice}"
         )
 
@@ -106,8 +106,8 @@ def refuse_mixed(name: str, column: Any, advice: str) -> None:
     written = {each for each in strange if _WRITTEN.fullmatch(each)}
     if strange and 2 * len(strange - written) < len(values):
         row, found = next((row, each) for row, each in enumerate(column.to_pylist()) if each in strange)
-        mend = "write digits alone, and a point for decimals" if found in written else "leave such rows out"
-        raise UsageError(f"data set table: column '{name}' has numbers, but {found!r} in row {row:,}; {mend}, {advice}")
+        fix = "write only digits and a decimal point" if found in written else "remove such rows"
+        raise UsageError(f"dataset table: column '{name}' has numbers, but {found!r} in row {row:,}; {fix}, {advice}")
 
 
 def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
@@ -117,14 +117,14 @@ def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number 
         return _number(name, column, means)
     if kind == "other" and not is_category:
         raise UsageError(
-            f"data set table: column '{name}' is of {column.type}, neither numbers nor text; name it in options.ignore "
-            f"or options.categories"
+            f"dataset table: column '{name}' has type {column.type}, but only numbers and text are supported; add it "
+            f"to options.ignore or options.categories"
         )
     values = sorted({_text(each) for each in column.unique().to_pylist()})
     if len(values) > _MOST_VALUES:
         raise UsageError(
-            f"data set table: column '{name}' has {len(values):,} different values, more than {_MOST_VALUES:,}; name "
-            f"it in options.ignore"
+            f"dataset table: column '{name}' has {len(values):,} distinct values, but at most {_MOST_VALUES:,} are "
+            f"supported; add it to options.ignore"
         )
     return Category(name, tuple(values))
 
@@ -136,7 +136,10 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
             return Number(name, mean, std, means)
         case {"name": str(name), "values": list(values)} if all(isinstance(each, str) for each in values):
             return Category(name, tuple(values))
-    raise UsageError(f"data set table: a column of the checkpoint has {', '.join(facts) or 'nothing'}; restore it")
+    raise UsageError(
+        f"dataset table: expected name, mean and std, or name and values, for a column of the checkpoint, got "
+        f"{', '.join(facts) or 'nothing'}; restore the checkpoint"
+    )
 
 
 def _number(name: str, column: Any, means: bool) -> Number:
@@ -152,9 +155,9 @@ def _floats(name: str, column: Any) -> NDArray[np.float64]:
         found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls become NaN
     except Exception as error:  # pyarrow raises many types of errors
         texts = ((row, each) for row, each in enumerate(column.to_pylist()) if isinstance(each, str))
-        first = next((f": {each!r} in row {row:,} is none" for row, each in texts if not _is_number(each)), "")
-        problem = f"'{name}' is of {column.type}, and has numbers in training{first}; give it one type"
-        raise UsageError(f"data set table: column {problem}") from error
+        first = next((f", such as {each!r} in row {row:,}" for row, each in texts if not _is_number(each)), "")
+        problem = f"'{name}' has numbers in training, but type {column.type} here{first}; use the same type"
+        raise UsageError(f"dataset table: column {problem}") from error
     return found
 
 

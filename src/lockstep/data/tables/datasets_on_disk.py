@@ -50,9 +50,12 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     else:
         validation = _columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
-        raise UsageError(f"data set datasets: {request.root} has {len(train):,} rows, of which training gets none")
+        raise UsageError(
+            f"dataset datasets: {request.root} has {len(train):,} rows, and none is left for training; add rows, or "
+            f"set a smaller options.validation"
+        )
     names = getattr(train.features.get(options.target), "names", None)
-    label = f"data set {request.name}"
+    label = f"dataset {request.name}"
     return wrap_map_style(label, _columns(train, numbers, options), validation, names, collate_of(request.collate))
 
 
@@ -76,22 +79,23 @@ class Columns:
 
 
 def _parts(root: str, options: Options) -> tuple[Any, Any]:
-    datasets = import_extra("datasets", "datasets", "data set datasets")
+    datasets = import_extra("datasets", "datasets", "dataset datasets")
     if not Path(root).is_dir():
         raise UsageError(
-            f"data set datasets: there is no folder {root}; set recipe.data.root to what save_to_disk wrote"
+            f"dataset datasets: {root}: no such folder; set recipe.data.root to a folder that save_to_disk wrote"
         )
     try:
         plainfile.check_folder(Path(root))
         found = datasets.load_from_disk(root)
     except Exception as error:  # the library passes on any error of its readers
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"data set datasets: {root} cannot be opened: {message}") from error
+        advice = "set recipe.data.root to a folder that save_to_disk wrote"
+        raise UsageError(f"dataset datasets: cannot open {root}: {message}; {advice}") from error
     if isinstance(found, datasets.Dataset):
         return found, None
     for part in (options.train, options.held_out):
         if part not in found and part != Options.held_out:
-            raise UsageError(f"data set datasets: {root} has no part '{part}'{choices(part, found)}")
+            raise UsageError(f"dataset datasets: {root} has no split '{part}'{choices(part, found)}")
     return found[options.train], found.get(options.held_out)
 
 
@@ -101,6 +105,6 @@ def _columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> Columns
     wanted = [inputs] if isinstance(inputs, str) else inputs
     for name in [*wanted, *([options.target] if options.target is not None else [])]:
         if name not in names:
-            raise UsageError(f"data set datasets: there is no column '{name}'{choices(name, names)}")
+            raise UsageError(f"dataset datasets: no column '{name}'{choices(name, names)}")
     alone = options.target is not None and len(wanted) == 1
     return Columns(rows, numbers, wanted[0] if alone else inputs, options.target)

@@ -68,7 +68,10 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     _check_names(files[0], [*targets, *categories, *ignored])
     left = [name for name in files[0].column_names if name not in {*targets, *ignored}]
     if not left:
-        raise UsageError(f"data set table: {request.root} has no column beside {', '.join(targets)} to learn from")
+        raise UsageError(
+            f"dataset table: {request.root} has no input columns in addition to the target {', '.join(targets)}; add "
+            f"columns, or remove columns from options.ignore"
+        )
     means = options.missing == "mean"
     for table in files:  # whole files, so that row numbers match
         for name in left:
@@ -116,9 +119,9 @@ def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> 
     for name, (mean, std) in zip(targets, scales, strict=False):
         if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
             yield (
-                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, and targets whose size or "
-                f"spread is far from 1 are learned slowly, if at all, by a model that does not scale its outputs, as "
-                f"recipe.model.name=mlp does; for other models subtract the mean, and divide by the deviation"
+                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "
+                f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales them, or "
+                f"subtract the mean and divide by the standard deviation"
             )
 
 
@@ -131,7 +134,8 @@ def _files(root: Path) -> list[pyarrow.Table]:
         if train.exists():
             return [*same_columns(validation, read(train), read(validation))] if validation.exists() else [read(train)]
     raise UsageError(
-        f"data set table: {root} holds neither train.csv nor train.parquet; name a file in recipe.data.root"
+        f"dataset table: {root} contains neither train.csv nor train.parquet; set recipe.data.root to a file, or to a "
+        f"folder with one of them"
     )
 
 
@@ -144,14 +148,17 @@ def _parts(
     table = files[0]
     chosen = rows_in_share(len(table), share)
     if share and (not chosen.any() or chosen.all()):
-        raise UsageError(f"data set table: {len(table):,} rows have no share of {share}; use another validation, or 0")
+        raise UsageError(
+            f"dataset table: options.validation: {share} of {len(table):,} rows leaves training or validation without "
+            f"rows; use a different fraction, or 0"
+        )
     return table.filter(~chosen), table.filter(chosen) if share else None, np.flatnonzero(~chosen)
 
 
 def _check_names(table: pyarrow.Table, names: list[str]) -> None:
     for name in names:
         if name not in table.column_names:
-            raise UsageError(f"data set table: there is no column '{name}'{choices(name, table.column_names)}")
+            raise UsageError(f"dataset table: no column '{name}'{choices(name, table.column_names)}")
 
 
 def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
@@ -163,7 +170,10 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
     if kind == "regression" or (kind is None and (floating or len(targets) > 1)):
         return None
     if len(targets) > 1:
-        raise UsageError(f"data set table: target: {len(targets)} columns cannot be classes; use kind: regression")
+        raise UsageError(
+            f"dataset table: options.target: {len(targets)} columns, but classification supports only 1; set a single "
+            f"column, or options.kind=regression"
+        )
     found = sorted(each for each in column.unique().to_pylist() if each is not None)
     many = len(found) > _MOST_CLASSES or (len(found) > _MOST_RARE and 10 * len(found) > len(table))
     if kind is None and types.is_integer(column.type) and many:
@@ -181,7 +191,7 @@ def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
 
 def _ask(table: pyarrow.Table, target: str, found: list[Any]) -> str:
     return (
-        f"data set table: target: '{target}' has {len(found):,} different whole numbers in {len(table):,} rows; set "
+        f"dataset table: options.target: '{target}' has {len(found):,} distinct integers in {len(table):,} rows; set "
         f"options.kind=regression if they are amounts, or options.kind=classification if each is a class"
     )
 
@@ -189,14 +199,16 @@ def _ask(table: pyarrow.Table, target: str, found: list[Any]) -> str:
 def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
     for name in names:
         column = table[name]
-        problem = f"data set table: target: '{name}'"
+        problem = f"dataset table: options.target: '{name}'"
         if column.null_count:
             first = column.is_null().to_pylist().index(True)
-            raise UsageError(f"{problem} is missing in row {first:,}; leave such rows out")
+            raise UsageError(f"{problem} is missing in row {first:,}; remove such rows")
         if kind != "classification":
             refuse_mixed(name, column, "or set options.kind=classification")
         if kind_of(column) == "other":
-            raise UsageError(f"{problem} is of {column.type}, neither numbers nor text; name another column")
+            raise UsageError(
+                f"{problem} has type {column.type}, but only numbers and text are supported; set a different column"
+            )
 
 
 def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, question: str) -> torch.Tensor:
@@ -206,8 +218,8 @@ def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, 
     found = [codes.get(each, -1) for each in table[names[0]].to_pylist()]
     if -1 in found:
         strange = table[names[0]][found.index(-1)].as_py()
-        unknown = f"data set table: target: validation has the class {strange!r}, which training has not"
-        raise UsageError(question or unknown)
+        unknown = f"validation has the class {strange!r}, which does not occur in training; remove such rows"
+        raise UsageError(question or f"dataset table: options.target: {unknown}")
     return torch.tensor(found)
 
 
@@ -215,9 +227,10 @@ def _floats(name: str, column: Any) -> NDArray[np.float32]:
     try:
         found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
     except Exception as error:  # pyarrow raises many types of errors
-        problem = f"'{name}' of {column.type} is no number; use kind: classification"
-        raise UsageError(f"data set table: target: {problem}") from error
+        problem = f"'{name}' has type {column.type}, and cannot be converted to numbers"
+        advice = "use numbers, or options.kind=classification with a single target"
+        raise UsageError(f"dataset table: options.target: {problem}; {advice}") from error
     if not np.isfinite(found).all():
         row = int((~np.isfinite(found)).argmax())
-        raise UsageError(f"data set table: target: '{name}' is not finite in row {row:,}; leave such rows out")
+        raise UsageError(f"dataset table: options.target: '{name}' is not finite in row {row:,}; remove such rows")
     return found

@@ -79,7 +79,10 @@ def _text(place: Path) -> str:
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         found += [Path(folder) / each for each in sorted(files) if each.endswith(".txt") and not each.startswith(".")]
     if not found:
-        raise UsageError(f"data set text: no file below {place} ends in .txt; set recipe.data.root to a file or folder")
+        raise UsageError(
+            f"dataset text: no .txt files below {place}; set recipe.data.root to a text file, or to a folder with .txt "
+            f"files"
+        )
     return "".join(map(_read, found))
 
 
@@ -88,11 +91,13 @@ def _read(file: Path) -> str:
         with plainfile.reader(file, links=True) as stream:
             found = stream.read().decode()
     except OSError as error:
-        raise UsageError(f"data set text: {file} cannot be read: {error.strerror}; set recipe.data.root") from None
+        problem = f"cannot read {file}: {error.strerror}"
+        raise UsageError(f"dataset text: {problem}; set recipe.data.root to a readable file or folder") from None
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"data set text: {file} is no UTF-8: byte {error.start:,} is {error.object[error.start]:#04x}; convert it"
+            f"dataset text: {file} is not valid UTF-8: byte {error.start:,} is {error.object[error.start]:#04x}; "
+            f"convert the file to UTF-8"
         ) from None
     if not found:
-        raise UsageError(f"data set text: {file} is empty; put text into it, or remove it")
+        raise UsageError(f"dataset text: {file} is empty; add text to it, or remove it")
     return found

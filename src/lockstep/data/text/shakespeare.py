@@ -22,8 +22,8 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 def shakespeare(file: Path = _FILE) -> bytes:
     """Return the text as ASCII bytes. Raises TrainingError if `file` can't be read or contains a different text."""
     # ValueError: the compressed data ends early.
-    with error_as(TrainingError, (OSError, ValueError), str(file), "; install Lockstep again"):
+    with error_as(TrainingError, (OSError, ValueError), str(file), "; reinstall Lockstep"):
         text = bz2.decompress(file.read_bytes())
     if (found := hashlib.sha256(text).hexdigest()) != _SHA256:
-        raise DataError(f"{file}: its text has sha256 {found}, not {_SHA256}; install Lockstep again")
+        raise DataError(f"{file}: expected a text with sha256 {_SHA256}, got {found}; reinstall Lockstep")
     return text

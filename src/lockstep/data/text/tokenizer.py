@@ -108,7 +108,7 @@ class Characters:
         strange = self._points[np.minimum(found, len(self.characters) - 1)] != points
         if strange.any():
             first = int(strange.argmax())
-            raise UsageError(f"character {text[first]!r}, number {first:,} of the text, is none of the vocabulary")
+            raise UsageError(f"character {text[first]!r} at index {first:,} is not in the vocabulary; remove it")
         return found
 
     def decode(self, tokens: NDArray[Any]) -> str:
@@ -123,7 +123,7 @@ class FromFile:
 
     def __init__(self, file: str) -> None:
         tokenizers = _library(f"tokenizer {file}")
-        wrong = os_error_as(UsageError, f"tokenizer {file}: cannot be read")
+        wrong = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
         with wrong, plainfile.reader(Path(file), links=True) as stream:
             content = stream.read(_LARGEST)
         # The library raises plain Exception.
@@ -156,7 +156,8 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
         return Characters(facts["characters"])
     found = FromFile(file)
     if found.facts != facts:
-        raise UsageError(f"tokenizer {file}: its sha256 is {found.facts['sha256']}, not {facts['sha256']}")
+        advice = "pass the tokenizer file of the run"
+        raise UsageError(f"tokenizer {file}: expected sha256 {facts['sha256']}, got {found.facts['sha256']}; {advice}")
     return found
 
 
@@ -169,7 +170,7 @@ def _points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _library(label: str = "a tokenizer of the library tokenizers") -> Any:
+def _library(label: str = "tokenizer") -> Any:
     return import_extra("tokenizers", "text", label)
 
 

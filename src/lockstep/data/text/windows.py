@@ -123,11 +123,13 @@ def build_windows(
         at = np.array([number * step])
         return f"token {at[0]}" if decode is None else repr(decode(train.windows(at, min(context, _SHOWN))[0]))
 
-    for name, part, least in (("training", train, context + 1), ("validation", validation, 2)):
+    for name, part, least, advice in (
+        ("training", train, context + 1, "use more text, or a smaller options.context"),
+        ("validation", validation, 2, "use more text"),
+    ):
         if part is not None and len(part) < least:
             raise UsageError(
-                f"data set {label}: its {name} part has {len(part):,} tokens, and a window needs {least:,}; use more "
-                f"text or, for training, a shorter options.context"
+                f"dataset {label}: the {name} part has {len(part):,} tokens, but a window needs {least:,}; {advice}"
             )
     return DataSet(
         train=TrainingWindows(train, context, step),
