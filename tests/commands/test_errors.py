@@ -105,7 +105,7 @@ def test_corrupt_images_are_skipped_and_counted_by_choice_and_named_once_whoever
     ("write", "told", "line"),
     [
         (stored.prices, "'price' has 40 distinct integers", "prices.yaml:3:51  recipe.data.options.target"),
-        (stored.wrong, "model digits_convnet: it cannot be built", "wrong.yaml:2:43  recipe.model.options.widht"),
+        (stored.wrong, "model digits_convnet: cannot be built", "wrong.yaml:2:43  recipe.model.options.widht"),
     ],
 )
 def test_a_rank_of_another_launcher_names_the_line_of_the_file_too(run, tmp_path, write, told, line):

@@ -188,7 +188,7 @@ def test_says_what_came_instead(open_with: Open, function: Any, said: str) -> No
             {"sise": 3, "size": 1},
             r"unexpected keyword argument 'sise' \(.* sets sise, size\); .* signature \(size\)$",
         ),
-        (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
+        (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected the number of classes or a list"),
     ],
 )
 def test_options_that_do_not_fit(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:

@@ -51,7 +51,7 @@ def test_all_weights_for_the_same_classes(weights: dict[str, torch.Tensor]) -> N
 
 
 def test_all_but_the_head_for_other_classes(weights: dict[str, torch.Tensor]) -> None:
-    with pytest.warns(UserWarning, match=r"no pretrained values fit fc\.weight, fc\.bias; they start at random"):
+    with pytest.warns(UserWarning, match=r"no pretrained weights match fc\.weight, fc\.bias, which are initialized"):
         found = _torchvision(10).state_dict()
     assert found["fc.weight"].shape == (10, 1024)
     same = {name for name in weights if torch.equal(found[name], weights[name])}
@@ -63,14 +63,14 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise urllib.error.URLError("no route to host")
 
     monkeypatch.setattr(WeightsEnum, "get_state_dict", get_state_dict)
-    with pytest.raises(UsageError, match=r"could not be fetched: .*no route to host.*pretrained: false"):
+    with pytest.raises(UsageError, match=r"cannot fetch .*: .*no route to host.*pretrained=false"):
         _torchvision(10)
 
 
 def test_a_cause_from_the_network_counts() -> None:
     deep = RuntimeError("deep")
     deep.__cause__ = ConnectionError("cut")
-    with pytest.raises(UsageError, match="could not be fetched: deep"), fetching("m"):
+    with pytest.raises(UsageError, match="cannot fetch the pretrained weights: deep"), fetching("m"):
         raise deep
 
 

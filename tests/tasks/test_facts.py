@@ -38,7 +38,7 @@ def test_names_are_given_or_had_or_counted(given: Any, train: Any, names: list[s
 
 @pytest.mark.parametrize("given", [0, -1, True, "ab", [], 1 << 25, 0.5])
 def test_what_names_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"data: options.classes: expected a number or a list of names, got "):
+    with pytest.raises(UsageError, match=r"data: options\.classes: expected the number of classes or a list"):
         find_class_names("data", given, SimpleNamespace(classes=["a"]))
 
 
@@ -66,7 +66,7 @@ def test_targets_beside_the_classes_are_told_with_their_sample() -> None:
     check_pair("data", WHOLE, [4, 9], ["a", "b", "c"])
     check_pair("data", WHOLE, [4, 9], [])
     check_pair("data", PIXELS, [4, 9], ["a"])
-    with pytest.raises(UsageError, match="data sample 9: its target is 2"):
+    with pytest.raises(UsageError, match="data sample 9: target is 2"):
         check_pair("data", WHOLE, [4, 9], ["a", "b"])
 
 

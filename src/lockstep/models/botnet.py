@@ -46,14 +46,14 @@ def botnet50(
 
 def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
     if last_stride not in (1, 2):
-        raise UsageError(f"model botnet50: last_stride is {last_stride}; use 1 or 2")
+        raise UsageError(f"model botnet50: last_stride must be 1 or 2, got {last_stride}")
     if heads < 1 or _CHANNELS % heads:
         raise UsageError(f"model botnet50: {heads} heads do not divide {_CHANNELS} channels; use a power of two")
     pixels = 16 * last_stride
     if image_size < pixels or image_size % pixels:
         nearest = max(pixels, round(image_size / pixels) * pixels)
         raise UsageError(
-            f"model botnet50: image_size {image_size} is no multiple of {pixels}; the nearest is {nearest}"
+            f"model botnet50: image_size {image_size} is not a multiple of {pixels}; use {nearest}, the nearest"
         )
     return image_size // 16
 

@@ -30,7 +30,7 @@ def model_file(folder: Path) -> Path | None:
     """
     step = _step(folder)
     if (step / _OF_STAGE_3).is_file():
-        raise UsageError(f"{step}: of ZeRO's stage 3: each rank's file has a part of the weights; {_advice(step)}")
+        raise UsageError(f"{step}: ZeRO stage 3 shards the weights over the files of all ranks; {_advice(step)}")
     if (step / _MODEL).is_file():
         return step / _MODEL
     return None
@@ -42,8 +42,8 @@ def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
     if narrow:
         kind = str(narrow[0]).removeprefix("torch.")
         raise UsageError(
-            f"{file.parent}: its weights are of {kind}, rounded from those that the optimizer's files have; "
-            f"{_advice(file.parent)}, or name {file.name} itself to begin from the rounded ones"
+            f"{file.parent}: the weights are {kind}, rounded from the weights in the optimizer files; "
+            f"{_advice(file.parent)}, or use {file.name} to start from the rounded weights"
         )
 
 
@@ -57,6 +57,6 @@ def _step(folder: Path) -> Path:
 
 def _advice(step: Path) -> str:
     return (
-        f"where you trust its files, convert them by DeepSpeed's own program, which reads pickles: "
-        f"python {step.parent}/zero_to_fp32.py {step.parent} OUT --tag {step.name} --safe_serialization, and name OUT"
+        f"if you trust the files, convert them with DeepSpeed's own program, which reads pickles: "
+        f"python {step.parent}/zero_to_fp32.py {step.parent} OUT --tag {step.name} --safe_serialization, and use OUT"
     )

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.common.importing import import_callable, import_object
 from lockstep.common.names import suggestion
 from lockstep.common.own_code import OwnCode, describe_error
+from lockstep.common.type_name import type_name
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
 from lockstep.models.pretrained import fetching, with_fitting_weights
@@ -67,8 +68,8 @@ def build_model(
     origin = origin_of(name, source)
     if pretrained and origin in ("lockstep", "path"):
         raise UsageError(
-            f"model {name}: only models of timm, torchvision and transformers come with pretrained weights; "
-            f"set recipe.model.pretrained: false, or load them in a function of yours"
+            f"model {name}: only models of timm, torchvision and transformers have pretrained weights; "
+            f"set recipe.model.pretrained=false, or load the weights in your own function"
         )
     factory = _factory(origin, name, pretrained, facts)
     given = dict(options or {})
@@ -77,11 +78,11 @@ def build_model(
         fit = pretrained and origin == "torchvision"
         model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model {name}: it is of type {type(model).__name__}; return a torch.nn.Module")
+        raise UsageError(f"model {name}: expected a torch.nn.Module, got {type_name(model)}; correct the function")
     if torch.get_default_device().type != "meta":
         without = [path for path, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
         if without:
-            raise UsageError(f"model {name}: {without[0]} is on the meta device, without values; make it on the CPU")
+            raise UsageError(f"model {name}: {without[0]} is on the meta device, without values; create it on the CPU")
     return model
 
 
@@ -145,10 +146,10 @@ def _unknown(name: str, source: Source) -> str:
     names = known[source] if source in known else sorted({each for some in known.values() for each in some})
     if os.sep in name and source == "auto":
         found = "a folder without config.json" if os.path.isdir(name) else "no such folder"
-        return f"model {name}: {found}; give one that save_pretrained of transformers wrote, or the name of a model"
-    nowhere = "neither Lockstep, timm nor torchvision has it"
-    where = f"{source} has no such model" if source in known else nowhere
-    theirs = "; give a name of theirs, package.module:function, or source: transformers beside a name of those"
+        return f"model {name}: {found}; use a folder that save_pretrained of transformers wrote, or the name of a model"
+    nowhere = "not found in Lockstep, timm or torchvision"
+    where = f"not found in {source}" if source in known else nowhere
+    theirs = "; use a name of one of them, package.module:function, or source: transformers with a name of transformers"
     hint = suggestion(name, names) or theirs
     return f"model {name}: {where}{hint}"
 
@@ -188,8 +189,8 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
 
             if other_channels:
                 raise UsageError(
-                    f"model {name}: torchvision's models take 3 channels, but the data has {shape[0]}; "
-                    f"use a model of timm (source: timm) or a function of yours"
+                    f"model {name}: torchvision models require images with 3 channels, but the data has {shape[0]}; "
+                    f"use a timm model (source: timm), or your own function"
                 )
             # Otherwise, segmentation models download weights for their backbone unasked.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
@@ -225,4 +226,4 @@ def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]
     except BaseException as error:  # third-party functions may raise anything, and may even exit
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
         message = describe_error(error, "correct recipe.model.options or the function")
-        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {message}") from error
+        raise OwnCodeError(f"model {name}: cannot be built with {given}: {message}") from error

@@ -24,7 +24,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for name in frozen:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UsageError(f"{_KEY}: {', '.join(patterns)} leaves nothing to train; freeze less")
+        raise UsageError(f"{_KEY}: {', '.join(patterns)} freezes all parameters; freeze fewer")
     for path, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _is_frozen(layer, path, frozen, patterns):
             keep_in_evaluation(layer)
@@ -38,12 +38,12 @@ def freeze_batchnorm(model: nn.Module) -> None:
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
     if not layers:
-        raise UsageError("recipe.batchnorm: frozen: the model has no BatchNorm layer; leave the key out")
+        raise UsageError("recipe.batchnorm: frozen: the model has no BatchNorm layer; remove the key")
     for name, layer in layers.items():
         if layer.running_mean is None:
             raise UsageError(
-                f"recipe.batchnorm: frozen: layer {name} keeps no running statistics (track_running_stats=False), by "
-                f"which it could normalise; use local or sync"
+                f"recipe.batchnorm: frozen: layer {name} has no running statistics (track_running_stats=False); use "
+                f"local or sync"
             )
         keep_in_evaluation(layer)
 

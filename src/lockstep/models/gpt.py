@@ -39,11 +39,14 @@ def gpt(
     of the blocks and in LayerNorm. The head never has a bias. Raises UsageError if the sizes don't fit.
     """
     if heads < 1 or width % heads:
-        raise UsageError(f"model gpt: {heads} heads do not divide a width of {width}; choose a width of {heads} x n")
+        raise UsageError(f"model gpt: {heads} heads do not divide width={width}; use a number of heads that divides it")
     if positions not in ("learned", "rotary"):
-        raise UsageError(f"model gpt: positions is {positions!r}; use learned or rotary")
+        raise UsageError(f"model gpt: positions must be learned or rotary, got {positions!r}")
     if positions == "rotary" and width // heads % 2:
-        raise UsageError(f"model gpt: rotary positions turn pairs, and a head has {width // heads} channels; use 2 x n")
+        raise UsageError(
+            f"model gpt: rotary positions require an even number of channels per head, got {width // heads}; change "
+            f"width or heads"
+        )
     embedding = Embedding(vocabulary, context, width, dropout, learned=positions == "learned")
     turned = context if positions == "rotary" else 0
     model = GPT(embedding, [Block(width, heads, dropout, bias, turned) for _ in range(layers)], bias)
@@ -103,7 +106,10 @@ class Embedding(nn.Module):
     def forward(self, ids_nt: Tensor, position_ids: Tensor | None = None) -> Tensor:
         length = ids_nt.shape[1]
         if length > self.context:
-            raise UsageError(f"model gpt: {length} tokens in a sequence, and its context is {self.context}")
+            raise UsageError(
+                f"model gpt: a sequence has {length} tokens, but context is {self.context}; use shorter sequences or a "
+                f"larger context"
+            )
         x_ntd = self.tokens(ids_nt)
         if self.positions is not None:
             positions = torch.arange(length, device=ids_nt.device) if position_ids is None else position_ids

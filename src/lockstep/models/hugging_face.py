@@ -23,9 +23,9 @@ from lockstep.errors import UsageError, error_as
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
 _TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # the task in words, and a model type that supports it
-    "CausalLM": ("language modelling", "llama"),
-    "ImageClassification": ("the classification of images", "vit"),
-    "SequenceClassification": ("the classification of texts", "distilbert"),
+    "CausalLM": ("language modeling", "llama"),
+    "ImageClassification": ("image classification", "vit"),
+    "SequenceClassification": ("text classification", "distilbert"),
 }
 # "sdpa" calls torch's attention, and "eager" doesn't use a fused kernel. Other implementations have their own kernels,
 # which are not checked.
@@ -55,8 +55,8 @@ def transformers_model(
     attention = options.get("attn_implementation")
     if attention is not None and attention not in _ATTENTION:
         raise UsageError(
-            f"model {name}: attn_implementation is {attention!r}, whose kernels need not give the same bits each time; "
-            f"use sdpa, the default where a model has it, or eager"
+            f"model {name}: attn_implementation {attention!r} is not supported, since its kernels may not be "
+            f"deterministic; use sdpa, the default if the model has it, or eager"
         )
     with _shorten_errors(name):
         config = _config(library, name, options, facts, pretrained)
@@ -65,8 +65,8 @@ def transformers_model(
     if type(config) not in auto._model_mapping:
         task, example = _TASKS[kind_of(facts)]
         raise UsageError(
-            f"model {name}: transformers has no {config.model_type} for {task}, which the data asks for; choose a type "
-            f"that has one, such as {example}"
+            f"model {name}: transformers has no {config.model_type} for {task}, which the data requires; choose a "
+            f"model type that has one, such as {example}"
         )
     if not pretrained:
         with _shorten_errors(name):
@@ -93,16 +93,16 @@ def check_weights(name: str) -> None:
     """
     if _is_type(_library(name), name):
         raise UsageError(
-            f"model {name}: it is a type of model, without weights; give a folder or a name on the hub, or set "
-            f"recipe.model.pretrained: false"
+            f"model {name}: a model type has no weights; use a folder or a name on the hub, or set "
+            f"recipe.model.pretrained=false"
         )
     if not is_transformers_folder(name):
         return
     files = sorted(Path(name).glob("*.safetensors"))
     if not files:
         raise UsageError(
-            f"model {name}: the folder has no weights in safetensors; save them by save_pretrained, or set "
-            f"recipe.model.pretrained: false"
+            f"model {name}: the folder has no .safetensors files; save the weights with save_pretrained, or set "
+            f"recipe.model.pretrained=false"
         )
     for file in files:
         damaged = f"model {name}: {file.name} is damaged"
@@ -151,7 +151,7 @@ def _shorten_errors(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and not is_transformers_folder(name):
             raise  # a network error
         message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        message = f"there is no {message}" if isinstance(error, KeyError) else message
+        message = f"{message} not found" if isinstance(error, KeyError) else message
         where = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
         raise UsageError(f"model {name}: {message}; correct {where}") from error
 
@@ -173,14 +173,16 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
         blank = library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_where(name, options))
     else:
         found = (
-            "a folder without config.json" if os.path.isdir(name) else "no model type of transformers, and no folder"
+            "a folder without config.json" if os.path.isdir(name) else "not a model type of transformers or a folder"
         )
-        raise UsageError(f"model {name}: {found}{suggestion(name, list(library.CONFIG_MAPPING))}")
+        near = suggestion(name, list(library.CONFIG_MAPPING))
+        advice = "; use a model type such as llama, a folder with config.json, or a name on the hub"
+        raise UsageError(f"model {name}: {found}{near or advice}")
     known = {*blank.to_dict(), *blank.attribute_map, *_GENERAL}
     for key in fields:
         if key not in known:
             raise UsageError(
-                f"model {name}: recipe.model.options.{key}: a {blank.model_type} has no such setting"
+                f"model {name}: recipe.model.options.{key}: {blank.model_type} has no such setting"
                 f"{suggestion(key, sorted(known))}"
             )
     if is_transformers_folder(name):
@@ -191,8 +193,8 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
         chosen = {key: each for key, each in chosen.items() if key in fields or key not in _OF_CLASSES}
     if pretrained and "vocab_size" in chosen and chosen["vocab_size"] > blank.vocab_size:
         raise UsageError(
-            f"model {name}: its weights know {blank.vocab_size:,} tokens, and the data has {chosen['vocab_size']:,}; "
-            f"use the model's own tokenizer, as in recipe.data.options.tokenizer: {name}/tokenizer.json"
+            f"model {name}: the weights have {blank.vocab_size:,} tokens, but the data has {chosen['vocab_size']:,}; "
+            f"set recipe.data.options.tokenizer to the tokenizer.json of the model"
         )
     if "use_cache" in known:
         chosen["use_cache"] = False  # the key-value cache is only useful for generation
@@ -219,9 +221,7 @@ def _check_written(name: str, kind: str, known: Collection[str]) -> None:
     for key in written:
         near = difflib.get_close_matches(key, [each for each in known if each not in written], 1, _MISTYPED)
         if key not in known and near:
-            raise UsageError(
-                f"model {name}: config.json: {key}: a {kind} has no such setting; did you mean '{near[0]}'?"
-            )
+            raise UsageError(f"model {name}: config.json: {key}: {kind} has no such setting; did you mean '{near[0]}'?")
 
 
 def _from_data(config: Any, facts: Mapping[str, Any], of_type: bool) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     scales = _of_timm(model, decay) if callable(getattr(model, "group_matcher", None)) else _of_blocks(model, decay)
     if len(set(scales.values())) == 1 and decay < 1:
         raise UsageError(
-            "recipe.optimizer.layer_decay: all that is trained lies in one layer of this model; leave it out, "
-            "or give rates by name in recipe.optimizer.groups"
+            "recipe.optimizer.layer_decay: all trainable parameters are in a single layer of the model; remove the "
+            "key, or set learning rates by name in recipe.optimizer.groups"
         )
     return scales
 

@@ -27,7 +27,7 @@ class Fit:
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} tensors"]
         if self.fresh:
-            parts.append(f"as initialised: {list_some(self.fresh)}")
+            parts.append(f"as initialized: {list_some(self.fresh)}")
         if self.left_over:
             parts.append(f"not used: {list_some(self.left_over)}")
         return "; ".join(parts)
@@ -48,8 +48,8 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], place: str, fresh: Sequ
     problems = [*_missing(wanted, tensors), *_unlike(wanted, tensors)]
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        advice = f"what is to stay as initialised, such as a new head, is named by patterns in {_KEY}.fresh"
-        raise UsageError("\n".join([f"{place}: does not fit the model; {advice}:", *problems[:_SHOWN], *more]))
+        advice = f"list tensors that must stay as initialized, such as a new head, in {_KEY}.fresh"
+        raise UsageError("\n".join([f"{place}: does not match the model; {advice}:", *problems[:_SHOWN], *more]))
     taken = [name for name in wanted if name in tensors]
     for name in taken:
         if not wanted[name].is_meta:
@@ -78,4 +78,4 @@ def _unlike(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iter
             yield f"  {name}: {given.dtype} in the file, {each.dtype} in the model"
         other = first.setdefault(id(each), name)
         if other != name and not torch.equal(tensors[other], given):
-            yield f"  {name}: another value in the file than {other}, with which it is one tensor in the model"
+            yield f"  {name}: shares a tensor with {other} in the model, but has different values in the file"

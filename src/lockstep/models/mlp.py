@@ -30,7 +30,10 @@ def mlp(
     """
     sizes = [math.prod(shape), *[width] * depth]
     if (last := num_classes or outputs) is None:
-        raise UsageError("model mlp: its data names neither classes nor targets; give a recipe.task that has them")
+        raise UsageError(
+            "model mlp: the data has neither classes nor numeric targets; set num_classes or outputs in "
+            "recipe.model.options"
+        )
     layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
     for size, following in pairwise(sizes):
         layers += [nn.Linear(size, following), nn.ReLU()]

@@ -28,8 +28,8 @@ def fetching(name: str) -> Iterator[None]:
         if not _is_network(error):
             raise
         raise UsageError(
-            f"model {name}: its pretrained weights could not be fetched: {error}; connect this machine, "
-            f"put the file into the cache of torch or Hugging Face, or set recipe.model.pretrained: false"
+            f"model {name}: cannot fetch the pretrained weights: {error}; check the network, copy the file to the "
+            f"cache of torch or Hugging Face, or set recipe.model.pretrained=false"
         ) from error
 
 
@@ -46,7 +46,8 @@ def with_fitting_weights(name: str, build: Callable[..., nn.Module], arguments: 
     model.load_state_dict(fitting, strict=False)
     left = [key for key in own if key not in fitting]
     if left:
-        warnings.warn(f"model {name}: no pretrained values fit {list_some(left)}; they start at random", stacklevel=2)
+        text = f"model {name}: no pretrained weights match {list_some(left)}, which are initialized at random"
+        warnings.warn(text, stacklevel=2)
     return model
 
 

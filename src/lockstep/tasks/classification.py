@@ -46,18 +46,21 @@ class Classification:
     def __post_init__(self) -> None:
         if self.own_loss is not None and self.label_smoothing:
             raise UsageError(
-                f"loss: label_smoothing is {self.label_smoothing}, but the loss is a function of yours; "
-                f"smooth in that function and leave label_smoothing out, or use cross_entropy"
+                f"recipe.loss.label_smoothing: {self.label_smoothing} is not supported with a custom loss; remove "
+                f"it and smooth the labels in your function, or use cross_entropy"
             )
         if self.own_loss is not None and self.class_weights:
-            raise UsageError("recipe.task.weights: the loss is a function of yours; weigh the classes in that function")
+            raise UsageError(
+                "recipe.task.weights: not supported with a custom loss; remove it, and weight the classes in your "
+                "function"
+            )
         if self.class_weights and len(self.class_weights) != len(self.classes):
             raise UsageError(
-                f"recipe.task.weights: {len(self.class_weights)} of them, but the data has {len(self.classes)} "
-                f"classes; give one for each"
+                f"recipe.task.weights: {len(self.class_weights)} weights for {len(self.classes)} classes; set one "
+                f"weight per class"
             )
         if any(not 0 <= weight < math.inf for weight in self.class_weights):
-            raise UsageError(f"recipe.task.weights: {list(self.class_weights)}; none may be negative")
+            raise UsageError(f"recipe.task.weights: must be finite and not negative, got {list(self.class_weights)}")
 
     @property
     def fractions(self) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ class Classification:
         """
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
-        with OwnCode(f"{self.model_name}: the cross entropy of its outputs"):
+        with OwnCode(f"{self.model_name}: cross entropy of the outputs"):
             return cross_entropy_sum(outputs, targets, self.label_smoothing, self._weights_beside(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -180,7 +183,7 @@ def find_loss(name: str) -> Loss | None:
     if name == "cross_entropy":
         return None
     if OWN not in name:
-        raise UsageError(f"loss {name}: there is no such loss; use cross_entropy or package.module:function")
+        raise UsageError(f"loss {name}: no such loss; use cross_entropy or package.module:function")
     return find_own_loss(name)
 
 
@@ -198,7 +201,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
     """Raise UsageError unless targets are valid for Classification. `samples` are their indices in dataset `label`."""
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
-        found = f"its target has shape {list(targets.shape[1:])} and {targets.dtype}"
+        found = f"target has shape {list(targets.shape[1:])} and {targets.dtype}"
         raise UsageError(f"{label} sample {samples[0]}: {found}; {_target_rule(classes)}")
     if floating:
         no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
@@ -207,7 +210,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
         wrong = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
     if wrong.any():
         first = int(wrong.nonzero()[0])
-        found = f"its target is {_format_target(targets[first])}"
+        found = f"target is {_format_target(targets[first])}"
         raise UsageError(f"{label} sample {samples[first]}: {found}; {_target_rule(classes)}")
 
 
@@ -215,12 +218,12 @@ def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> Non
     """Raise UsageError unless the outputs of model `name` are floats of shape [samples, classes]."""
     if outputs.shape != (samples, classes):
         raise UsageError(
-            f"model {name} gives outputs of shape {tuple(outputs.shape)} for {samples} samples, but the data "
-            f"has {classes} classes; set its number of classes to {classes} (a function of yours is given it "
-            f"as num_classes where it has that parameter)"
+            f"model {name}: expected outputs of shape {(samples, classes)} for {samples} samples and {classes} "
+            f"classes, got {tuple(outputs.shape)}; set the number of classes of the model to {classes} (your own "
+            f"function gets it as num_classes if it has that parameter)"
         )
     if not outputs.is_floating_point():
-        raise UsageError(f"model {name}: its outputs are of {outputs.dtype}; return one float for each class")
+        raise UsageError(f"model {name}: expected float outputs, got {outputs.dtype}; return one float per class")
 
 
 def cross_entropy_sum(
@@ -243,8 +246,8 @@ def cross_entropy_sum(
 
 def _target_rule(classes: int) -> str:
     return (
-        f"the task is classification, and the data has {classes} classes: a target is a whole number from 0 "
-        f"to {classes - 1}, or {classes} floats, none negative, whose sum is 1"
+        f"for classification with {classes} classes, use an integer from 0 to {classes - 1}, or {classes} non-negative "
+        f"floats with a sum of 1"
     )
 
 

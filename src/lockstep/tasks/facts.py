@@ -45,7 +45,9 @@ def find_class_names(label: str, given: Any, train: Any) -> list[str]:
     if isinstance(named, list | tuple) and named:
         return [str(each) for each in named]
     if given is not None:
-        raise UsageError(f"{label}: options.{NAMES}: expected a number or a list of names, got {type_name(given)}")
+        raise UsageError(
+            f"{label}: options.{NAMES}: expected the number of classes or a list of their names, got {type_name(given)}"
+        )
     targets = getattr(train, "targets", None)
     return [] if targets is None else [str(number) for number in range(_count_classes(targets))]
 

@@ -53,7 +53,7 @@ class OwnTask:
             with self._code(member):
                 self._own[member] = getattr(task, member, None)
         if not callable(self._own["loss"]):
-            raise UsageError(f"{name}: it has no loss; add loss(self, outputs, batch), which gives a sum")
+            raise UsageError(f"{name}: has no method loss; add loss(self, outputs, batch), which returns a sum")
         self.counts_samples = bool(self._member("counts_samples", self._own["weight"] is None))
         self.unit = str(self._member("unit", "samples" if self.counts_samples else "weight"))
         fractions = self._member("fractions", ())
@@ -70,8 +70,8 @@ class OwnTask:
         if isinstance(given, Mapping | tuple):
             return given
         raise UsageError(
-            f"{self._name}: inputs returned {type(given).__name__}; return a tuple, or a mapping of names, of what the "
-            f"model's forward takes"
+            f"{self._name}: inputs returned {type(given).__name__}; return the arguments of the model's forward as a "
+            f"tuple, or as a mapping by name"
         )
 
     def weight(self, batch: Batch) -> int:
@@ -83,8 +83,8 @@ class OwnTask:
             given = int(given)
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
             raise UsageError(
-                f"{self._name}: weight returned {str(given)[:60]} of type {type(given).__name__}; return a whole "
-                f"number, 0 or more, such as that of the tokens that count"
+                f"{self._name}: weight returned {str(given)[:60]} of type {type(given).__name__}; return an integer of "
+                f"at least 0, such as the number of tokens that count"
             )
         return given
 
@@ -94,13 +94,13 @@ class OwnTask:
         if not isinstance(given, Tensor) or given.ndim or not given.is_floating_point():
             found = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             raise UsageError(
-                f"{self._name}: loss returned {found}; return the sum over the batch, a 0-dim float tensor"
+                f"{self._name}: loss returned {found}; return the sum over the batch as a 0-dim float tensor"
             )
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_of(outputs))
         if learns and not given.requires_grad:
             raise UsageError(
-                f"{self._name}: its loss carries no gradient; compute it from the outputs by torch's functions alone, "
-                f"without detach() and item()"
+                f"{self._name}: the loss has no gradient; compute it from the outputs with torch functions only, "
+                f"without detach() or item()"
             )
         return given
 
@@ -113,8 +113,8 @@ class OwnTask:
         given = self._mapping("figures", sums)
         if (taken := first_taken(map(str, given), OF_TRAINING)) is not None:
             raise UsageError(
-                f"{self._name}: figures gives {taken}, which each step or evaluation is written with already; give it "
-                f"another name"
+                f"{self._name}: figures returned {taken}, a name that Lockstep uses for steps or evaluations; choose a "
+                f"different name"
             )
         with self._code("figures"):
             figures = {str(name): float(value) for name, value in given.items()}
@@ -151,8 +151,8 @@ class OwnTask:
             json.dumps(self.report({**counts, **sums}))
         if self.monitor.name not in (*figures, LOSS.name):
             raise UsageError(
-                f"{self._name}: monitor is {self.monitor.name}, but figures gives {', '.join(figures) or 'nothing'}; "
-                f"name one of them, or loss"
+                f"{self._name}: monitor is {self.monitor.name}, but figures returned {', '.join(figures) or 'none'}; "
+                f"set monitor to one of the figures, or to loss"
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
@@ -167,15 +167,15 @@ class OwnTask:
         weights = self.weight(of([0, 0], batch)), self.weight(of([0], batch))
         if weights[0] != weights[1] and is_mean(once, twice):
             raise UsageError(
-                f"{self._name}: two equal samples give a loss of {twice.item():.6g}, one alone {once.item():.6g}: that "
-                f"is a mean; return the sum, as with reduction='sum', and let weight say what it is to be divided by"
+                f"{self._name}: loss returned {twice.item():.6g} for two equal samples and {once.item():.6g} for one, "
+                f"so it is a mean; return the sum (reduction='sum'), and return the divisor from weight"
             )
 
     def _monitor(self, given: Any) -> Monitor:
         if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str):
             return Monitor(given[0], bool(given[1]))
         raise UsageError(
-            f'{self._name}: monitor is {given!r}; write ("loss", False): a figure, and whether higher is better'
+            f'{self._name}: monitor is {given!r}; set a figure, and whether higher is better, such as ("loss", False)'
         )
 
     def _tensors_by_name(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -183,8 +183,8 @@ class OwnTask:
         wrong = next((name for name, value in given.items() if not isinstance(value, Tensor)), None)
         if wrong is not None:
             raise UsageError(
-                f"{self._name}: {member} gives {wrong} of type {type(given[wrong]).__name__}; give tensors that may be "
-                f"added over batches"
+                f"{self._name}: {member} returned {wrong} of type {type(given[wrong]).__name__}; return tensors, which "
+                f"are summed over batches"
             )
         return {str(name): value.detach() for name, value in given.items()}
 
@@ -193,7 +193,7 @@ class OwnTask:
             return {}
         given = self._call(member, *arguments)
         if not isinstance(given, Mapping):
-            raise UsageError(f"{self._name}: {member} returned {type(given).__name__}; return a mapping of names")
+            raise UsageError(f"{self._name}: {member} returned {type(given).__name__}; return a mapping by name")
         return given
 
     def _call(self, member: str, *arguments: Any) -> Any:
@@ -236,7 +236,7 @@ def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figure
         if path not in metrics:
             continue
         if name in figures or name in found or name == "loss":
-            raise UsageError(f"metric {path}: there is a figure {name} already; give it another name ({_CONTRACT})")
+            raise UsageError(f"metric {path}: a figure {name} already exists; choose a different name ({_CONTRACT})")
         found[name] = float(value) / weight
     return found
 
@@ -260,8 +260,8 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
         if not torch.allclose(value.double(), separate, rtol=1e-3, atol=1e-5, equal_nan=True):
             path, _, name = key.rpartition("/")
             raise UsageError(
-                f"metric {path}: {name} of two samples is {float(value):.6g}, and one by one they add up to "
-                f"{float(separate):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
+                f"metric {path}: {name} is {float(value):.6g} for two samples, but adds up to {float(separate):.6g} "
+                f"over the single samples; return a sum over the samples, not a mean ({_CONTRACT})"
             )
 
 
@@ -269,17 +269,20 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
     with OwnCode(f"metric {path}"):
         found = metric(outputs, batch)
         if not isinstance(found, Mapping):
-            raise UsageError(f"metric {path}: it returned {type(found).__name__}; return a mapping of names to sums")
+            raise UsageError(f"metric {path}: returned {type(found).__name__}; return a mapping of names to sums")
         # Metrics are only reported, so they don't need gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
     if (taken := first_taken(sums, OF_TRAINING)) is not None:
         raise UsageError(
-            f"metric {path}: {taken} is what each evaluation is written with already; give it another name "
+            f"metric {path}: {taken} is a name that Lockstep uses for evaluations; choose a different name "
             f"({_CONTRACT})"
         )
     for name, value in sums.items():
         if value.ndim or value.is_complex() or "/" in name:
-            raise UsageError(f"metric {path}: {name} has shape {tuple(value.shape)}; return 0-dim sums by plain names")
+            raise UsageError(
+                f"metric {path}: {name} has shape {tuple(value.shape)} and {value.dtype}; return real 0-dim sums, with "
+                f"names without '/'"
+            )
     return sums
 
 

@@ -100,9 +100,11 @@ class Regression:
         """See Task."""
         targets = targets_of(batch)
         if not targets.is_floating_point():
-            raise UsageError(f"targets are of {targets.dtype}; let the data give floats, or choose another recipe.task")
+            raise UsageError(
+                f"targets: expected floats, got {targets.dtype}; convert the targets, or choose a different recipe.task"
+            )
         if not targets.isfinite().all():
-            raise UsageError("a target is not finite; leave such samples out of the data")
+            raise UsageError("targets: a value is not finite; remove such samples from the data")
         match_shapes(self.model_name, outputs, batch)
 
 
@@ -112,9 +114,9 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
         return Regression(own_loss=find_own_loss(loss), model_name=model)
     if loss not in LOSSES:
         known = choices(loss, (*LOSSES, "package.module:function"))
-        raise UsageError(f"recipe.task.loss: {loss} is no loss of regression{known}")
+        raise UsageError(f"recipe.task.loss: {loss} is not a loss for regression{known}")
     if not delta > 0:
-        raise UsageError(f"recipe.task.delta: {delta}; Huber's loss wants a number above 0")
+        raise UsageError(f"recipe.task.delta: must be greater than 0, got {delta}")
     return Regression(loss, delta, model_name=model)
 
 
@@ -130,8 +132,8 @@ def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) 
         targets = targets.squeeze(-1)
     if found.shape != targets.shape:
         raise UsageError(
-            f"{model}: outputs of shape {list(found.shape)} and targets of shape {list(targets.shape)} do not fit "
-            f"each other; let the model give {list(targets.shape[1:]) or 'one number'} for each sample"
+            f"{model}: the shape {list(found.shape)} of the outputs does not match the shape {list(targets.shape)} of "
+            f"the targets; return {f'shape {list(targets.shape[1:])}' if targets.ndim > 1 else 'one number'} per sample"
         )
     if found.dtype in (torch.float16, torch.bfloat16):
         found = found.float()

@@ -80,20 +80,20 @@ class Segmentation:
         wanted = (len(targets), len(self.classes), *targets.shape[1:])
         if targets.is_floating_point() or targets.ndim != 3:
             raise UsageError(
-                f"targets are of {targets.dtype} and of shape {list(targets.shape[1:])} for each sample; let the data "
-                f"give whole numbers of shape [height, width], the class of each pixel"
+                f"targets: expected integers of shape [height, width] per sample, got {targets.dtype} of shape "
+                f"{list(targets.shape[1:])}; return the class of each pixel"
             )
         if found.shape != wanted or not found.is_floating_point():
             raise UsageError(
-                f"{self.model_name}: outputs of {found.dtype} and shape {list(found.shape)}, but targets ask "
-                f"for floats of {list(wanted)}: a number for each of {len(self.classes)} classes at each pixel"
+                f"{self.model_name}: expected floats of shape {list(wanted)}, got {found.dtype} of shape "
+                f"{list(found.shape)}; return one value for each of {len(self.classes)} classes at each pixel"
             )
         known = self._targets(batch)
         wrong = known[(known != SKIPPED) & ((known < 0) | (known >= len(self.classes)))]
         if len(wrong):
             raise UsageError(
-                f"a pixel's target is {int(wrong[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
-                f"(recipe.task.ignore) for one that counts as nothing"
+                f"targets: a pixel has the class {int(wrong[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
+                f"(recipe.task.ignore) for pixels that don't count"
             )
 
     def _targets(self, batch: Batch) -> Tensor:
@@ -104,7 +104,9 @@ class Segmentation:
 def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
     """Return the task for the options of a recipe."""
     if auxiliary < 0:
-        raise UsageError(f"recipe.task.auxiliary: {auxiliary}; use 0, which leaves the second head out, or more")
+        raise UsageError(
+            f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the second head"
+        )
     return Segmentation(classes, ignore, auxiliary, model)
 
 
