@@ -139,7 +139,7 @@ OF_B = r"recipe\.data\.options\.of\.b"
     [
         ({**TEXT, "weight": 0}, rf"{OF_B}\.weight: expected a number greater than 0 and at most 1e12, got 0"),
         ({**TEXT, "weight": 1e308}, r"expected a number greater than 0 and at most 1e12, got 1e\+308"),
-        ({**TEXT, "weight": 1e-9}, r"b has no samples in an epoch of 80 samples; increase options\.of\.b\.weight or"),
+        ({**TEXT, "weight": 1e-9}, r"b has no samples in an epoch of 80 samples; increase recipe\.data\.options\.of"),
         ({"name": "text", "options": {"contxt": 8}}, r"of\.b: dataset text: recipe\.data\.options\.contxt: unknown"),
         ({**TEXT, "weight": "much"}, rf"{OF_B}\.weight: expected a number greater than 0 and at most 1e12, got 'much'"),
         ({"nam": "text"}, rf"{OF_B}\.nam: unknown option; did you mean 'name'\?"),

@@ -38,7 +38,7 @@ def test_names_are_given_or_had_or_counted(given: Any, train: Any, names: list[s
 
 @pytest.mark.parametrize("given", [0, -1, True, "ab", [], 1 << 25, 0.5])
 def test_what_names_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"data: options\.classes: expected the number of classes or a list"):
+    with pytest.raises(UsageError, match=r"data: recipe\.data\.options\.classes: expected the number of"):
         find_class_names("data", given, SimpleNamespace(classes=["a"]))
 
 

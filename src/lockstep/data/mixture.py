@@ -65,7 +65,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         label = [*opened][counts.index(0)]
         raise UsageError(
             f"dataset mixture: {label} has no samples in an epoch of {sum(counts):,} samples; increase "
-            f"options.of.{label}.weight or options.samples"
+            f"recipe.data.options.of.{label}.weight or recipe.data.options.samples"
         )
     train = Mixture(trained, counts)
     validated = [each.validation for each in opened.values() if each.validation is not None]

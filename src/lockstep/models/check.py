@@ -125,8 +125,8 @@ def check_dtype(
         except RuntimeError as error:
             if "dtype" in str(error):
                 advice = (
-                    "convert tensors that forward creates, and buffers, to the dtype of the input, or use precision "
-                    "bf16, which converts them"
+                    "convert tensors that forward creates, and buffers, to the dtype of the input, or set "
+                    "recipe.precision=bf16, which converts them"
                 )
                 raise UsageError(
                     f"model {name}: recipe.precision: forward mixes dtypes with weights in {dtype}: "
@@ -154,7 +154,7 @@ def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
         if parameter.dtype != torch.float32:
             raise UsageError(
                 f"model {name}: {path} has {parameter.dtype}, but recipe.precision requires float32 parameters, which "
-                f"it copies to {dtype}; convert the model to float32, or use precision fp32 or bf16"
+                f"it copies to {dtype}; convert the model to float32, or set recipe.precision to fp32 or bf16"
             )
 
 
@@ -274,8 +274,8 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
         if "Expected more than 1 value per channel" in message:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, but BatchNorm requires at least "
-                f"2; change batch or microbatches so that every micro-batch has at least 2 samples, also in the last "
-                f"step of an epoch, or set recipe.last_batch=drop"
+                f"2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 samples, also "
+                f"in the last step of an epoch, or set recipe.last_batch=drop"
             ) from error
         raise OwnCodeError(f"model {name}: forward failed with inputs of {_forms(inputs)}: {message}") from error
 

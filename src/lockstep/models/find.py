@@ -149,7 +149,7 @@ def _unknown(name: str, source: Source) -> str:
         return f"model {name}: {found}; use a folder that save_pretrained of transformers wrote, or the name of a model"
     nowhere = "not found in Lockstep, timm or torchvision"
     where = f"not found in {source}" if source in known else nowhere
-    theirs = "; use a name of one of them, package.module:function, or source: transformers with a name of transformers"
+    theirs = "; use a name of one of them, package.module:function, or recipe.model.source=transformers"
     hint = suggestion(name, names) or theirs
     return f"model {name}: {where}{hint}"
 
@@ -190,7 +190,7 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
             if other_channels:
                 raise UsageError(
                     f"model {name}: torchvision models require images with 3 channels, but the data has {shape[0]}; "
-                    f"use a timm model (source: timm), or your own function"
+                    f"use a timm model (recipe.model.source=timm), or your own function"
                 )
             # Otherwise, segmentation models download weights for their backbone unasked.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)

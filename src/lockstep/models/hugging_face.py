@@ -183,7 +183,7 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
         if key not in known:
             raise UsageError(
                 f"model {name}: recipe.model.options.{key}: {blank.model_type} has no such setting"
-                f"{suggestion(key, sorted(known))}"
+                f"{suggestion(key, sorted(known)) or '; remove it'}"
             )
     if is_transformers_folder(name):
         plain = library.AutoConfig.for_model(blank.model_type)  # a config that was read accepts all keys of its file

@@ -46,7 +46,8 @@ def find_class_names(label: str, given: Any, train: Any) -> list[str]:
         return [str(each) for each in named]
     if given is not None:
         raise UsageError(
-            f"{label}: options.{NAMES}: expected the number of classes or a list of their names, got {type_name(given)}"
+            f"{label}: recipe.data.options.{NAMES}: expected the number of classes or a list of their names, got "
+            f"{type_name(given)}"
         )
     targets = getattr(train, "targets", None)
     return [] if targets is None else [str(number) for number in range(_count_classes(targets))]

@@ -195,7 +195,7 @@ def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
 
 def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> None:
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    with pytest.raises(UsageError, match=r"set options\.validation_per_class=0\.1 to use a fraction of train/"):
+    with pytest.raises(UsageError, match=r"set recipe\.data\.options\.validation_per_class=0\.1 to use a fraction"):
         scan(root)
     with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation part without"):
         scan(root, 0.99)
@@ -204,5 +204,5 @@ def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> N
         scan(root, 0.1)
     with pytest.raises(UsageError, match=r"validation_per_class: not supported with the folder .*/val; remove"):
         scan(root, per_class=0.1)
-    with pytest.raises(UsageError, match=r"validation and options.validation_per_class are both set; set only one"):
+    with pytest.raises(UsageError, match=r"validation and validation_per_class are both set; set only one"):
         scan(root, 0.1, 0.1)

@@ -139,7 +139,9 @@ def test_what_is_wrong_is_named(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"neither train\*\.tar nor train/\*\.tar in .*absent"):
         _open(root / "absent")
     _write(root / "train-2.tar", {"a.png": _png(1)})
-    with pytest.raises(UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json; correct options"):
+    with pytest.raises(
+        UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json; correct recipe\.data\.options\.label"
+    ):
         _open(root, validation=0)
     _write(root / "train-2.tar", {"a.png": _png(1), "a.cls": b"99999999999999999999"})
     with pytest.raises(UsageError, match=r"train-2\.tar: a: expected a class from 0 to 16,777,215, got 9{20}; correct"):

@@ -40,7 +40,7 @@ def test_windows_are_those_of_the_file(tmp_path: Path, dtype: str) -> None:
 
 
 def test_meta_json_says_what_is_left_out(root: Path) -> None:
-    with pytest.raises(UsageError, match=r"the size of the vocabulary is unknown; set options\.vocabulary"):
+    with pytest.raises(UsageError, match=r"size of the vocabulary is unknown; set recipe\.data\.options\.vocabulary"):
         _open(root)
     (root / "meta.json").write_text(json.dumps({"vocab_size": 100, "tokenizer": {"by": "byte"}}))
     data = _open(root, context=8)

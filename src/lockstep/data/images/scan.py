@@ -19,7 +19,8 @@ _SHOWN: Final = 5
 _LIKE_A_SPLIT: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 _OR_NO_SPLIT: Final = ", or in only <class>/, which is then split into training and validation"
 _OR_A_SHARE: Final = (
-    ", or set options.validation_per_class=0.1 to use a fraction of train/ for validation (0 for no validation)"
+    ", or set recipe.data.options.validation_per_class=0.1 to use a fraction of train/ for validation (0 for no "
+    "validation)"
 )
 
 
@@ -58,7 +59,8 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
     """
     if share is not None and per_class is not None:
         raise UsageError(
-            "dataset folder: options.validation and options.validation_per_class are both set; set only one of them"
+            "dataset folder: recipe.data.options: validation and validation_per_class are both set; set only one of "
+            "them"
         )
     if share is not None:
         return _split(root, share)
@@ -86,9 +88,9 @@ def _split(root: str, share: float) -> Scan:
         part.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
-            f"dataset folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
-            f"{folder} leaves a class or the validation part without images; use a different fraction, or set "
-            f"options.validation_per_class instead"
+            f"dataset folder: recipe.data.options.validation: {share} of the {len(train) + len(validation):,} images "
+            f"below {folder} leaves a class or the validation part without images; use a different fraction, or set "
+            f"recipe.data.options.validation_per_class instead"
         )
     return Scan(classes, train, validation, found.ignored)
 
@@ -107,7 +109,7 @@ def _split_classes(root: str, share: float | None) -> Scan:
     if share and not taken:
         raise UsageError(
             f"dataset folder: each class of {folder} has a single image, so no image is left for validation; add "
-            f"images, or set options.validation_per_class=0"
+            f"images, or set recipe.data.options.validation_per_class=0"
         )
     labelled = _label_files(found.images, classes)
     train, validation = ([each for each in labelled if (each[0] in taken) == part] for part in (False, True))
@@ -121,7 +123,8 @@ def _only_split(root: str, option: str) -> tuple[Path, _Found]:
     """
     if (Path(root) / "val").is_dir():
         raise UsageError(
-            f"dataset folder: options.{option}: not supported with the folder {Path(root) / 'val'}; remove the option"
+            f"dataset folder: recipe.data.options.{option}: not supported with the folder {Path(root) / 'val'}; remove "
+            f"the option"
         )
     split = "train" if (Path(root) / "train").is_dir() else ""
     found = _look_into(root, split)
@@ -140,7 +143,7 @@ def _check_layout(root: Path, found: dict[str, list[str]]) -> None:
     if splits := sorted(name for name in deep if name.lower() in _LIKE_A_SPLIT):
         raise UsageError(
             f"dataset folder: {root / splits[0]} contains folders and has the name of a split; rename the splits to "
-            f"train and val, or set options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
+            f"train and val, or set recipe.data.options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
         )
 
 

@@ -126,7 +126,9 @@ def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.
 def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
     member = parts.get(label) or parts.get("json")
     if member is None:
-        raise UsageError(f"dataset webdataset: {where} has neither a .{label} nor a .json; correct options.label")
+        raise UsageError(
+            f"dataset webdataset: {where} has neither a .{label} nor a .json; correct recipe.data.options.label"
+        )
     stream = archive.extractfile(member)
     content = stream.read(_LABEL) if stream is not None else b""
     try:
@@ -135,7 +137,7 @@ def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarIn
     except (ValueError, KeyError) as error:
         raise UsageError(
             f"dataset webdataset: {where}: {member.name} has no integer '{label}': {error!r}; correct the file or "
-            f"options.label"
+            f"recipe.data.options.label"
         ) from error
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_CLASSES:
         raise UsageError(

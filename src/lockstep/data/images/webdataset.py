@@ -52,14 +52,14 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             if held_out
             else "missing, but required without val archives; set a fraction, or 0 for no validation"
         )
-        raise UsageError(f"dataset webdataset: options.validation: {found}")
+        raise UsageError(f"dataset webdataset: recipe.data.options.validation: {found}")
     every = Archives(train)
     parts = (every, Archives(held_out)) if held_out else every.split(options.validation or 0.0)
     classes = _classes(options.classes, [*every.targets.tolist(), *parts[1].targets.tolist()])
     if not len(parts[0].targets):
         raise UsageError(
-            f"dataset webdataset: options.validation: {options.validation} leaves no image for training; use a smaller "
-            f"fraction"
+            f"dataset webdataset: recipe.data.options.validation: {options.validation} leaves no image for training; "
+            f"use a smaller fraction"
         )
     return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
 
@@ -114,7 +114,7 @@ def _classes(given: int | list[str] | None, targets: list[int]) -> list[str]:
     names = given if isinstance(given, list) else [str(each) for each in range(given or max(targets, default=0) + 1)]
     if targets and (min(targets) < 0 or max(targets) >= len(names)):
         raise UsageError(
-            f"dataset webdataset: options.classes: {len(names)} classes, but the images have classes {min(targets)} to "
-            f"{max(targets)}; set at least {max(targets) + 1} classes"
+            f"dataset webdataset: recipe.data.options.classes: {len(names)} classes, but the images have classes "
+            f"{min(targets)} to {max(targets)}; set at least {max(targets) + 1} classes"
         )
     return names

@@ -80,7 +80,7 @@ def check_input(name: str, column: Any, means: bool) -> None:
     """
     import pyarrow.types as types
 
-    refuse_mixed(name, column, "or add the column to options.categories")
+    refuse_mixed(name, column, "or add the column to recipe.data.options.categories")
     if kind_of(column) == "number" or types.is_null(column.type):  # the null type, if all values are missing
         check_numbers(name, column, means)
 
@@ -90,10 +90,10 @@ def check_numbers(name: str, column: Any, means: bool) -> None:
     values = _floats(name, column)
     wrong = np.isinf(values) if means else ~np.isfinite(values)
     if wrong.any():
-        advice = "remove such rows" if means else "remove such rows, or set options.missing=mean for missing values"
+        fill = "" if means else ", or set recipe.data.options.missing=mean for missing values"
         raise UsageError(
             f"dataset table: column '{name}' has {int(wrong.sum()):,} {'' if means else 'missing or '}infinite "
-            f"values, the first in row {int(wrong.argmax()):,}; {advice}"
+            f"values, the first in row {int(wrong.argmax()):,}; remove such rows{fill}"
         )
 
 
@@ -118,13 +118,13 @@ def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number 
     if kind == "other" and not is_category:
         raise UsageError(
             f"dataset table: column '{name}' has type {column.type}, but only numbers and text are supported; add it "
-            f"to options.ignore or options.categories"
+            f"to recipe.data.options.ignore or recipe.data.options.categories"
         )
     values = sorted({_text(each) for each in column.unique().to_pylist()})
     if len(values) > _MOST_VALUES:
         raise UsageError(
             f"dataset table: column '{name}' has {len(values):,} distinct values, but at most {_MOST_VALUES:,} are "
-            f"supported; add it to options.ignore"
+            f"supported; add it to recipe.data.options.ignore"
         )
     return Category(name, tuple(values))
 

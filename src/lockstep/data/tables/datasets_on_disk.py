@@ -52,7 +52,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     if not len(numbers):
         raise UsageError(
             f"dataset datasets: {request.root} has {len(train):,} rows, and none is left for training; add rows, or "
-            f"set a smaller options.validation"
+            f"set a smaller recipe.data.options.validation"
         )
     names = getattr(train.features.get(options.target), "names", None)
     label = f"dataset {request.name}"

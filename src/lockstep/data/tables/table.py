@@ -70,7 +70,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     if not left:
         raise UsageError(
             f"dataset table: {request.root} has no input columns in addition to the target {', '.join(targets)}; add "
-            f"columns, or remove columns from options.ignore"
+            f"columns, or remove columns from recipe.data.options.ignore"
         )
     means = options.missing == "mean"
     for table in files:  # whole files, so that row numbers match
@@ -149,8 +149,8 @@ def _parts(
     chosen = rows_in_share(len(table), share)
     if share and (not chosen.any() or chosen.all()):
         raise UsageError(
-            f"dataset table: options.validation: {share} of {len(table):,} rows leaves training or validation without "
-            f"rows; use a different fraction, or 0"
+            f"dataset table: recipe.data.options.validation: {share} of {len(table):,} rows leaves training or "
+            f"validation without rows; use a different fraction, or 0"
         )
     return table.filter(~chosen), table.filter(chosen) if share else None, np.flatnonzero(~chosen)
 
@@ -171,8 +171,8 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
         return None
     if len(targets) > 1:
         raise UsageError(
-            f"dataset table: options.target: {len(targets)} columns, but classification supports only 1; set a single "
-            f"column, or options.kind=regression"
+            f"dataset table: recipe.data.options.target: {len(targets)} columns, but classification supports only 1; "
+            f"set a single column, or recipe.data.options.kind=regression"
         )
     found = sorted(each for each in column.unique().to_pylist() if each is not None)
     many = len(found) > _MOST_CLASSES or (len(found) > _MOST_RARE and 10 * len(found) > len(table))
@@ -191,20 +191,20 @@ def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
 
 def _ask(table: pyarrow.Table, target: str, found: list[Any]) -> str:
     return (
-        f"dataset table: options.target: '{target}' has {len(found):,} distinct integers in {len(table):,} rows; set "
-        f"options.kind=regression if they are amounts, or options.kind=classification if each is a class"
+        f"dataset table: recipe.data.options.target: '{target}' has {len(found):,} distinct integers in {len(table):,} "
+        f"rows; set recipe.data.options.kind to regression if they are amounts, or to classification if each is a class"
     )
 
 
 def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
     for name in names:
         column = table[name]
-        problem = f"dataset table: options.target: '{name}'"
+        problem = f"dataset table: recipe.data.options.target: '{name}'"
         if column.null_count:
             first = column.is_null().to_pylist().index(True)
             raise UsageError(f"{problem} is missing in row {first:,}; remove such rows")
         if kind != "classification":
-            refuse_mixed(name, column, "or set options.kind=classification")
+            refuse_mixed(name, column, "or set recipe.data.options.kind=classification")
         if kind_of(column) == "other":
             raise UsageError(
                 f"{problem} has type {column.type}, but only numbers and text are supported; set a different column"
@@ -219,7 +219,7 @@ def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, 
     if -1 in found:
         strange = table[names[0]][found.index(-1)].as_py()
         unknown = f"validation has the class {strange!r}, which does not occur in training; remove such rows"
-        raise UsageError(question or f"dataset table: options.target: {unknown}")
+        raise UsageError(question or f"dataset table: recipe.data.options.target: {unknown}")
     return torch.tensor(found)
 
 
@@ -228,9 +228,11 @@ def _floats(name: str, column: Any) -> NDArray[np.float32]:
         found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
     except Exception as error:  # pyarrow raises many types of errors
         problem = f"'{name}' has type {column.type}, and cannot be converted to numbers"
-        advice = "use numbers, or options.kind=classification with a single target"
-        raise UsageError(f"dataset table: options.target: {problem}; {advice}") from error
+        advice = "use numbers, or recipe.data.options.kind=classification with a single target"
+        raise UsageError(f"dataset table: recipe.data.options.target: {problem}; {advice}") from error
     if not np.isfinite(found).all():
         row = int((~np.isfinite(found)).argmax())
-        raise UsageError(f"dataset table: options.target: '{name}' is not finite in row {row:,}; remove such rows")
+        raise UsageError(
+            f"dataset table: recipe.data.options.target: '{name}' is not finite in row {row:,}; remove such rows"
+        )
     return found

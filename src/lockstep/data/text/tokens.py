@@ -50,13 +50,13 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         pickled = (root / "meta.pkl").exists()
         opened = " (meta.pkl is not read, since a pickle can run code)" if pickled else ""
         raise UsageError(
-            f"dataset tokens: the size of the vocabulary is unknown{opened}; set options.vocabulary (50257 for GPT-2), "
-            f'or write {{"vocab_size": 65}} to {root / "meta.json"}'
+            f"dataset tokens: the size of the vocabulary is unknown{opened}; set recipe.data.options.vocabulary (50257 "
+            f'for GPT-2), or write {{"vocab_size": 65}} to {root / "meta.json"}'
         )
     if vocabulary > 1 << 8 * np.dtype(dtype).itemsize:
         raise UsageError(
             f"dataset tokens: dtype {dtype} cannot hold a vocabulary of {vocabulary:,} tokens; set a larger "
-            f"options.dtype or a smaller options.vocabulary"
+            f"recipe.data.options.dtype or a smaller recipe.data.options.vocabulary"
         )
     train = TokenFile(root / "train.bin", dtype, vocabulary)
     validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
@@ -86,7 +86,7 @@ class TokenFile:
         if size % self._dtype.itemsize:
             raise UsageError(
                 f"dataset tokens: {file} has {size:,} bytes, not a multiple of {self._dtype.itemsize}, the size of "
-                f"{dtype}; correct options.dtype or the file"
+                f"{dtype}; correct recipe.data.options.dtype or the file"
             )
         self._length = size // self._dtype.itemsize
         self._check_some()
@@ -113,7 +113,7 @@ class TokenFile:
             place = int((starts[:, None] + np.arange(length))[found >= self._vocabulary][0])
             raise DataError(
                 f"{self._file}: token {place:,} is {found.max()}, but the vocabulary has {self._vocabulary:,} tokens; "
-                f"correct options.vocabulary or options.dtype"
+                f"correct recipe.data.options.vocabulary or recipe.data.options.dtype"
             )
         return found.astype(np.int64)
 

@@ -124,7 +124,7 @@ def build_windows(
         return f"token {at[0]}" if decode is None else repr(decode(train.windows(at, min(context, _SHOWN))[0]))
 
     for name, part, least, advice in (
-        ("training", train, context + 1, "use more text, or a smaller options.context"),
+        ("training", train, context + 1, "use more text, or a smaller recipe.data.options.context"),
         ("validation", validation, 2, "use more text"),
     ):
         if part is not None and len(part) < least:
