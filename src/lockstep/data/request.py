@@ -30,21 +30,21 @@ class DataRequest:
     exif: bool = True
 
     @property
-    def cuts(self) -> bool:
+    def crops_images(self) -> bool:
         """Whether the samples are crops of images of any size."""
         return self.name in _OF_FILES
 
 
 def request_of(data: Mapping[str, Any]) -> DataRequest:
     """Return the request of a recipe's section `data`, passed as plain values. Missing keys get their defaults."""
-    given = {each.name: data[each.name] for each in fields(DataRequest) if each.name in data}
+    values = {key.name: data[key.name] for key in fields(DataRequest) if key.name in data}
     low, high = data["augment"]["resized_crop_scale"]
-    return DataRequest(**given, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
+    return DataRequest(**values, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
 def misfits(request: DataRequest) -> Iterator[str]:
     """Yield an error for each key that this dataset doesn't support, and for each contradiction between keys."""
-    if request.cuts:
+    if request.crops_images:
         yield from _contradictions(request)
         return
     name, only = request.name, " and ".join(_OF_FILES)

@@ -31,8 +31,8 @@ class Form(NamedTuple):
 
     def as_average(self) -> "Form":
         """Return the form of a running average of such tensors (parallel/ema.py)."""
-        wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
-        return Form(self.shape, wide)
+        dtype = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
+        return Form(self.shape, dtype)
 
     def cast(self, dtype: torch.dtype | None) -> "Form":
         """Return the form of a parameter that is trained in `dtype`, if that is set (parallel/weights.py)."""
@@ -83,12 +83,12 @@ def check_model(
     # because the weight has no values.
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
         try:
-            evaluated, trained, summary = trial("meta")
+            evaluation_outputs, training_outputs, summary = trial("meta")
         except Exception:  # a model may need values to be built or to run; the CPU reports any real error
-            evaluated, trained, summary = trial("cpu")
-    check(evaluated, length(evaluation))
-    check(trained, length(training))
-    if not any(tensor.requires_grad for tensor in tensors_of(trained)):
+            evaluation_outputs, training_outputs, summary = trial("cpu")
+    check(evaluation_outputs, length(evaluation))
+    check(training_outputs, length(training))
+    if not any(tensor.requires_grad for tensor in tensors_of(training_outputs)):
         raise UsageError(
             f"model {name}: the outputs have no gradient in training mode; compute them from the parameters with torch "
             f"functions in forward, without detach(), no_grad() or .data"
@@ -120,7 +120,10 @@ def check_dtype(
         try:
             with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
                 call(
-                    model, map_tensors(lambda of: of.to("meta", dtype if of.is_floating_point() else of.dtype), inputs)
+                    model,
+                    map_tensors(
+                        lambda tensor: tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype), inputs
+                    ),
                 )
         except RuntimeError as error:
             if "dtype" in str(error):
@@ -143,7 +146,7 @@ class _OneDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        dtypes = sorted({str(each.dtype) for each in args if isinstance(each, Tensor)})
+        dtypes = sorted({str(argument.dtype) for argument in args if isinstance(argument, Tensor)})
         if name in _PRODUCTS and len(dtypes) > 1:
             raise RuntimeError(f"{name} of {' and '.join(dtypes)}, which must have the same dtype")
         return func(*args, **(kwargs or {}))
@@ -232,28 +235,30 @@ def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device
         check_weights(name, model)
         model.eval()
         with torch.no_grad():
-            evaluated = _outputs(model, name, map_tensors(lambda each: each.to(device), evaluation))
+            evaluation_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), evaluation))
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            trained = _outputs(model, name, map_tensors(lambda each: each.to(device), training))
-        flops = backward_flops(counter, trained) if device == "meta" else None
+            training_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), training))
+        flops = backward_flops(counter, training_outputs) if device == "meta" else None
     parameters = list(model.parameters())
-    normalising = {
-        name: each
-        for name, each in model.named_modules()
-        if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training
+    batchnorm_layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
     summary = Summary(
         parameters=sum(parameter.numel() for parameter in parameters),
-        tensors={name: _form(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)},
-        trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
-        batchnorm=bool(normalising),
-        synchronised=next((name for name, each in normalising.items() if isinstance(each, nn.SyncBatchNorm)), ""),
+        tensors={name: _form(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
+        trained={name: _form(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad},
+        batchnorm=bool(batchnorm_layers),
+        synchronised=next(
+            (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
+        ),
         buffers=frozenset(name for name, _ in model.named_buffers()),
         flops=None if flops is None else round(flops / length(training)),
     )
-    return evaluated, trained, summary
+    return evaluation_outputs, training_outputs, summary
 
 
 def _form(tensor: Tensor) -> Form:
@@ -266,8 +271,8 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # third-party models may raise anything, and may even exit
-        fitting = "image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
-        advice = f"use a model that supports this {fitting}"
+        subject = "image size" if any(tensor.ndim == 4 for tensor in tensors_of(inputs)) else "data"
+        advice = f"use a model that supports this {subject}"
         if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
             advice = f"let forward accept a single argument of type {type(inputs[0]).__name__}"
         message = describe_error(error, "" if place(error) else advice)

@@ -36,37 +36,39 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     tensors, or if a file is damaged.
     """
     if path.is_dir():
-        return _of_folder(path)
+        return _read_folder(path)
     if not path.exists():
         raise UsageError(f"{path}: not found; use a file with tensors, a folder with such a file, or a run")
     if not path.is_file():
         raise UsageError(f"{path}: not a regular file; use a file with tensors, a folder with such a file, or a run")
     if path.suffix == _SAFE:
-        return _safetensors(path)
+        return _read_safetensors(path)
     if path.name.endswith(_TORCH):
-        return _torch(path)
+        return _read_torch(path)
     raise UsageError(f"{path}: unknown file type; use a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
 
 
-def strip_prefix(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
+def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, without the prefix.
 
     If `prefix` is empty, removes the prefixes that wrappers add to all names: `module.` and `_orig_mod.`. Raises
-    UsageError, which begins with `place`, if no name begins with `prefix`.
+    UsageError, which begins with `label`, if no name begins with `prefix`.
     """
     if prefix:
-        found = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-        if not found:
-            near = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
-            raise UsageError(f"{place}: no name begins with {prefix!r}{near}; the names are {list_some([*tensors])}")
-        return found
-    found = dict(tensors)
-    while wrapper := next((each for each in _WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
-        found = {name.removeprefix(wrapper): each for name, each in found.items()}
-    return found
+        stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if not stripped:
+            hint = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
+            raise UsageError(f"{label}: no name begins with {prefix!r}{hint}; the names are {list_some([*tensors])}")
+        return stripped
+    stripped = dict(tensors)
+    while wrapper := next(
+        (candidate for candidate in _WRAPPERS if stripped and all(name.startswith(candidate) for name in stripped)), ""
+    ):
+        stripped = {name.removeprefix(wrapper): tensor for name, tensor in stripped.items()}
+    return stripped
 
 
-def _of_folder(folder: Path) -> dict[str, Tensor]:
+def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _INDEX).is_file():
         return _read_shards(folder)
     for name in _WHOLE:
@@ -84,23 +86,25 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
-    wrong = (OSError, ValueError, KeyError, TypeError, AttributeError)
-    with error_as(UsageError, wrong, f"{index}: not a valid index of weights", "; download it again"):
+    error_types = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with error_as(UsageError, error_types, f"{index}: not a valid index of weights", "; download it again"):
         files = plainfile.parse_json(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
-        places = {str(name): str(file) for name, file in files.items()}
-    for file in set(places.values()):
+        locations = {str(name): str(file) for name, file in files.items()}
+    for file in set(locations.values()):
         if Path(file).name != file or not file.endswith(_SAFE):
             raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files next to it")
-    parts = {file: read_tensors(folder / file) for file in sorted(set(places.values()))}
-    lost = [name for name, file in places.items() if name not in parts[file]]
-    if lost:
-        raise UsageError(f"{index}: tensors missing in the listed files: {list_some(lost)}; download the files again")
-    return {name: parts[file][name] for name, file in places.items()}
+    parts = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
+    missing = [name for name, file in locations.items() if name not in parts[file]]
+    if missing:
+        raise UsageError(
+            f"{index}: tensors missing in the listed files: {list_some(missing)}; download the files again"
+        )
+    return {name: parts[file][name] for name, file in locations.items()}
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    wrong = (SafetensorError, OSError, ValueError)
-    with error_as(UsageError, wrong, f"{path}: not a complete safetensors file", "; write or download it again"):
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    error_types = (SafetensorError, OSError, ValueError)
+    with error_as(UsageError, error_types, f"{path}: not a complete safetensors file", "; write or download it again"):
         plainfile.check_safetensors(path)
         tensors = safetensors.torch.load_file(path)
     if not tensors:
@@ -108,7 +112,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _torch(path: Path) -> dict[str, Tensor]:
+def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # damaged files and files of other formats may raise anything
@@ -123,9 +127,11 @@ def _torch(path: Path) -> dict[str, Tensor]:
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     """Return the tensors of a state_dict, which is either the whole content or one of its entries."""
-    nested = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
-    for each in (content, *nested):
-        if isinstance(each, dict) and each and all(isinstance(value, Tensor) for value in each.values()):
-            return {str(name): value for name, value in each.items()}
-    found = f"the entries {list_some(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
-    raise UsageError(f"{path}: expected a state_dict, got {found}; save only the tensors, by name")
+    entries = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
+    for candidate in (content, *entries):
+        if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):
+            return {str(name): value for name, value in candidate.items()}
+    description = (
+        f"the entries {list_some(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
+    )
+    raise UsageError(f"{path}: expected a state_dict, got {description}; save only the tensors, by name")

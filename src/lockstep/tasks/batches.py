@@ -26,7 +26,7 @@ def parts(batch: Batch) -> Parts:
     Raises UsageError if a batch has no targets.
     """
     if isinstance(batch, Mapping):
-        name = next((each for each in TARGETS if each in batch), None)
+        name = next((key for key in TARGETS if key in batch), None)
         if name is None:
             raise UsageError(
                 f"batch: no targets among {', '.join(map(str, batch))}; name the targets {', '.join(TARGETS[:-1])} or "
@@ -62,14 +62,14 @@ def predictions(outputs: Any, model: str = "model") -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     # The ModelOutput of transformers is a mapping too.
-    named = outputs if isinstance(outputs, Mapping) else {}
-    found = next((named[name] for name in _OUTPUTS if name in named), getattr(outputs, "logits", None))
-    if not isinstance(found, Tensor):
+    items = outputs if isinstance(outputs, Mapping) else {}
+    prediction = next((items[name] for name in _OUTPUTS if name in items), getattr(outputs, "logits", None))
+    if not isinstance(prediction, Tensor):
         raise UsageError(
             f"{model}: expected a tensor, or outputs with logits or out, got {_kind(outputs)}; return a tensor or a "
             f"mapping with logits, or wrap the model in a module that does"
         )
-    return found
+    return prediction
 
 
 def _kind(value: Any) -> str:

@@ -26,10 +26,10 @@ def read(file: Path) -> Any:
     except UnicodeDecodeError:
         raise UsageError(f"dataset table: the column names of {file} are not valid UTF-8; convert the file") from None
     except pyarrow.ArrowException as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(f"dataset table: {file} is not a valid {file.suffix} table: {first}; correct it") from None
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"dataset table: {file} has duplicate columns {', '.join(map(repr, twice))}; rename them")
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"dataset table: {file} is not a valid {file.suffix} table: {reason}; correct it") from None
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"dataset table: {file} has duplicate columns {', '.join(map(repr, duplicates))}; rename them")
     if not len(table):
         raise UsageError(f"dataset table: {file} has no rows; add at least one")
     return table

@@ -17,8 +17,8 @@ from lockstep.data.text.windows import build_windows
 from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
 _LARGEST: Final = 1 << 26  # the maximum size of meta.json in bytes
-_PLACES: Final = 16  # places of a file to check before a run,
-_LOOKED_AT: Final = 64  # and tokens to check at each place
+_CHECKS: Final = 16  # places of a file to check before a run,
+_CHECK_LENGTH: Final = 64  # and tokens to check at each place
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         )
     if vocabulary is None:
         pickled = (root / "meta.pkl").exists()
-        opened = " (meta.pkl is not read, since a pickle can run code)" if pickled else ""
+        note = " (meta.pkl is not read, since a pickle can run code)" if pickled else ""
         raise UsageError(
-            f"dataset tokens: the size of the vocabulary is unknown{opened}; set recipe.data.options.vocabulary (50257 "
+            f"dataset tokens: the size of the vocabulary is unknown{note}; set recipe.data.options.vocabulary (50257 "
             f'for GPT-2), or write {{"vocab_size": 65}} to {root / "meta.json"}'
         )
     if vocabulary > 1 << 8 * np.dtype(dtype).itemsize:
@@ -81,23 +81,23 @@ class TokenFile:
         self._vocabulary = vocabulary
         advice = "; set recipe.data.root to the folder of train.bin"
         with os_error_as(UsageError, f"dataset tokens: cannot read {file}", advice):
-            self._opened = plainfile.descriptor(file, links=True)
-        size = os.fstat(self._opened).st_size
+            self._descriptor = plainfile.descriptor(file, links=True)
+        size = os.fstat(self._descriptor).st_size
         if size % self._dtype.itemsize:
             raise UsageError(
                 f"dataset tokens: {file} has {size:,} bytes, not a multiple of {self._dtype.itemsize}, the size of "
                 f"{dtype}; correct recipe.data.options.dtype or the file"
             )
         self._length = size // self._dtype.itemsize
-        self._check_some()
+        self._check_samples()
 
-    def _check_some(self) -> None:
+    def _check_samples(self) -> None:
         """Raise UsageError if a token is not in the vocabulary, which means that the dtype is probably wrong.
 
         Only checks some tokens all over the file.
         """
-        length = min(_LOOKED_AT, self._length)
-        starts = np.linspace(0, self._length - length, min(_PLACES, self._length)).astype(np.int64)
+        length = min(_CHECK_LENGTH, self._length)
+        starts = np.linspace(0, self._length - length, min(_CHECKS, self._length)).astype(np.int64)
         with error_as(UsageError, TrainingError, "dataset tokens"):
             self.windows(np.unique(starts), length)
 
@@ -106,21 +106,21 @@ class TokenFile:
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """See Tokens. Raises TrainingError if the file can't be read, or contains a token outside the vocabulary."""
-        found = np.empty((len(starts), length), self._dtype)
-        for row, start in zip(found, starts.tolist(), strict=True):
+        tokens = np.empty((len(starts), length), self._dtype)
+        for row, start in zip(tokens, starts.tolist(), strict=True):
             self._read(row, start)
-        if found.size and found.max() >= self._vocabulary:
-            place = int((starts[:, None] + np.arange(length))[found >= self._vocabulary][0])
+        if tokens.size and tokens.max() >= self._vocabulary:
+            position = int((starts[:, None] + np.arange(length))[tokens >= self._vocabulary][0])
             raise DataError(
-                f"{self._file}: token {place:,} is {found.max()}, but the vocabulary has {self._vocabulary:,} tokens; "
-                f"correct recipe.data.options.vocabulary or recipe.data.options.dtype"
+                f"{self._file}: token {position:,} is {tokens.max()}, but the vocabulary has {self._vocabulary:,} "
+                f"tokens; correct recipe.data.options.vocabulary or recipe.data.options.dtype"
             )
-        return found.astype(np.int64)
+        return tokens.astype(np.int64)
 
     def _read(self, row: NDArray[Any], start: int) -> None:
         offset = start * self._dtype.itemsize
         with os_error_as(DataError, f"{self._file}: cannot be read", "; check the disk it is on"):
-            read = os.preadv(self._opened, [row.view(np.uint8).data], offset)
+            read = os.preadv(self._descriptor, [row.view(np.uint8).data], offset)
         if read != row.nbytes:
             raise DataError(f"{self._file}: truncated while in use, at byte {offset + read:,}; copy it again")
 
@@ -132,7 +132,7 @@ def _meta(file: Path) -> Mapping[str, Any]:
     with os_error_as(UsageError, f"{label}: cannot be read"), plainfile.reader(file, links=True) as stream:
         content = stream.read(_LARGEST)
     with error_as(UsageError, ValueError, f"{label}: not valid JSON", "; correct the file"):
-        found = plainfile.parse_json(content)
-    if not isinstance(found, dict):
-        raise UsageError(f"{label}: expected an object with vocab_size, got {type(found).__name__}; correct the file")
-    return found
+        meta = plainfile.parse_json(content)
+    if not isinstance(meta, dict):
+        raise UsageError(f"{label}: expected an object with vocab_size, got {type(meta).__name__}; correct the file")
+    return meta
